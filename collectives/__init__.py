@@ -1,0 +1,24 @@
+"""What the ranks do together: sparse collectives over mpi4py. Importing this package does not initialise MPI.
+
+Every collective has a nonblocking twin with MPI's `i` that returns a `Request`. README.md beside this file has the cost
+table. Call the library from one thread at a time, and start the operations on a communicator in the same order on all
+ranks, as MPI asks of its own collectives.
+"""
+
+from collectives.allgather import sparse_allgather, sparse_iallgather
+from collectives.allreduce import dense_allreduce, dense_iallreduce
+from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
+from collectives.progress import Request
+from collectives.transport import Traffic, traffic
+
+__all__ = [
+    "Request",
+    "Traffic",
+    "dense_allreduce",
+    "dense_iallreduce",
+    "gtopk_allreduce",
+    "gtopk_iallreduce",
+    "sparse_allgather",
+    "sparse_iallgather",
+    "traffic",
+]

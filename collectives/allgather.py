@@ -1,0 +1,44 @@
+"""Sparse allgather: every rank gets every rank's vector.
+
+Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in
+multiport message-passing systems", IEEE TPDS 8(11), 1997: the dissemination allgather, for any number of ranks.
+
+Rounds: ceil(lg P). Bytes sent by a rank: (P-1) k s on average, when each brings k entries of s bytes.
+Invariant: before round j a rank holds the blocks of the 2^j ranks from its own on.
+
+Differences from the paper: parts may differ in size and be empty; a block says itself how long it is, and a message
+carries several blocks behind each other, so that no round is spent on sizes.
+"""
+
+from typing import Any
+
+from collectives.agreement import Steps
+from collectives.channel import Channel, Offer
+from collectives.operation import begin
+from collectives.progress import Request
+from mpicomp.vector import SparseVector
+
+
+def sparse_allgather(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> list[SparseVector]:
+    """Gather the vectors of all ranks on all ranks.
+
+    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
+    algorithm: "auto" or "dissemination".
+
+    Returns one SparseVector a rank, in rank order, the same bits on every rank.
+
+    Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
+    on every rank when length, dtype or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    """
+    return sparse_iallgather(vector, comm, algorithm=algorithm).wait()
+
+
+def sparse_iallgather(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> Request[list[SparseVector]]:
+    """Start `sparse_allgather` and return its Request; do not change the vector's arrays before it has ended."""
+    return begin("sparse_allgather", {"dissemination": dissemination}, vector, comm, algorithm)
+
+
+def dissemination(offer: Offer, channel: Channel) -> Steps[list[SparseVector]]:
+    """Pass on what is held over doubling distances; see the head of this file."""
+    blocks = yield from channel.gather_all(channel.pack(offer))
+    return [channel.unpack(block).vector for block in blocks]

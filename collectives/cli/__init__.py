@@ -1,0 +1,16 @@
+"""The `mpicomp` command. Run it plainly, or under mpirun or srun: rank 0 speaks for all."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from collectives.cli import info
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("info", help="what this installation is made of, and whether the launcher and MPI fit together")
+    parser.parse_args(arguments)
+    return info.run(sys.stdout)

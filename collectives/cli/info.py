@@ -1,0 +1,44 @@
+"""`mpicomp info`: versions, the MPI library, and whether the launcher and MPI fit together."""
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TextIO
+
+# Where launchers say how many ranks they started. A launcher of another MPI starts ranks that each believe they are
+# alone ("P singletons"): the job runs P times, and succeeds.
+LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def run(out: TextIO) -> int:
+    """Write the report on rank 0; return 1 on every rank when launcher and MPI do not fit together, else 0."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    hosts = world.allgather(MPI.Get_processor_name())
+    warning = singleton_warning(world.size, os.environ)
+    if world.rank == 0:
+        for name, value in facts(MPI.Get_library_version(), world.size, len(set(hosts))).items():
+            out.write(f"{name:8} {value}\n")
+        out.write(f"warning: {warning}\n" if warning else "")
+    return 1 if warning else 0
+
+
+def facts(library: str, size: int, hosts: int) -> dict[str, str]:
+    """Return what `mpicomp info` prints, by name."""
+    found = {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
+    first_line = library.strip().splitlines()[0].rstrip("\0")
+    ranks = f"{size} on {hosts} host{'s' if hosts > 1 else ''}"
+    return {"python": platform.python_version(), **found, "MPI": first_line, "ranks": ranks, "arrays": "host memory"}
+
+
+def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
+    """Return a warning when the launcher started another number of ranks than MPI sees; None when they agree."""
+    for name in LAUNCHER_SIZES:
+        if environment.get(name, "").isdigit() and int(environment[name]) != size:
+            return (
+                f"the launcher says {name}={environment[name]}, and MPI sees {size}: "
+                "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
+            )
+    return None

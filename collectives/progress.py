@@ -1,0 +1,126 @@
+"""Drive collectives to their end, or leave them in flight.
+
+A collective is a generator that yields the tuple of things it waits on. The driver resumes it when all of them are
+complete. An operation that is alone waits inside MPI; when several are in flight, waiting for one drives them all (the
+peer may wait for another one first), and the core is given away between two rounds of polling: ranks that poll without
+a pause starve each other when there are more ranks than cores.
+
+The operations in flight are a property of the process, as in MPI itself: their list is cached on MPI.COMM_SELF.
+"""
+
+import time
+from functools import cache
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+from collectives.agreement import Steps
+from collectives.transport import Pending, attached
+
+T = TypeVar("T")
+
+_SHORTEST_NAP, _LONGEST_NAP = 2e-6, 2e-4  # seconds
+
+
+class Request(Generic[T]):
+    """A collective in flight. Its first messages leave when it is made; `test` and `wait` move it on.
+
+    Requests may be completed in any order, and have to be completed: a peer may depend on this rank's part.
+    """
+
+    def __init__(self, steps: Steps[T], engine: "Engine") -> None:
+        self._steps, self._engine = steps, engine
+        self._pending: tuple[Pending, ...] = ()
+        self._result: T
+        self._error: Exception | None = None
+        self.done = False
+        self.advance()
+
+    def test(self) -> bool:
+        """Move every operation in flight on without waiting; return whether this one has ended, well or not."""
+        if not self.done:
+            self._engine.poll()
+        return self.done
+
+    def wait(self) -> T:
+        """Wait for the end and return the result, or raise what the collective raises; may be called again."""
+        if not self.done:
+            self._engine.finish(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def advance(self, *, block: bool = False) -> bool:
+        """Resume the collective if what it waits on is complete, or with `block` once it is; return whether it was."""
+        try:
+            if not _complete(self._pending, block):
+                return False
+            self._pending = next(self._steps)
+        except StopIteration as end:
+            self._result, self.done = end.value, True
+        except Exception as error:
+            self._steps.close()
+            self._error, self.done = error, True
+        return True
+
+
+class Engine:
+    """The operations that this process has in flight, over all communicators, in the order of their start."""
+
+    def __init__(self, comm: Any = None) -> None:
+        self._in_flight: list[Request[Any]] = []
+        self._inside = Lock()
+
+    def start(self, steps: Steps[T]) -> Request[T]:
+        """Put a collective in flight."""
+        request = Request(steps, self)
+        if not request.done:
+            self._in_flight.append(request)
+        return request
+
+    def poll(self) -> bool:
+        """Move every operation on that can move, and return whether one did."""
+        return self._advance(self._in_flight)
+
+    def finish(self, request: Request[Any]) -> None:
+        """Return when `request` has ended."""
+        nap = _SHORTEST_NAP
+        while not request.done:
+            if self._in_flight == [request]:
+                self._advance([request], block=True)
+            elif self.poll():
+                nap = _SHORTEST_NAP
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+
+    def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
+        if not self._inside.acquire(blocking=False):
+            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
+        try:
+            moved = [request.advance(block=block) for request in requests]
+            self._in_flight = [request for request in self._in_flight if not request.done]
+        finally:
+            self._inside.release()
+        return any(moved)
+
+
+def _complete(pending: tuple[Pending, ...], block: bool) -> bool:
+    if not block:
+        return all([one.test() for one in pending])  # a list: every one of them is looked at, and so moved on
+    for one in pending:
+        one.wait()
+    return True
+
+
+def start(steps: Steps[T]) -> Request[T]:
+    """Put a collective in flight in this process."""
+    from mpi4py import MPI
+
+    return attached(MPI.COMM_SELF, _engine_key(), Engine).start(steps)
+
+
+@cache
+def _engine_key() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()

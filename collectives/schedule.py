@@ -1,0 +1,54 @@
+"""Who talks to whom: pure functions of (rank, size), with no MPI in them.
+
+A butterfly needs a power of two, the *core*: the largest one that fits. The ranks beyond it fold their data into a core
+rank before the butterfly and get the result from it afterwards.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+def core_size(size: int) -> int:
+    """Return the largest power of two that is at most `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def butterfly(rank: int, core: int) -> Iterator[int]:
+    """Yield the partner of each round of recursive doubling: distance 1, 2, 4, ... core / 2.
+
+    After round j (counted from 0) the 2^(j+1) consecutive ranks of a block have heard of each other.
+    """
+    distance = 1
+    while distance < core:
+        yield rank ^ distance
+        distance *= 2
+
+
+def fold_partner(rank: int, size: int) -> int | None:
+    """Return the partner of `rank` in the fold and unfold rounds; None for a rank that has none.
+
+    A rank at or above core gives to rank - core, and hears from it at the end.
+    """
+    core = core_size(size)
+    if rank >= core:
+        return rank - core
+    return rank + core if rank + core < size else None
+
+
+class Hop(NamedTuple):
+    """A round of the dissemination: the first `blocks` held go to `dest`, and as many come from `source`."""
+
+    dest: int
+    source: int
+    blocks: int
+
+
+def dissemination(rank: int, size: int) -> Iterator[Hop]:
+    """Yield the ceil(lg size) rounds after which every rank holds every rank's block (Bruck et al., 1997).
+
+    Before round j a rank holds the blocks of rank, rank + 1, ..., rank + 2^j - 1 (modulo size), in this order.
+    """
+    distance = 1
+    while distance < size:
+        yield Hop((rank - distance) % size, (rank + distance) % size, min(distance, size - distance))
+        distance *= 2

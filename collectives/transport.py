@@ -1,0 +1,229 @@
+"""A message between two ranks.
+
+A message is one contiguous buffer of whole 64-byte lines. Counting in lines keeps MPI's count a C int up to 128 GiB.
+The receiver learns the size from a matched probe, so no size travels ahead of a message.
+
+What a collective waits on is a `Pending`: `wait` blocks inside MPI, which leaves the core to others; `test` looks once.
+In a step that both sends and receives, wait for the arrival first: a large send ends only when its peer receives, and
+the peer may be in the same step.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Buffer = NDArray[np.uint8]
+T = TypeVar("T")
+
+LINE = 64  # bytes
+
+
+class Pending(Protocol):
+    """Something of MPI's that a collective waits on."""
+
+    def test(self) -> bool:
+        """Look once, without waiting, and say whether it is complete."""
+        ...
+
+    def wait(self) -> None:
+        """Wait inside MPI until it is complete."""
+        ...
+
+
+class Sending:
+    """A message on its way out; it keeps the buffer alive."""
+
+    def __init__(self, request: "MPI.Request", buffer: Buffer) -> None:
+        self._request, self._buffer = request, buffer
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return self._request.Test()
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        self._request.Wait()
+
+
+class Arrival:
+    """A message on its way in, of a size that only its sender knows yet; `buffer` holds it once it is complete."""
+
+    def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
+        self.buffer: Buffer = np.empty(0, np.uint8)
+        self._envelope = comm, source, tag
+        self._request: MPI.Request | None = None
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        comm, source, tag = self._envelope
+        if self._request is None:
+            status = _status()
+            message = comm.Improbe(source, tag, status)
+            if message is None:
+                return False
+            self._request = message.Irecv(self._room(status))
+        return self._request.Test()
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        comm, source, tag = self._envelope
+        if self._request is None:
+            status = _status()
+            comm.Mprobe(source, tag, status).Recv(self._room(status))
+        else:
+            self._request.Wait()
+
+    def _room(self, status: "MPI.Status") -> list[Any]:
+        self.buffer = np.empty(status.Get_count(_line_type()) * LINE, np.uint8)
+        return _in_lines(self.buffer)
+
+
+class Reduction:
+    """MPI's own nonblocking Allreduce (sum), in pieces whose counts fit a C int; `array` is reduced in place."""
+
+    PIECE = 2**30
+
+    def __init__(self, comm: "MPI.Comm", array: NDArray[Any]) -> None:
+        from mpi4py import MPI
+
+        pieces = [array[i : i + self.PIECE] for i in range(0, array.size, self.PIECE)]
+        self._requests = [comm.Iallreduce(MPI.IN_PLACE, piece, MPI.SUM) for piece in pieces]
+        self._array = array
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return all([request.Test() for request in self._requests])
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for request in self._requests:
+            request.Wait()
+
+
+class Turn:
+    """An operation's place among those that call MPI's own collectives, which every rank must start in one order."""
+
+    def __init__(self, queue: "deque[Turn]") -> None:
+        self._queue = queue
+        queue.append(self)
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return self._queue[0] is self
+
+    def wait(self) -> None:
+        """Check that it is this operation's turn: with no other in flight it must be."""
+        assert self.test(), "an operation that is in flight alone has to wait for its turn"
+
+    def leave(self) -> None:
+        """Let the next operation have its turn."""
+        self._queue.remove(self)
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent over one communicator by this library: messages and their bytes."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+
+class Endpoint:
+    """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it."""
+
+    def __init__(self, comm: "MPI.Intracomm") -> None:
+        from mpi4py import MPI
+
+        self.comm = comm.Dup()
+        self.rank, self.size = comm.rank, comm.size
+        self.traffic = Traffic()
+        self.turns: deque[Turn] = deque()
+        self._tag_count = int(comm.Get_attr(MPI.TAG_UB) or 32767) + 1  # MPI promises at least 32767
+        self._next_tag = 0
+
+    def take_tag(self) -> int:
+        """Return the tag of the next operation; every rank starts its operations in one order, so the tags agree."""
+        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self._tag_count
+        return tag
+
+    def send(self, buffer: Buffer, dest: int, tag: int) -> Sending:
+        """Start to send a buffer of whole lines."""
+        self.traffic.messages += 1
+        self.traffic.nbytes += buffer.size
+        return Sending(self.comm.Isend(_in_lines(buffer), dest, tag), buffer)
+
+    def receive(self, source: int, tag: int) -> Arrival:
+        """Await a message."""
+        return Arrival(self.comm, source, tag)
+
+    def reduce_in_place(self, array: NDArray[Any]) -> Reduction:
+        """Start MPI's own Allreduce of `array`; its traffic is counted as what the best algorithm sends, 2 f n v."""
+        self.traffic.messages += 1
+        self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
+        return Reduction(self.comm, array)
+
+
+def endpoint_of(comm: Any) -> Endpoint:
+    """Return the endpoint of a communicator. The first call on it is collective.
+
+    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null.
+    """
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
+    return attached(comm, _endpoint_key(), Endpoint)
+
+
+def traffic(comm: Any) -> Traffic:
+    """Return what this rank has sent over `comm` by this library so far, as a copy.
+
+    Point-to-point messages are counted as they are. `dense_allreduce` is MPI's own and does not tell: it counts as one
+    message of 2 (P-1)/P n v bytes, the least that an allreduce of n values of v bytes sends.
+    """
+    counted = endpoint_of(comm).traffic
+    return Traffic(counted.messages, counted.nbytes)
+
+
+def attached(comm: "MPI.Comm", key: int, make: Callable[[Any], T]) -> T:
+    """Return the object cached on `comm` under `key`, made there first if need be."""
+    if comm.Get_attr(key) is None:
+        comm.Set_attr(key, make(comm))
+    return cast(T, comm.Get_attr(key))
+
+
+@cache
+def _endpoint_key() -> int:
+    from mpi4py import MPI
+
+    def free(comm: "MPI.Comm", key: int, endpoint: Endpoint) -> None:
+        endpoint.comm.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)
+
+
+@cache
+def _line_type() -> "MPI.Datatype":
+    from mpi4py import MPI
+
+    return MPI.BYTE.Create_contiguous(LINE).Commit()
+
+
+def _in_lines(buffer: Buffer) -> list[Any]:
+    return [buffer, buffer.size // LINE, _line_type()]
+
+
+def _status() -> "MPI.Status":
+    from mpi4py import MPI
+
+    return MPI.Status()

@@ -1,0 +1,25 @@
+"""What one rank does to its own gradient: compress it, keep the rest, put the result back. Imports no MPI.
+
+The collectives that the compressed gradients travel by are in the package `collectives`.
+"""
+
+from mpicomp.compressors import Compressor, TopK
+from mpicomp.errors import CodecError, CollectiveError
+from mpicomp.exchange import GradientExchange, Statistics
+from mpicomp.feedback import ErrorFeedback, Feedback, NoFeedback
+from mpicomp.vector import SparseVector
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CodecError",
+    "CollectiveError",
+    "Compressor",
+    "ErrorFeedback",
+    "Feedback",
+    "GradientExchange",
+    "NoFeedback",
+    "SparseVector",
+    "Statistics",
+    "TopK",
+]

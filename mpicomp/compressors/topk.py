@@ -1,0 +1,49 @@
+"""Exact Top-k: the k largest magnitudes travel.
+
+Source: the selection of A. F. Aji and K. Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017
+(arXiv 1704.05021), there with a sampled threshold.
+
+Differences from the paper: the selection is exact, ties go to the lowest indices, and exact zeros never travel.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import kernels_for, to_host
+from mpicomp.vector import SparseVector, index_dtype
+
+
+class TopK:
+    """Select the k largest magnitudes of a vector, exactly.
+
+    Give one of: density, the share of the entries that travel, 0 < density <= 1, where k = max(1, round(density n));
+    k, their number, k >= 1.
+
+    Raises ValueError when both or none are given, or when one is out of range.
+    """
+
+    def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
+        if (density is None) == (k is None):
+            raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
+        if density is not None and not 0 < density <= 1:
+            raise ValueError(f"density is {density}: expected 0 < density <= 1 (0.001 sends a thousandth)")
+        if k is not None and k < 1:
+            raise ValueError(f"k is {k}: expected at least 1")
+        self.density, self.k = density, k
+
+    def count(self, length: int) -> int:
+        """Return how many entries of a vector of `length` travel at most."""
+        return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the k largest magnitudes of `corrected`; see `Compressor.compress`. Ties go to the lowest indices.
+
+        corrected: an array of any shape in main memory, taken in C order; float16, float32 or float64.
+        """
+        dense = np.ascontiguousarray(to_host(corrected)).reshape(-1)
+        positions = kernels_for(dense).top_k(dense, self.count(dense.size))
+        return SparseVector(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
+
+    def __repr__(self) -> str:
+        return f"TopK(density={self.density})" if self.k is None else f"TopK(k={self.k})"

@@ -1,0 +1,18 @@
+"""No feedback: what does not travel is gone. The baseline that shows what error feedback is for."""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from mpicomp.vector import SparseVector
+
+
+class NoFeedback:
+    """Keep nothing."""
+
+    def correct(self, gradient: NDArray[Any]) -> NDArray[Any]:
+        """Return `gradient` itself."""
+        return gradient
+
+    def keep(self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None) -> None:
+        """Let go of everything."""

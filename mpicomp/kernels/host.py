@@ -1,0 +1,207 @@
+"""Hot loops over arrays in main memory, compiled by Numba at their first use and cached on disk.
+
+The public functions take arrays and return arrays; the compiled kernels beneath them (a leading underscore) fill the
+buffers that they are given and return a count. No kernel uses fastmath, so their results are the same in every run.
+
+Magnitudes are compared as integers: with the sign bit cleared, the bits of an IEEE 754 number order as its magnitude
+does, and infinities and NaN come last. That makes selection exact, and one kernel serves float16, float32 and float64.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_jit = njit(cache=True, nogil=True)
+
+_DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
+
+
+class _Format(NamedTuple):
+    """What the radix selection knows about a floating-point format."""
+
+    bits: np.dtype[Any]  # the unsigned integer of the same width
+    width: int  # bits of a magnitude: all but the sign
+    infinity: int  # the bits of +inf: every magnitude at or above it is not finite
+
+
+_FORMATS = {
+    np.dtype(np.float16): _Format(np.dtype(np.uint16), 15, 0x7C00),
+    np.dtype(np.float32): _Format(np.dtype(np.uint32), 31, 0x7F80_0000),
+    np.dtype(np.float64): _Format(np.dtype(np.uint64), 63, 0x7FF0_0000_0000_0000),
+}
+
+
+def top_k(values: Array, k: int) -> Array:
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order.
+
+    values: 1-d contiguous float16, float32 or float64. Ties at the threshold go to the lowest positions, and zeros are
+    never selected, so fewer than `k` positions come back when fewer values are non-zero. Returns an intp array.
+
+    Radix selection in two reads of the data: a histogram of the leading 11 bits of the magnitudes, then one pass that
+    compacts what is at or above the bin of the k-th largest; the exact threshold is found among those few.
+
+    Raises ValueError naming the first value that is not finite.
+    """
+    form = _FORMATS[values.dtype]
+    bits, mask = values.view(form.bits), form.bits.type((1 << form.width) - 1)
+    shift = form.width - _DIGIT
+    counts = np.zeros(1 << _DIGIT, np.int64)
+    _histogram(bits, mask, shift, counts)
+    if counts[form.infinity >> shift :].any():
+        raise_not_finite(values)
+    floor = form.bits.type(max(1, _bin_of_kth(counts, k) << shift))
+    positions, keys = _candidates(bits, mask, floor, int(counts[floor >> shift :].sum()))
+    if positions.size <= k:
+        return positions
+    threshold, ties = _kth_largest(keys, k, form.width)
+    chosen = np.empty(k, np.intp)
+    _choose(positions, keys, threshold, ties, chosen)
+    return chosen
+
+
+def raise_not_finite(values: Array) -> None:
+    """Raise ValueError naming the first value of `values` that is NaN or infinite, if there is one."""
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise ValueError(f"values[{bad[0]}] is {values[bad[0]]}: expected finite values; skip the step or clip them")
+
+
+def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
+    """Return the sum of two sparse vectors as (indices, values) over the union of their supports.
+
+    Indices strictly increase in each input and in the output; both pairs have the same dtypes. Where both vectors have
+    an entry the output has ``a + b``, which is the same bits as ``b + a``: the merge is commutative bit for bit.
+    float16 is added in float32 and rounded once, which gives the correctly rounded float16 sum.
+    """
+    if values_a.dtype == np.float16:
+        indices, wide = merge(indices_a, values_a.astype(np.float32), indices_b, values_b.astype(np.float32))
+        return indices, wide.astype(np.float16)
+    indices = np.empty(indices_a.size + indices_b.size, indices_a.dtype)
+    values = np.empty(indices.size, values_a.dtype)
+    count = _merge(indices_a, values_a, indices_b, values_b, indices, values)
+    return indices[:count], values[:count]
+
+
+def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique."""
+    if dense.dtype == np.float16 or values.dtype != dense.dtype:
+        dense[indices] += values
+    else:
+        _scatter_add(dense, indices, values)
+
+
+def first_disorder(indices: Array, length: int) -> int:
+    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
+    return int(_first_disorder(indices, length))
+
+
+def _bin_of_kth(counts: Array, k: int) -> int:
+    """Return the histogram bin that holds the k-th largest key; 0 when there are fewer than `k` keys."""
+    from_above = np.cumsum(counts[::-1])
+    return max(0, counts.size - 1 - int(np.searchsorted(from_above, k)))
+
+
+def _candidates(bits: Array, mask: Any, floor: Any, bound: int) -> tuple[Array, Array]:
+    """Return positions and magnitude keys of what is at or above `floor`; there are at most `bound` of them."""
+    positions, keys = np.empty(bound, np.intp), np.empty(bound, bits.dtype)
+    count = _compact(bits, mask, floor, positions, keys)
+    return positions[:count], keys[:count]
+
+
+@_jit
+def _histogram(bits, mask, shift, counts):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        counts[(bits[i] & mask) >> shift] += 1
+
+
+@_jit
+def _compact(bits, mask, floor, positions, keys):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(bits.size):
+        key = bits[i] & mask
+        if key >= floor:
+            positions[count] = i
+            keys[count] = key
+            count += 1
+    return count
+
+
+@_jit
+def _kth_largest(keys, k, width):  # type: ignore[no-untyped-def]
+    """Return the k-th largest key, and how many keys equal to it are among the k largest."""
+    prefix, remaining, shift = np.uint64(0), k, width
+    counts = np.empty(1 << _DIGIT, np.int64)
+    while shift > 0:
+        digit = min(_DIGIT, shift)
+        shift -= digit
+        counts[:] = 0
+        for i in range(keys.size):
+            head = np.uint64(keys[i]) >> np.uint64(shift)
+            if head >> np.uint64(digit) == prefix:
+                counts[head & np.uint64((1 << digit) - 1)] += 1
+        bucket = (1 << digit) - 1
+        while counts[bucket] < remaining:
+            remaining -= counts[bucket]
+            bucket -= 1
+        prefix = (prefix << np.uint64(digit)) | np.uint64(bucket)
+    return prefix, remaining
+
+
+@_jit
+def _choose(positions, keys, threshold, ties, chosen):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(keys.size):
+        key = np.uint64(keys[i])
+        if key > threshold or (key == threshold and ties > 0):
+            if key == threshold:
+                ties -= 1
+            chosen[count] = positions[i]
+            count += 1
+    return count
+
+
+@_jit
+def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: ignore[no-untyped-def]
+    a, b, count = 0, 0, 0
+    while a < indices_a.size and b < indices_b.size:
+        index_a, index_b = indices_a[a], indices_b[b]
+        if index_a == index_b:
+            indices[count], values[count] = index_a, values_a[a] + values_b[b]
+            a += 1
+            b += 1
+        elif index_a < index_b:
+            indices[count], values[count] = index_a, values_a[a]
+            a += 1
+        else:
+            indices[count], values[count] = index_b, values_b[b]
+            b += 1
+        count += 1
+    while a < indices_a.size:
+        indices[count], values[count] = indices_a[a], values_a[a]
+        a += 1
+        count += 1
+    while b < indices_b.size:
+        indices[count], values[count] = indices_b[b], values_b[b]
+        b += 1
+        count += 1
+    return count
+
+
+@_jit
+def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        dense[indices[i]] += values[i]
+
+
+@_jit
+def _first_disorder(indices, length):  # type: ignore[no-untyped-def]
+    previous = -1
+    for i in range(indices.size):
+        if indices[i] <= previous or indices[i] >= length:
+            return i
+        previous = indices[i]
+    return -1

@@ -1,0 +1,174 @@
+"""SparseVector: what a compressed gradient is, and the two operations that the collectives do on it.
+
+Invariant of the whole library: indices strictly increase. It makes merging a single pass, selection reproducible, and
+two vectors with the same entries the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from mpicomp.arrays import kernels_for, to_host
+
+Array = NDArray[Any]
+
+VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
+MAX_LENGTH = 2**63 - 1
+
+
+def index_dtype(length: int) -> np.dtype[Any]:
+    """Return the dtype that indices of a vector of `length` have: int32, or int64 when length > 2^31 - 1."""
+    return np.dtype(np.int32 if length <= 2**31 - 1 else np.int64)
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
+class SparseVector:
+    """Hold the non-zero entries of a vector: `values[j]` stands at `indices[j]` of `length` positions.
+
+    indices: 1-d integers that strictly increase, 0 <= index < length; kept as int32, or int64 when length > 2^31 - 1.
+    values: 1-d float16, float32 or float64, as many as there are indices. length: 0 to 2^63 - 1.
+
+    Arrays of the right dtype are kept as they are, without a copy: do not change them afterwards.
+
+    Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index);
+    `validate` looks at every entry, and every collective calls it on what it is given.
+    """
+
+    indices: Array
+    values: Array
+    length: int
+
+    def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
+        keep = object.__setattr__
+        keep(self, "length", _checked_length(length))
+        keep(self, "values", _checked_values(np.asarray(values)))
+        keep(self, "indices", _checked_indices(np.asarray(indices), self.length))
+        if self.indices.size != self.values.size:
+            raise ValueError(f"got {self.indices.size} indices and {self.values.size} values: expected as many of each")
+
+    @classmethod
+    def empty(cls, length: int, dtype: DTypeLike = np.float32) -> "SparseVector":
+        """Return the vector of `length` positions without an entry."""
+        return cls(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+
+    @classmethod
+    def from_dense(cls, array: Any) -> "SparseVector":
+        """Return the non-zero entries of a dense array of any shape, in C order; see `mpicomp.arrays` for the kinds."""
+        dense = to_host(array).reshape(-1)
+        positions = np.flatnonzero(dense)
+        return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
+
+    def to_dense(self, out: Array | None = None) -> Array:
+        """Return the dense vector, shape (length,), in `out` when given (overwritten; same dtype as the values)."""
+        if out is None:
+            out = np.zeros(self.length, self.values.dtype)
+        elif out.shape != (self.length,) or out.dtype != self.values.dtype:
+            raise ValueError(
+                f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape ({self.length},)"
+            )
+        else:
+            out[:] = 0
+        out[self.indices] = self.values
+        return out
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
+        kernels = kernels_for(self.values)
+        position = kernels.first_disorder(self.indices, self.length)
+        if position >= 0:
+            raise ValueError(_disorder(self.indices, position, self.length))
+        kernels.raise_not_finite(self.values)
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries."""
+        return int(self.indices.size)
+
+    @property
+    def density(self) -> float:
+        """Entries over length; 0 for a vector of length 0."""
+        return self.nnz / self.length if self.length else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the two arrays."""
+        return int(self.indices.nbytes + self.values.nbytes)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    def every(self, step: int, start: int = 0) -> "SparseVector":
+        """Return the entries start, start + step, ...: one of `step` disjoint shares that together are the vector."""
+        return SparseVector(self.indices[start::step].copy(), self.values[start::step].copy(), self.length)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{i}: {v}" for i, v in zip(self.indices[:4], self.values[:4], strict=False))
+        more = ", ..." if self.nnz > 4 else ""
+        return f"SparseVector({{{shown}{more}}}, nnz={self.nnz}, length={self.length}, {self.values.dtype})"
+
+
+def merge(a: SparseVector, b: SparseVector) -> SparseVector:
+    """Return a + b over the union of the supports; commutative bit for bit. Both have one length and dtype."""
+    if not a.nnz or not b.nnz:
+        return a if a.nnz else b
+    indices, values = kernels_for(a.values).merge(a.indices, a.values, b.indices, b.values)
+    return SparseVector(indices, values, a.length)
+
+
+def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    """Split a vector into its `k` largest magnitudes and the rest; ties go to the lowest indices.
+
+    Returns (kept, dropped); together they are the vector, entry by entry.
+    """
+    if vector.nnz <= k:
+        return vector, SparseVector.empty(vector.length, vector.dtype)
+    chosen = kernels_for(vector.values).top_k(vector.values, k) if k else np.empty(0, np.intp)
+    rest = np.ones(vector.nnz, np.bool_)
+    rest[chosen] = False
+    return (
+        SparseVector(vector.indices[chosen], vector.values[chosen], vector.length),
+        SparseVector(vector.indices[rest], vector.values[rest], vector.length),
+    )
+
+
+def _checked_length(length: Any) -> int:
+    if isinstance(length, bool) or not isinstance(length, int | np.integer):
+        raise TypeError(f"length is {length!r}: expected an integer")
+    if not 0 <= length <= MAX_LENGTH:
+        raise ValueError(f"length is {length}: expected 0 to 2^63 - 1")
+    return int(length)
+
+
+def _checked_values(values: Array) -> Array:
+    if values.ndim != 1:
+        raise ValueError(f"values have shape {values.shape}: expected one dimension")
+    if values.dtype not in VALUE_DTYPES:
+        raise TypeError(f"values are {values.dtype}: expected float16, float32 or float64; convert them with astype")
+    return np.ascontiguousarray(values)
+
+
+def _checked_indices(indices: Array, length: int) -> Array:
+    if indices.ndim != 1:
+        raise ValueError(f"indices have shape {indices.shape}: expected one dimension")
+    if indices.size and indices.dtype.kind not in "iu":
+        raise TypeError(f"indices are {indices.dtype}: expected integers (float indices are wrong above 2^24)")
+    wanted = index_dtype(length)
+    # A conversion reads every index anyway, and one that wrapped round would hide itself: look at all of them then.
+    edges = indices[[0, -1]] if indices.size and indices.dtype == wanted else indices
+    outside = (edges < 0) | (edges >= length)
+    if outside.any():
+        raise ValueError(f"index {edges[outside][0]} is out of range: expected 0 <= index < length = {length}")
+    return np.ascontiguousarray(indices, wanted)
+
+
+def _disorder(indices: Array, position: int, length: int) -> str:
+    index = int(indices[position])
+    if not 0 <= index < length:
+        return f"indices[{position}] is {index}: expected 0 <= index < length = {length}"
+    before = int(indices[position - 1])
+    fault, remedy = ("repeats", "add up repeated entries") if index == before else ("follows", "sort the entries")
+    return f"indices[{position}] is {index} and {fault} {before}: expected strictly increasing indices; {remedy} first"
