@@ -28,7 +28,8 @@ def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, al
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
-    k: the same on all ranks; None takes the largest number of entries that a rank brings.
+    k: the same on all ranks; None takes the largest number of entries that a rank brings, of the ranks that a step
+    joins (so at the end, of all).
     algorithm: "auto" or "recursive_doubling".
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
+
 _DLPACK_CPU = 1
 
 
@@ -35,6 +37,17 @@ def to_host(array: Any) -> Array:
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
     raise TypeError(f"got {_kind(array)}: expected an array (NumPy, or one that speaks DLPack)")
+
+
+def to_vector(array: Any) -> Array:
+    """Return an array of any shape as one contiguous vector in C order: a view where that is possible.
+
+    Raises TypeError as `to_host` does, and when the values are not float16, float32 or float64.
+    """
+    host = to_host(array)
+    if host.dtype not in VALUE_DTYPES:
+        raise TypeError(f"values are {host.dtype}: expected float16, float32 or float64; convert them with astype")
+    return np.ascontiguousarray(host).reshape(-1)
 
 
 def like(result: Array, original: Any) -> Any:

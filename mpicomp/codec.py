@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import VALUE_DTYPES
 from mpicomp.errors import CodecError
-from mpicomp.vector import MAX_LENGTH, VALUE_DTYPES, SparseVector, index_dtype
+from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
 Buffer = NDArray[np.uint8]
 
@@ -60,8 +61,8 @@ def encode(vector: SparseVector, out: Buffer | None = None) -> Buffer:
 def decode(message: Buffer) -> SparseVector:
     """Return the vector that `message` (uint8) holds, as views of it; bytes behind the message are ignored.
 
-    Raises CodecError for anything that `encode` does not write. The entries themselves are not looked at: that is
-    `SparseVector.validate`.
+    Raises CodecError for a header that `encode` does not write, and for what the constructor of SparseVector refuses.
+    It does not look at every entry: that is `SparseVector.validate`.
     """
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
@@ -75,7 +76,10 @@ def decode(message: Buffer) -> SparseVector:
         raise CodecError(f"got {nnz} entries with {indices} indices for length {length}: they do not fit together")
     if nbytes != _nbytes(nnz, indices.itemsize, values.itemsize) or nbytes > message.size:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries, and {message.size} bytes are there")
-    return SparseVector(*_bodies(message, nnz, indices, values), length)
+    try:
+        return SparseVector(*_bodies(message, nnz, indices, values), length)
+    except ValueError as error:
+        raise CodecError(f"the message holds no vector: {error}") from error
 
 
 def _nbytes(nnz: int, index_itemsize: int, value_itemsize: int) -> int:

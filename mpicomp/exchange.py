@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, like, to_host
+from mpicomp.arrays import kernels_for, like, to_host, to_vector
 from mpicomp.compressors import Compressor
 from mpicomp.feedback import Feedback
 from mpicomp.vector import SparseVector
@@ -96,13 +96,13 @@ class GradientExchange:
 def _flatten(gradient: Any) -> NDArray[Any]:
     """Return one contiguous vector: a view of a single array, a concatenated copy of several."""
     if not isinstance(gradient, list | tuple):
-        return np.ascontiguousarray(to_host(gradient)).reshape(-1)
+        return to_vector(gradient)
     parts = [to_host(array).reshape(-1) for array in gradient]
     if not parts:
         raise ValueError("got an empty list: expected at least one array")
     if len({part.dtype for part in parts}) > 1:
         raise TypeError(f"got arrays of {sorted({str(part.dtype) for part in parts})}: expected one dtype in a list")
-    return np.concatenate(parts)
+    return to_vector(np.concatenate(parts))
 
 
 def _restore(flat: NDArray[Any], gradient: Any) -> Any:

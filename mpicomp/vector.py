@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mpicomp.arrays import kernels_for, to_host
+from mpicomp.arrays import kernels_for, to_vector
 
 Array = NDArray[Any]
 
-VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 MAX_LENGTH = 2**63 - 1
 
 
@@ -56,7 +55,7 @@ class SparseVector:
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
         """Return the non-zero entries of a dense array of any shape, in C order; see `mpicomp.arrays` for the kinds."""
-        dense = to_host(array).reshape(-1)
+        dense = to_vector(array)
         positions = np.flatnonzero(dense)
         return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
 
@@ -146,9 +145,7 @@ def _checked_length(length: Any) -> int:
 def _checked_values(values: Array) -> Array:
     if values.ndim != 1:
         raise ValueError(f"values have shape {values.shape}: expected one dimension")
-    if values.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values are {values.dtype}: expected float16, float32 or float64; convert them with astype")
-    return np.ascontiguousarray(values)
+    return to_vector(values)
 
 
 def _checked_indices(indices: Array, length: int) -> Array:

@@ -8,9 +8,7 @@ Differences from the paper: the selection is exact, ties go to the lowest indice
 
 from typing import Any
 
-import numpy as np
-
-from mpicomp.arrays import kernels_for, to_host
+from mpicomp.arrays import kernels_for, to_vector
 from mpicomp.vector import SparseVector, index_dtype
 
 
@@ -41,7 +39,7 @@ class TopK:
 
         corrected: an array of any shape in main memory, taken in C order; float16, float32 or float64.
         """
-        dense = np.ascontiguousarray(to_host(corrected)).reshape(-1)
+        dense = to_vector(corrected)
         positions = kernels_for(dense).top_k(dense, self.count(dense.size))
         return SparseVector(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
 

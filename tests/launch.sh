@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Run pytest on several ranks in lockstep:  tests/launch.sh P [pytest arguments]
+# Rank 0 writes to the terminal, the others to $MPI_TEST_OUT/rank-R.log. The whole run ends within MPI_TEST_TIMEOUT s.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+out=${MPI_TEST_OUT:-build/mpi-tests}
+mkdir -p "$out"
+
+if [ "${1:-}" != --rank ]; then
+  size=$1; shift
+  # For Open MPI; another MPI does not look at them: run as root in a container, more ranks than cores, polite waiting.
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_mpi_yield_when_idle=1
+  export MPI_TEST_NPROCS=$size
+  exec timeout --kill-after=10 "${MPI_TEST_TIMEOUT:-540}" mpirun -n "$size" bash "$here/launch.sh" --rank "$@"
+fi
+
+shift
+rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 COLUMNS=${COLUMNS:-120}
+arguments=(-p lockstep -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")
+if [ "$rank" = 0 ]; then
+  exec python -m mpi4py -m pytest "${arguments[@]}" "$@"
+fi
+exec python -m mpi4py -m pytest "${arguments[@]}" "$@" > "$out/rank-$rank.log"

@@ -1,0 +1,146 @@
+"""The table of wrong arguments: what each raises, where. Nobody hangs, and the next collective works."""
+
+import re
+
+import numpy as np
+import pytest
+from cases import assert_same_bits, bring
+from mpi4py import MPI
+
+from collectives import dense_allreduce, gtopk_allreduce, sparse_allgather
+from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, SparseVector, TopK
+
+LENGTH = 100
+
+
+def sparse(indices, values=None, length=LENGTH, dtype=np.float32):
+    values = np.ones(len(indices)) if values is None else np.asarray(values)
+    return SparseVector(np.asarray(indices, np.int32), values.astype(dtype), length)
+
+
+SOUND = sparse([3, 5, 8])
+
+# (what one rank brings, the error that it raises itself); the others raise CollectiveError naming that rank.
+BAD_VECTORS = {
+    "unsorted": (sparse([3, 8, 5, 9]), ValueError, "indices[2] is 5 and follows 8: expected strictly increasing"),
+    "repeated": (sparse([3, 5, 5, 9]), ValueError, "indices[2] is 5 and repeats 5: expected strictly increasing"),
+    "above the range": (sparse([3, 100, 9]), ValueError, "indices[1] is 100: expected 0 <= index < length = 100"),
+    "below the range": (sparse([3, -1, 9]), ValueError, "indices[1] is -1: expected 0 <= index < length = 100"),
+    "nan": (sparse([3, 5], [1, np.nan]), ValueError, "values[1] is nan: expected finite values"),
+    "infinite": (sparse([3, 5], [-np.inf, 1]), ValueError, "values[0] is -inf: expected finite values"),
+    "dense array": (np.ones(LENGTH), TypeError, "vector is ndarray: expected a SparseVector"),
+    "nothing": (None, TypeError, "vector is NoneType: expected a SparseVector"),
+    "failed before": (OverflowError("the loss scaler overflowed"), OverflowError, "the loss scaler overflowed"),
+}
+# keyword arguments of one rank that are bad in themselves
+BAD_KEYWORDS = {
+    "k below 0": ({"k": -1}, ValueError, "k is -1: expected 0 to 2^63 - 1"),
+    "k no integer": ({"k": 2.5}, TypeError, "k is 2.5: expected an integer"),
+    "algorithm": ({"algorithm": "tree-ish"}, ValueError, "algorithm is 'tree-ish': expected 'auto' or one of"),
+}
+# what rank 1 brings instead of SOUND and k=5: sound in itself, but not what the others bring
+MISMATCHES = {
+    "length": (sparse([3], length=99), 5, "length must be the same on all ranks, got 100 on {others}; 99 on rank 1"),
+    "dtype": (
+        sparse([3], dtype=np.float64),
+        5,
+        "dtype must be the same on all ranks, got float32 on {others}; float64",
+    ),
+    "k": (SOUND, 6, "k must be the same on all ranks, got 5 on {others}; 6 on rank 1"),
+    "k left open": (SOUND, None, "k must be the same on all ranks, got 5 on {others}; None on rank 1"),
+}
+
+
+def expect(comm, culprit, error, message, call):
+    """Check that `call` raises `error` on the culprit and CollectiveError, with the same words, on the others."""
+    mine = error if comm.rank == culprit else CollectiveError
+    with pytest.raises(mine, match=re.escape(message)) as caught:
+        call()
+    if comm.rank != culprit:
+        assert f"rank {culprit}: {error.__name__}: " in str(caught.value)
+    result, _ = gtopk_allreduce(bring("random", comm.rank, comm.size), comm)  # nothing is left over of it
+    assert_same_bits(comm, result)
+
+
+@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allgather])
+@pytest.mark.parametrize("row", BAD_VECTORS)
+def test_a_bad_vector_on_one_rank(comm, row, collective):
+    bad, error, message = BAD_VECTORS[row]
+    culprit = comm.size // 2
+    expect(comm, culprit, error, message, lambda: collective(bad if comm.rank == culprit else SOUND, comm))
+
+
+@pytest.mark.parametrize("row", BAD_KEYWORDS)
+def test_a_bad_keyword_on_one_rank(comm, row):
+    keywords, error, message = BAD_KEYWORDS[row]
+    culprit = comm.size - 1
+    mine = keywords if comm.rank == culprit else {}
+    expect(comm, culprit, error, message, lambda: gtopk_allreduce(SOUND, comm, **mine))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("row", MISMATCHES)
+def test_arguments_that_differ_between_ranks(comm, row):
+    vector, k, message = MISMATCHES[row]
+    others = {2: "rank 0", 3: "ranks 0, 2"}.get(
+        comm.size, f"ranks 0, 2-{comm.size - 1}" if comm.size > 4 else "ranks 0, 2, 3"
+    )
+    with pytest.raises(CollectiveError, match=re.escape(message.format(others=others))) as caught:
+        gtopk_allreduce(*((vector, comm, k) if comm.rank == 1 else (SOUND, comm, 5)))
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+    if row in ("length", "dtype"):
+        with pytest.raises(CollectiveError, match=row):
+            sparse_allgather(vector if comm.rank == 1 else SOUND, comm)
+    assert len(sparse_allgather(SOUND, comm)) == comm.size
+
+
+def test_every_rank_different_and_every_rank_bad(comm):
+    with pytest.raises(CollectiveError) if comm.size > 1 else pytest.raises(ValueError, match="k is -1"):
+        gtopk_allreduce(SOUND, comm, k=comm.rank if comm.size > 1 else -1)
+    with pytest.raises(ValueError, match="expected finite values"):
+        gtopk_allreduce(BAD_VECTORS["nan"][0], comm)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (np.ones(4, np.int32), TypeError, "int32"),
+        ([1.0, 2.0], TypeError, "builtins.list: expected an array"),
+    ],
+    ids=["integers", "list"],
+)
+def test_a_bad_dense_array_on_one_rank(comm, bad, error, message):
+    culprit = comm.size - 1
+    expect(comm, culprit, error, message, lambda: dense_allreduce(bad if comm.rank == culprit else np.ones(4), comm))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("other", [np.ones(5), np.ones(4, np.float32)], ids=["size", "dtype"])
+def test_dense_arrays_that_differ_between_ranks(comm, other):
+    with pytest.raises(CollectiveError, match="must be the same on all ranks"):
+        dense_allreduce(other if comm.rank == comm.size - 1 else np.ones(4), comm)
+    np.testing.assert_array_equal(dense_allreduce(np.ones(4), comm), np.full(4, comm.size))
+
+
+@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allgather, dense_allreduce])
+def test_what_is_no_intracommunicator_raises_at_once(comm, collective):
+    with pytest.raises(TypeError, match="comm is int: expected an mpi4py intracommunicator"):
+        collective(SOUND, 3)
+    with pytest.raises(ValueError, match="COMM_NULL"):
+        collective(SOUND, MPI.Intracomm(MPI.COMM_NULL))
+
+
+@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allgather])
+def test_a_bad_gradient_raises_everywhere_and_no_residual_changes(comm, collective):
+    exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(), collective)
+    gradient = np.arange(1, 21, dtype=np.float32) * (comm.rank + 1)
+    exchange(gradient)
+    before = exchange.feedback.residual.copy()
+    culprit = comm.size - 1
+    bad = gradient.copy()
+    bad[7] = np.nan
+    for fault in (bad, np.ones(21, np.float32), "text"):
+        with pytest.raises((ValueError, TypeError) if comm.rank == culprit else CollectiveError):
+            exchange(fault if comm.rank == culprit else gradient)
+        np.testing.assert_array_equal(exchange.feedback.residual, before)
+    exchange(gradient)

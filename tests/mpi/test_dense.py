@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+
+from collectives import dense_allreduce, dense_iallreduce, traffic
+
+
+def brought(rank, shape, dtype):
+    return np.random.default_rng(rank).integers(-9, 10, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (1000,), (7, 11, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_sum_over_the_ranks(comm, shape, dtype):
+    mine = brought(comm.rank, shape, dtype)
+    total = dense_allreduce(mine, comm)
+    expected = sum(brought(rank, shape, np.float64) for rank in range(comm.size))
+    assert total.dtype == dtype
+    assert total.shape == shape
+    np.testing.assert_array_equal(total, expected)
+    np.testing.assert_array_equal(mine, brought(comm.rank, shape, dtype))
+
+
+def test_an_array_in_fortran_order(comm):
+    mine = np.asfortranarray(brought(comm.rank, (5, 6), np.float32))
+    expected = sum(brought(rank, (5, 6), np.float64) for rank in range(comm.size))
+    np.testing.assert_array_equal(dense_allreduce(mine, comm), expected)
+
+
+def test_the_array_may_change_once_the_reduction_has_started(comm):
+    mine = brought(comm.rank, 100, np.float32)
+    request = dense_iallreduce(mine, comm)
+    mine[:] = 99
+    np.testing.assert_array_equal(request.wait(), sum(brought(rank, 100, np.float64) for rank in range(comm.size)))
+
+
+def test_all_ranks_get_the_same_bits_on_real_numbers(comm):
+    total = dense_allreduce(np.random.default_rng(comm.rank).standard_normal(10_000), comm)
+    assert len(set(comm.allgather(total.tobytes()))) == 1
+
+
+def test_the_traffic_is_what_the_best_algorithm_sends(comm):
+    before = traffic(comm).nbytes
+    dense_allreduce(np.zeros(1 << 16, np.float32), comm)
+    exact = 2 * (comm.size - 1) * (1 << 18) // comm.size
+    assert exact <= traffic(comm).nbytes - before <= exact + 64 * (comm.size - 1)

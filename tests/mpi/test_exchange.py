@@ -1,0 +1,67 @@
+"""GradientExchange over the real collectives: conservation to the last bit, and the same bits on every rank."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from collectives import gtopk_allreduce, sparse_allgather, traffic
+from mpicomp import ErrorFeedback, GradientExchange, NoFeedback, TopK
+
+COLLECTIVES = [gtopk_allreduce, sparse_allgather]
+LENGTH = 301
+
+
+def gradients(rank, step, dtype=np.float32):
+    """Integers; rank 0 brings nothing in step 1, and all ranks the same in step 2."""
+    rng = np.random.default_rng([step, 0 if step == 2 else rank])
+    return (rng.integers(-9, 10, LENGTH) * (0 if step == 1 and rank == 0 else 1)).astype(dtype)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_mass_is_conserved_over_steps(comm, collective, dtype):
+    exchange = GradientExchange(comm, TopK(density=0.05), ErrorFeedback(), collective, average=False)
+    applied, given = np.zeros(LENGTH), np.zeros(LENGTH)
+    for step in range(5):
+        total = exchange(gradients(comm.rank, step, dtype))
+        assert total.dtype == dtype
+        assert len(set(comm.allgather(total.tobytes()))) == 1
+        applied += total
+        given += sum(gradients(rank, step) for rank in range(comm.size))
+        owed = sum(comm.allgather(exchange.feedback.residual.astype(np.float64)))
+        np.testing.assert_array_equal(applied + owed, given)
+
+
+def test_the_mean_is_the_sum_over_the_ranks_divided(comm):
+    settings = TopK(density=1.0), NoFeedback(), partial(gtopk_allreduce, k=LENGTH)
+    mean = GradientExchange(comm, *settings)(gradients(comm.rank, 0, np.float64))
+    np.testing.assert_array_equal(mean, sum(gradients(rank, 0) for rank in range(comm.size)) / comm.size)
+
+
+def test_a_list_of_arrays_travels_as_one_message_a_round(comm):
+    flat = gradients(comm.rank, 0)
+    parts = [flat[:100].reshape(4, 25), flat[100], flat[101:]]
+    whole = GradientExchange(comm, TopK(k=40), ErrorFeedback(), gtopk_allreduce)(flat)
+    before = traffic(comm).messages
+    pieces = GradientExchange(comm, TopK(k=40), ErrorFeedback(), gtopk_allreduce)(parts)
+    assert traffic(comm).messages - before <= comm.size.bit_length() + 1
+    assert [piece.shape for piece in pieces] == [(4, 25), (), (200,)]
+    np.testing.assert_array_equal(np.concatenate([piece.reshape(-1) for piece in pieces]), whole)
+
+
+def test_statistics_tell_what_the_call_did(comm):
+    exchange = GradientExchange(comm, TopK(k=7), ErrorFeedback(), gtopk_allreduce)
+    assert exchange.statistics is None
+    gradient = gradients(comm.rank, 0)
+    mean = exchange(gradient)
+    did = exchange.statistics
+    assert (did.length, did.sent, did.received) == (LENGTH, 7, np.count_nonzero(mean))
+    assert min(did.compress_seconds, did.communicate_seconds, did.restore_seconds) > 0
+
+
+def test_without_feedback_what_does_not_travel_is_gone(comm):
+    exchange = GradientExchange(comm, TopK(k=1), NoFeedback(), sparse_allgather, average=False)
+    first, second = (exchange(gradients(comm.rank, 0)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert np.count_nonzero(first) <= comm.size

@@ -1,0 +1,138 @@
+"""Several collectives in flight, on one communicator and on several, completed in another order on every rank."""
+
+import gc
+import time
+
+import numpy as np
+import pytest
+from cases import LENGTH, assert_equal, assert_same_bits, bits, bring, bring_all, window
+from mpi4py import MPI
+
+from collectives import (
+    dense_iallreduce,
+    gtopk_allreduce,
+    gtopk_iallreduce,
+    sparse_allgather,
+    sparse_iallgather,
+)
+from mpicomp import CollectiveError
+
+
+def start_all(comm):
+    """Start one of each, on other data each, and return (request, check of its result)."""
+    vectors = {name: bring_all(name, comm.size) for name in ("random", "unequal", "ties")}
+    mine = {name: every[comm.rank] for name, every in vectors.items()}
+    sums = {name: sum(window(vector) for vector in every) for name, every in vectors.items()}
+
+    def is_gathered(parts):
+        assert [bits(part) for part in parts] == [bits(vector) for vector in vectors["unequal"]]
+
+    return [
+        (gtopk_iallreduce(mine["random"], comm, LENGTH), lambda got: assert_equal(got[0], sums["random"])),
+        (dense_iallreduce(mine["ties"].to_dense(), comm), lambda got: np.testing.assert_array_equal(got, sums["ties"])),
+        (sparse_iallgather(mine["unequal"], comm), is_gathered),
+        (gtopk_iallreduce(mine["ties"], comm, LENGTH), lambda got: assert_equal(got[0], sums["ties"])),
+        (
+            dense_iallreduce(window(mine["random"]), comm),
+            lambda got: np.testing.assert_array_equal(got, sums["random"]),
+        ),
+    ]
+
+
+def shuffled(started, seed):
+    return [started[i] for i in np.random.default_rng(seed).permutation(len(started))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_completed_in_another_order_on_every_rank(comm, seed):
+    for request, check in shuffled(start_all(comm), [seed, comm.rank]):
+        check(request.wait())
+
+
+def test_test_alone_brings_requests_to_their_end(comm):
+    started = start_all(comm)
+    deadline = time.monotonic() + 30
+    while not all([request.test() for request, _ in started]):
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
+    for request, check in started:
+        check(request.wait())
+
+
+def test_a_blocking_call_while_others_are_in_flight(comm):
+    started = start_all(comm)
+    result, _ = gtopk_allreduce(bring("nested", comm.rank, comm.size), comm, LENGTH)
+    assert_equal(result, sum(window(vector) for vector in bring_all("nested", comm.size)))
+    for request, check in reversed(started):
+        check(request.wait())
+
+
+def test_wait_may_be_called_again(comm):
+    request = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 5)
+    assert request.wait() is request.wait()
+    assert request.test()
+
+
+def test_a_failed_operation_between_sound_ones(comm):
+    first = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, LENGTH)
+    bad = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, k=comm.rank)
+    dense = dense_iallreduce(np.ones(3 + comm.rank), comm)
+    last = sparse_iallgather(bring("random", comm.rank, comm.size), comm)
+    assert len(last.wait()) == comm.size
+    if comm.size > 1:
+        for request in (bad, dense):
+            with pytest.raises(CollectiveError):
+                request.wait()
+            assert request.test()
+    assert_equal(first.wait()[0], sum(window(vector) for vector in bring_all("random", comm.size)))
+
+
+def test_two_communicators_at_once_waited_for_in_opposite_orders(comm):
+    other = comm.Dup()
+    a, b = (gtopk_iallreduce(bring("random", comm.rank, comm.size), each, 9) for each in (comm, other))
+    one, two = (a, b) if comm.rank % 2 else (b, a)
+    assert bits(one.wait()[0]) == bits(two.wait()[0])
+    other.Free()
+
+
+def test_a_request_that_is_dropped_still_does_its_part(comm):
+    requests = [gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 9) for _ in range(2)]
+    if comm.rank == 0:
+        del requests[0]
+        gc.collect()
+    for request in requests:
+        assert_same_bits_of(request.wait()[0], requests[-1].wait()[0])
+    sparse_allgather(bring("empty", comm.rank, comm.size), comm)
+
+
+def assert_same_bits_of(a, b):
+    assert bits(a) == bits(b)
+
+
+def test_sub_communicators_side_by_side_in_reversed_rank_order(comm):
+    half = comm.Split(comm.rank % 2, -comm.rank)
+    vector = bring("random", half.rank, half.size)
+    result, rejected = gtopk_allreduce(vector, half, 7)
+    assert_same_bits(half, result)
+    kept = sum(half.allgather(window(rejected)))
+    np.testing.assert_array_equal(window(result) + kept, sum(window(v) for v in bring_all("random", half.size)))
+    half.Free()
+
+
+def test_a_communicator_may_be_made_used_and_freed_many_times(comm):
+    """The library's duplicate goes with the communicator: MPI would run out of context ids long before 10,000."""
+    for _ in range(300 if comm.size <= 2 else 30):
+        fresh = comm.Dup()
+        gtopk_allreduce(bring("empty", comm.rank, comm.size), fresh)
+        fresh.Free()
+    assert MPI.Is_initialized()
+
+
+def test_traffic_of_the_user_on_the_same_communicator_is_not_touched(comm):
+    """The user's own messages, with any tag, do not meet the library's."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = comm.isend("the user's", right, tag=0)
+    result, _ = gtopk_allreduce(bring("random", comm.rank, comm.size), comm, 9)
+    assert comm.recv(source=left, tag=0) == "the user's"
+    sent.wait()
+    assert_same_bits(comm, result)

@@ -1,0 +1,26 @@
+from collectives.agreement import _ranks, verdict
+
+TERMS = {"operation": "gtopk_allreduce", "algorithm": "recursive_doubling", "length": 10, "dtype": "float32", "k": 5}
+
+
+def report(error=None, **changes):
+    return {"terms": TERMS | changes, "error": error}
+
+
+def test_the_verdict_names_who_brought_what():
+    assert verdict("gtopk_allreduce", [report(), report(length=12), report(), report(k=None)]) == (
+        "gtopk_allreduce raised on all 4 ranks, nothing was changed. "
+        "length must be the same on all ranks, got 10 on ranks 0, 2, 3; 12 on rank 1. "
+        "k must be the same on all ranks, got 5 on ranks 0-2; None on rank 3"
+    )
+
+
+def test_what_a_rank_with_an_error_brought_is_not_compared():
+    said = verdict("sparse_allgather", [report("ValueError: no", length=0), report(), report()])
+    assert said == "sparse_allgather raised on all 3 ranks, nothing was changed. rank 0: ValueError: no"
+
+
+def test_runs_of_ranks_are_joined():
+    assert _ranks([3]) == "rank 3"
+    assert _ranks([0, 1]) == "ranks 0, 1"
+    assert _ranks([0, 1, 2, 5, 7, 8, 9]) == "ranks 0-2, 5, 7-9"

@@ -1,0 +1,80 @@
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from mpicomp.arrays import like, to_host
+
+
+class Foreign:
+    """An array of another library: it speaks DLPack and nothing else."""
+
+    def __init__(self, array, device=1):
+        self.array, self.device = array, device
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return (self.device, 0)
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+
+@pytest.fixture
+def library(monkeypatch):
+    module = types.ModuleType("foreignlib")
+    module.from_dlpack = lambda array: Foreign(np.from_dlpack(array))
+    monkeypatch.setitem(sys.modules, "foreignlib", module)
+    monkeypatch.setattr(Foreign, "__module__", "foreignlib.core")
+    return module
+
+
+def test_numpy_arrays_pass_as_they_are():
+    array = np.arange(3.0)
+    assert to_host(array) is array
+    assert like(array, np.zeros(1)) is array
+
+
+def test_a_dlpack_array_comes_in_and_goes_back_without_a_copy(library):
+    array = np.arange(4.0)
+    assert np.shares_memory(to_host(Foreign(array)), array)
+    back = like(array, Foreign(np.zeros(1)))
+    assert isinstance(back, Foreign)
+    assert np.shares_memory(back.array, array)
+
+
+def test_the_array_interface_is_enough():
+    array = np.arange(4.0)
+    other = types.SimpleNamespace(__array_interface__=array.__array_interface__)
+    assert np.shares_memory(to_host(other), array)
+
+
+def test_an_array_on_a_device_is_refused_with_the_remedy(library):
+    with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device \(DLPack type 2\): copy it to main"):
+        to_host(Foreign(np.arange(4.0), device=2))
+
+
+@pytest.mark.parametrize("what", [[1.0], 3.0, None, "text"])
+def test_what_is_no_array_is_refused(what):
+    with pytest.raises(TypeError, match=r"expected an array \(NumPy, or one that speaks DLPack\)"):
+        to_host(what)
+
+
+def test_torch_tensors_and_a_gradient_that_requires_grad():
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(4.0, requires_grad=True)
+    assert to_host(tensor).tolist() == [0, 1, 2, 3]
+    back = like(np.arange(3.0), tensor)
+    assert isinstance(back, torch.Tensor)
+    assert back.tolist() == [0, 1, 2]
+
+
+def test_jax_arrays():
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.arange(4.0)
+    assert to_host(array).tolist() == [0, 1, 2, 3]
+    assert isinstance(like(np.arange(3.0, dtype=np.float32), array), jax.Array)

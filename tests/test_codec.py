@@ -1,0 +1,96 @@
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from strategies import sparse_vectors
+
+from mpicomp import CodecError, SparseVector
+from mpicomp.codec import HEADER_NBYTES, decode, encode, encoded_nbytes
+
+
+@given(sparse_vectors())
+def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector):
+    message = encode(vector)
+    assert message.size == encoded_nbytes(vector)
+    back = decode(message)
+    assert (back.length, back.dtype, back.indices.dtype) == (vector.length, vector.dtype, vector.indices.dtype)
+    assert back.indices.tobytes() == vector.indices.tobytes()
+    assert back.values.tobytes() == vector.values.tobytes()
+
+
+def test_the_layout_is_the_documented_one():
+    message = encode(SparseVector([7], np.array([1.5], np.float32), 9)).tobytes()
+    assert message == (
+        b"MPCV"
+        + bytes([1, 0, 1, 0])
+        + struct.pack("<qqq", 9, 1, 44)
+        + struct.pack("<ii", 7, 0)
+        + struct.pack("<f", 1.5)
+    )
+
+
+def test_64_bit_indices_and_bytes_behind_the_message():
+    vector = SparseVector([2**40, 2**62], np.array([1, 2], np.float16), 2**63 - 1)
+    room = np.full(200, 255, np.uint8)
+    message = encode(vector, room)
+    assert message.size == HEADER_NBYTES + 16 + 4
+    assert decode(room).indices.tolist() == [2**40, 2**62]
+    with pytest.raises(ValueError, match="out has 10 bytes: expected at least 52"):
+        encode(vector, np.empty(10, np.uint8))
+
+
+def broken(last_two=(5, 8), **changes):
+    """Return a sound message of 3 entries with fields of its header, or the last two indices, replaced."""
+    fields = {"magic": b"MPCV", "version": 1, "index": 0, "value": 1, "length": 9, "nnz": 3, "nbytes": 60} | changes
+    body = struct.pack("<3i4x3f", 1, last_two[0], last_two[1], 1, 2, 3)
+    return np.frombuffer(struct.pack("<4sBBBxqqq", *fields.values()) + body, np.uint8)
+
+
+def test_the_sound_one_is_sound():
+    assert decode(broken()).nnz == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"magic": b"MPCX"}, "got magic b'MPCX', version 1: expected b'MPCV', version 1"),
+        ({"version": 2}, "version 2: expected b'MPCV', version 1"),
+        ({"index": 2}, "got index format 2"),
+        ({"index": 1}, "got 3 entries with int64 indices for length 9"),
+        ({"value": 3}, "value format 3"),
+        ({"length": -1}, "for length -1"),
+        ({"length": 2}, "got 3 entries with int32 indices for length 2"),
+        ({"length": 2**31}, "got 3 entries with int32 indices for length 2147483648"),
+        ({"nnz": -1}, "got -1 entries"),
+        ({"nnz": 4}, "the header says 60 bytes for 4 entries"),
+        ({"nnz": 2**62, "length": 2**63 - 1, "index": 1}, "the header says 60 bytes for 4611686018427387904 entries"),
+        ({"last_two": (5, 9)}, "index 9 is out of range"),
+        ({"nbytes": 61}, "the header says 61 bytes for 3 entries, and 60 bytes are there"),
+        ({"nnz": 5, "nbytes": 76}, "the header says 76 bytes for 5 entries, and 60 bytes are there"),
+    ],
+)
+def test_a_header_that_lies_is_refused(changes, message):
+    with pytest.raises(CodecError, match=message):
+        decode(broken(**changes))
+
+
+@pytest.mark.parametrize("size", range(60))
+def test_a_truncated_message_is_refused(size):
+    with pytest.raises(CodecError):
+        decode(broken()[:size])
+
+
+@settings(max_examples=300)
+@given(hnp.arrays(np.uint8, st.integers(0, 100)), st.booleans())
+def test_any_bytes_decode_or_raise_codec_error(noise, with_magic):
+    message = noise.copy()
+    if with_magic and message.size >= 5:
+        message[:5] = list(b"MPCV\x01")
+    try:
+        vector = decode(message)
+    except CodecError:
+        return
+    assert vector.nbytes + HEADER_NBYTES <= message.size

@@ -1,0 +1,95 @@
+"""The rules of the house that a machine can check: imports, packages, the wheel, what the README says."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+import venv
+from importlib import metadata
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCES = sorted(path for package in ("mpicomp", "collectives") for path in (ROOT / package).rglob("*.py"))
+
+
+def python(code, executable=sys.executable, **options):
+    done = subprocess.run([executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_quick_and_loads_no_framework_and_initialises_no_mpi():
+    heavy = "cupy", "torch", "jax", "tensorflow", "numba", "mpi4py.MPI", "scipy", "matplotlib"
+    code = f"import sys, mpicomp, collectives; print([name for name in {heavy} if name in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports by a relative name"
+            yield node.module
+
+
+def test_imports_run_one_way_and_mpi_lives_in_collectives():
+    for path in (ROOT / "mpicomp").rglob("*.py"):
+        outside = {name.split(".")[0] for name in imported(path)} & {"collectives", "mpi4py"}
+        assert not outside, f"{path} imports {outside}"
+
+
+def test_no_package_shows_a_name_of_the_other():
+    code = "import mpicomp, collectives; print(sorted(set(mpicomp.__all__) & set(collectives.__all__)))"
+    assert python(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_bodies_are_short(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 40, f"{path}:{node.lineno}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("package", ["mpicomp", "collectives"])
+def test_both_packages_belong_to_this_distribution(package):
+    assert set(metadata.packages_distributions()[package]) == {"mpicomp"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def first_example():
+    """Return the first Python block of the README."""
+    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+
+
+def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(wheel, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    executable = str(tmp_path / "venv" / "bin" / "python")
+    install = [executable, "-m", "pip", "install", "--quiet", f"{wheel}[mpi]"]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "elsewhere").mkdir()
+    printed = python(first_example(), executable, cwd=tmp_path / "elsewhere")
+    assert "rank 0 of 1" in printed
+    files = python(
+        "import mpicomp, collectives; print(mpicomp.__file__, collectives.__file__)", executable, cwd=tmp_path
+    )
+    assert files.count(str(tmp_path / "venv")) == 2
+    listed = python(
+        "from importlib.metadata import files; print(*sorted({str(f).split('/')[0] for f in files('mpicomp')}))",
+        executable,
+    )
+    assert {"mpicomp", "collectives"} <= set(listed.split())
+    assert not {"tests", "examples", "slurm"} & set(listed.split())

@@ -1,0 +1,126 @@
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import sparse_vectors
+
+from mpicomp import SparseVector
+from mpicomp.vector import index_dtype, merge, top_k
+
+
+def test_the_properties():
+    vector = SparseVector([1, 4], np.array([2.0, -3.0], np.float32), 8)
+    assert (vector.nnz, vector.length, vector.density, vector.nbytes) == (2, 8, 0.25, 16)
+    assert vector.indices.dtype == np.int32
+    assert vector.dtype == np.float32
+    assert repr(vector) == "SparseVector({1: 2.0, 4: -3.0}, nnz=2, length=8, float32)"
+    assert SparseVector.empty(0).density == 0
+
+
+def test_arrays_of_the_right_dtype_are_not_copied():
+    indices, values = np.array([1, 4], np.int32), np.array([2.0, 3.0])
+    vector = SparseVector(indices, values, 8)
+    assert np.shares_memory(vector.indices, indices)
+    assert np.shares_memory(vector.values, values)
+    with pytest.raises(AttributeError):
+        vector.length = 9
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(2**31 - 1, np.int32), (2**31, np.int64), (2**63 - 1, np.int64)])
+def test_indices_are_64_bit_beyond_2_to_the_31(length, dtype):
+    assert index_dtype(length) == dtype
+    assert SparseVector([length - 1], [1.0], length).indices.dtype == dtype
+
+
+ONE = np.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([0], ONE, -1), ValueError, "length is -1: expected 0 to 2^63 - 1"),
+        (([0], ONE, 2**63), ValueError, "expected 0 to 2^63 - 1"),
+        (([0], ONE, 2.0), TypeError, "length is 2.0: expected an integer"),
+        (([0], ONE, True), TypeError, "length is True: expected an integer"),
+        (([0, 1], ONE, 4), ValueError, "got 2 indices and 1 values"),
+        (([[0]], ONE, 4), ValueError, "indices have shape (1, 1): expected one dimension"),
+        (([0], [ONE], 4), ValueError, "values have shape (1, 1): expected one dimension"),
+        (([0.0], ONE, 4), TypeError, "indices are float64: expected integers"),
+        (([0], [1], 4), TypeError, "values are int64: expected float16, float32 or float64; convert them with astype"),
+        (([0], [1j], 4), TypeError, "values are complex128"),
+        (([4], ONE, 4), ValueError, "index 4 is out of range: expected 0 <= index < length = 4"),
+        (([-1], ONE, 4), ValueError, "index -1 is out of range"),
+        (([0, 2**32 + 1, 3], np.ones(3), 4), ValueError, "index 4294967297 is out of range"),  # would wrap to 1
+        ((np.array([2**63], np.uint64), ONE, 2**62), ValueError, "index 9223372036854775808 is out of range"),
+    ],
+)
+def test_the_constructor_says_what_it_got(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        SparseVector(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "message"),
+    [
+        ([1, 3, 2, 4], None, r"indices\[2\] is 2 and follows 3: expected strictly increasing indices; sort"),
+        ([1, 3, 3, 4], None, r"indices\[2\] is 3 and repeats 3: expected strictly increasing indices; add up"),
+        ([1, 99, 3], None, r"indices\[1\] is 99: expected 0 <= index < length = 9"),
+        ([1, -5, 3], None, r"indices\[1\] is -5: expected 0 <= index"),
+        ([1, 2], [1, np.nan], r"values\[1\] is nan: expected finite values"),
+        ([1, 2], [-np.inf, 1], r"values\[0\] is -inf: expected finite values"),
+    ],
+)
+def test_validate_names_the_first_bad_entry(indices, values, message):
+    values = np.ones(len(indices)) if values is None else np.array(values)
+    vector = SparseVector(np.array(indices, np.int32), values, 9)
+    with pytest.raises(ValueError, match=message):
+        vector.validate()
+
+
+@given(sparse_vectors())
+def test_dense_and_back(vector):
+    vector.validate()
+    dense = vector.to_dense()
+    back = SparseVector.from_dense(dense)
+    assert back.nnz == np.count_nonzero(vector.values)
+    np.testing.assert_array_equal(back.to_dense(), dense)
+
+
+def test_to_dense_writes_into_out():
+    vector = SparseVector([1], [5.0], 3)
+    out = np.full(3, 7.0)
+    assert vector.to_dense(out) is out
+    np.testing.assert_array_equal(out, [0, 5, 0])
+    with pytest.raises(ValueError, match=r"out is float32 of shape \(3,\): expected float64 of shape \(3,\)"):
+        vector.to_dense(np.zeros(3, np.float32))
+
+
+@given(st.data())
+def test_merge_is_the_dense_sum_and_commutative_to_the_bit(data):
+    a = data.draw(sparse_vectors())
+    b = data.draw(sparse_vectors(length=a.length, dtype=a.dtype))
+    one, other = merge(a, b), merge(b, a)
+    one.validate()
+    assert one.values.tobytes() == other.values.tobytes()
+    np.testing.assert_array_equal(one.indices, other.indices)
+    np.testing.assert_array_equal(one.indices, np.union1d(a.indices, b.indices))
+    np.testing.assert_array_equal(one.to_dense(), a.to_dense() + b.to_dense())
+
+
+@given(sparse_vectors(), st.integers(0, 60))
+def test_top_k_splits_a_vector(vector, k):
+    kept, dropped = top_k(vector, k)
+    assert kept.nnz <= k
+    np.testing.assert_array_equal(np.sort(np.r_[kept.indices, dropped.indices]), vector.indices)
+    np.testing.assert_array_equal(kept.to_dense() + dropped.to_dense(), vector.to_dense())
+    if kept.nnz and dropped.nnz:
+        assert np.abs(kept.values).min() >= np.abs(dropped.values).max()
+
+
+@given(sparse_vectors(), st.integers(1, 9))
+def test_every_makes_disjoint_shares(vector, step):
+    shares = [vector.every(step, start) for start in range(step)]
+    np.testing.assert_array_equal(sum(share.to_dense() for share in shares), vector.to_dense())
+    assert sum(share.nnz for share in shares) == vector.nnz
