@@ -44,17 +44,17 @@ def mpi(array: Any, host: NDArray[Any], offer: Offer, channel: Channel) -> Steps
     """Compare the terms, await this operation's turn, and let MPI reduce a copy of `host`, the view of `array`."""
     turn = Turn(channel.endpoint.turns)
     try:
-        total = np.array(host, np.promote_types(host.dtype, np.float32), order="C").reshape(-1)
+        brought = np.array(host, np.promote_types(host.dtype, np.float32), order="C").reshape(-1)
         for block in (yield from channel.gather_all(channel.pack(offer))):
             channel.unpack(block)
         if channel.broken:
             return None
         yield (turn,)
-        reduction = channel.endpoint.reduce_in_place(total)
+        reduction = channel.endpoint.reduce(brought)
     finally:
         turn.leave()
     yield (reduction,)
-    return like(total.astype(host.dtype, copy=False).reshape(host.shape), array)
+    return like(reduction.total.astype(host.dtype, copy=False).reshape(host.shape), array)
 
 
 def _outline(array: Any) -> tuple[NDArray[Any], SparseVector | Exception]:

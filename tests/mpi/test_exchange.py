@@ -36,7 +36,7 @@ def test_mass_is_conserved_over_steps(comm, collective, dtype):
 def test_the_mean_is_the_sum_over_the_ranks_divided(comm):
     settings = TopK(density=1.0), NoFeedback(), partial(gtopk_allreduce, k=LENGTH)
     mean = GradientExchange(comm, *settings)(gradients(comm.rank, 0, np.float64))
-    np.testing.assert_array_equal(mean, sum(gradients(rank, 0) for rank in range(comm.size)) / comm.size)
+    np.testing.assert_array_equal(mean, sum(gradients(rank, 0, np.float64) for rank in range(comm.size)) / comm.size)
 
 
 def test_a_list_of_arrays_travels_as_one_message_a_round(comm):
