@@ -37,7 +37,7 @@ def begin(
     if error is not None or not isinstance(vector, SparseVector):
         vector, k = SparseVector.empty(0), None
     name = algorithm if error is None and algorithm != "auto" else next(iter(algorithms))
-    terms = Terms(operation, name, vector.length, str(vector.dtype), k)
+    terms = Terms(operation, name, vector.length, str(vector.dtype), None if k is None else int(k))
     channel = Channel(endpoint, terms, error)
     offer = Offer(vector, vector.nnz if k is None else k)
     return start(all_or_none(channel, algorithms[name](offer, channel)))

@@ -94,6 +94,14 @@ def test_arguments_that_differ_between_ranks(comm, row):
     assert len(sparse_allgather(SOUND, comm)) == comm.size
 
 
+@pytest.mark.at_least(2)
+def test_k_may_be_any_integer_type(comm):
+    result, _ = gtopk_allreduce(SOUND, comm, k=np.int64(2))
+    assert result.indices.tolist() == [3, 5]
+    with pytest.raises(CollectiveError, match="k must be the same on all ranks, got 0 on rank 0"):
+        gtopk_allreduce(SOUND, comm, k=np.int64(comm.rank))
+
+
 def test_every_rank_different_and_every_rank_bad(comm):
     with pytest.raises(CollectiveError) if comm.size > 1 else pytest.raises(ValueError, match="k is -1"):
         gtopk_allreduce(SOUND, comm, k=comm.rank if comm.size > 1 else -1)
