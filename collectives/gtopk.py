@@ -34,7 +34,8 @@ def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, al
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must
     keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors: nothing is
-    lost (to the last bit where the additions are exact, as on integer-valued floats). Both may share memory with `vector`.
+    lost (to the last bit where the additions are exact, as on integer-valued floats).
+    Both may share memory with `vector`.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when length, dtype, k or algorithm differ. TypeError at once when `comm` is no intracommunicator.

@@ -154,12 +154,20 @@ def _checked_indices(indices: Array, length: int) -> Array:
     if indices.size and indices.dtype.kind not in "iu":
         raise TypeError(f"indices are {indices.dtype}: expected integers (float indices are wrong above 2^24)")
     wanted = index_dtype(length)
-    # A conversion reads every index anyway, and one that wrapped round would hide itself: look at all of them then.
-    edges = indices[[0, -1]] if indices.size and indices.dtype == wanted else indices
-    outside = (edges < 0) | (edges >= length)
-    if outside.any():
-        raise ValueError(f"index {edges[outside][0]} is out of range: expected 0 <= index < length = {length}")
-    return np.ascontiguousarray(indices, wanted)
+    if indices.dtype != wanted:
+        # A conversion reads every index anyway, and one that wrapped round would hide itself: look at all of them.
+        for index in indices[(indices < 0) | (indices >= length)][:1]:
+            raise _out_of_range(index, length)
+        return indices.astype(wanted)
+    if indices.size and not 0 <= indices[0] < length:
+        raise _out_of_range(indices[0], length)
+    if indices.size and not 0 <= indices[-1] < length:
+        raise _out_of_range(indices[-1], length)
+    return np.ascontiguousarray(indices)
+
+
+def _out_of_range(index: Any, length: int) -> ValueError:
+    return ValueError(f"index {index} is out of range: expected 0 <= index < length = {length}")
 
 
 def _disorder(indices: Array, position: int, length: int) -> str:
