@@ -22,6 +22,11 @@ def test_a_launcher_of_another_mpi_is_noticed(name, monkeypatch):
     assert "warning: the launcher says" in out.getvalue()
 
 
+def test_the_innermost_launcher_is_believed():
+    """Inside a batch job mpirun starts one daemon a node through srun: 2 tasks for Slurm, 4 ranks for MPI."""
+    assert info.singleton_warning(4, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}) is None
+
+
 def test_without_a_command_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit) as left:
         main([])

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TextIO
 
-# Where launchers say how many ranks they started. A launcher of another MPI starts ranks that each believe they are
+# Where launchers say how many ranks they started, the innermost one first: inside a batch job Open MPI's mpirun starts
+# its daemons through srun, and the ranks see both. A launcher of another MPI starts ranks that each believe they are
 # alone ("P singletons"): the job runs P times, and succeeds.
 LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -35,10 +36,10 @@ def facts(library: str, size: int, hosts: int) -> dict[str, str]:
 
 def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
     """Return a warning when the launcher started another number of ranks than MPI sees; None when they agree."""
-    for name in LAUNCHER_SIZES:
-        if environment.get(name, "").isdigit() and int(environment[name]) != size:
-            return (
-                f"the launcher says {name}={environment[name]}, and MPI sees {size}: "
-                "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
-            )
-    return None
+    name = next((name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None)
+    if name is None or int(environment[name]) == size:
+        return None
+    return (
+        f"the launcher says {name}={environment[name]}, and MPI sees {size}: "
+        "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
+    )
