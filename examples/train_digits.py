@@ -142,17 +142,7 @@ def train(name, average, shard, test, options, comm):
     bar = tqdm(range(1, options.steps + 1), name, disable=comm.rank > 0, ncols=100)
     for step in bar:
         chosen = batches.integers(len(shard[0]), size=options.batch)
-        times.append(
-            take_step(
-                network,
-                average,
-                shard[0][chosen],
-                shard[1][chosen],
-                options.rate * (1 - (step - 1) / options.steps),
-                ledger,
-                comm,
-            )
-        )
+        times.append(take_step(network, average, shard[0][chosen], shard[1][chosen], options.rate, ledger, comm))
         if step % max(1, options.steps // 50) == 0 or step == options.steps:
             curve.append((step, network.accuracy(*test)))
             bar.set_postfix_str(f"accuracy {curve[-1][1]:.1%}")
