@@ -90,6 +90,7 @@ def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
     listed = python(
         "from importlib.metadata import files; print(*sorted({str(f).split('/')[0] for f in files('mpicomp')}))",
         executable,
+        cwd=tmp_path,
     )
     assert {"mpicomp", "collectives"} <= set(listed.split())
     assert not {"tests", "examples", "slurm"} & set(listed.split())

@@ -46,6 +46,7 @@ def families(dtype, n=3000):
         "reversed": np.arange(n)[::-1],
         "quantised": np.round(normal * 2),
         "one non-zero": np.where(np.arange(n) == 17, 1.0, 0.0),
+        "neighbours": 1 + np.finfo(dtype).eps * rng.integers(0, 9, n),
         "denormal": tiny * rng.integers(-9, 10, n),
         "negative zeros": np.where(rng.random(n) < 0.9, -0.0, normal),
         "largest": np.finfo(dtype).max * rng.choice([-1, 1], n),

@@ -153,6 +153,7 @@ def _kth_largest(keys, k, width):  # type: ignore[no-untyped-def]
 
 @_jit
 def _choose(positions, keys, threshold, ties, chosen):  # type: ignore[no-untyped-def]
+    threshold = np.uint64(threshold)  # arrives as a signed integer, and Numba compares the two kinds as float64
     count = 0
     for i in range(keys.size):
         key = np.uint64(keys[i])
