@@ -1,7 +1,7 @@
 """Recursive doubling for any number of ranks: fold, butterfly, unfold.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. A round sends what the rank holds.
-Invariant: after round j the 2^(j+1) ranks of a block hold the same, bit for bit, if `combine` is commutative bit for bit.
+Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is commutative bit for bit.
 """
 
 from collections.abc import Callable

@@ -16,9 +16,9 @@ from typing import Any
 
 from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
+from collectives.doubling import doubling
 from collectives.operation import begin
 from collectives.progress import Request
-from collectives.schedule import butterfly, fold_partner
 from mpicomp.vector import SparseVector, merge, top_k
 
 Selection = tuple[SparseVector, SparseVector]
@@ -51,29 +51,15 @@ def gtopk_iallreduce(
 
 
 def recursive_doubling(offer: Offer, channel: Channel) -> Steps[Selection]:
-    """Exchange with a partner at doubling distance, merge, and keep the k largest; see the head of this file."""
-    vector, rejected = top_k(offer.vector, offer.k)
-    offer = Offer(vector, offer.k)
-    partner = fold_partner(channel.rank, channel.size)
-    if partner is not None and partner < channel.rank:  # beyond the core: give, and hear the result
-        yield from channel.send(offer, partner)
-        result = yield from channel.receive(partner)
-        return result.vector, rejected
-    if partner is not None:
-        offer, dropped = _select(offer, (yield from channel.receive(partner)))
-        rejected = merge(rejected, dropped)
-    block = 1
-    for neighbour in butterfly(channel.rank, channel.core):
-        offer, dropped = _select(offer, (yield from channel.exchange(offer, neighbour)))
-        block *= 2
+    """Merge with a partner at doubling distance and keep the k largest; see the head of this file."""
+    kept, rejected = top_k(offer.vector, offer.k)
+
+    def select(ours: Offer, theirs: Offer, block: int) -> Offer:
+        nonlocal rejected
+        k = max(ours.k, theirs.k)
+        vector, dropped = top_k(merge(ours.vector, theirs.vector), k)
         rejected = merge(rejected, dropped.every(block, channel.rank % block))
-    if partner is not None:
-        yield from channel.send(offer, partner)
-    return offer.vector, rejected
+        return Offer(vector, k)
 
-
-def _select(ours: Offer, theirs: Offer) -> tuple[Offer, SparseVector]:
-    """Return the k largest of the sum of two offers, and what that drops."""
-    k = max(ours.k, theirs.k)
-    kept, dropped = top_k(merge(ours.vector, theirs.vector), k)
-    return Offer(kept, k), dropped
+    result = yield from doubling(Offer(kept, offer.k), channel, select)
+    return result.vector, rejected

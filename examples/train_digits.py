@@ -220,9 +220,8 @@ def print_table(runs, comm):
             f"{run.name:28}{run.accuracy:9.1%}{run.nbytes:14,.0f}{run.share_of(runs[0]):9.2%}"
             f"{compute:9.2f}{compress:10.2f}{communicate:12.2f}"
         )
-    print(
-        f"{comm.size} ranks. Bytes of dense: 2 (P-1)/P n v, the least that an allreduce sends. Times: medians, rank 0."
-    )
+    print(f"{comm.size} ranks. Bytes of dense: 2 (P-1)/P n v, the least that an allreduce sends.")
+    print("Times: medians on rank 0; communicate has the wait for slower ranks in it.")
 
 
 def plot(runs, path):
@@ -239,7 +238,7 @@ def plot(runs, path):
     left.set(xlabel="step", ylabel="test accuracy, %", title="Accuracy", ylim=(50, 100))
     left.legend(loc="lower right")
     left.grid(alpha=0.3)
-    bars = right.barh([run.name for run in runs], [run.nbytes for run in runs], color=colours)
+    bars = right.barh([run.name for run in runs], [max(run.nbytes, 1) for run in runs], color=colours)
     right.bar_label(bars, [f" {run.nbytes:,.0f} ({run.share_of(runs[0]):.1%})" for run in runs])
     right.set(xscale="log", xlabel="bytes a rank sends a step", title="Traffic")
     right.set_xlim(1e3, 200 * max(runs[0].nbytes, 1e3))
