@@ -6,9 +6,12 @@ ranks, as MPI asks of its own collectives.
 """
 
 from collectives.allgather import sparse_allgather, sparse_iallgather
-from collectives.allreduce import dense_allreduce, dense_iallreduce
+from collectives.allreduce import sparse_allreduce, sparse_iallreduce
+from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.progress import Request
+from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
+from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
 from collectives.transport import Traffic, traffic
 
 __all__ = [
@@ -19,6 +22,14 @@ __all__ = [
     "gtopk_allreduce",
     "gtopk_iallreduce",
     "sparse_allgather",
+    "sparse_allreduce",
+    "sparse_bcast",
     "sparse_iallgather",
+    "sparse_iallreduce",
+    "sparse_ibcast",
+    "sparse_ireduce",
+    "sparse_ireduce_scatter",
+    "sparse_reduce",
+    "sparse_reduce_scatter",
     "traffic",
 ]

@@ -22,19 +22,41 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Steps = Generator[tuple[Pending, ...], None, T]
 
-OPERATIONS = ("sparse_allgather", "gtopk_allreduce", "dense_allreduce")
-ALGORITHMS = ("dissemination", "recursive_doubling", "mpi")
+# An operation and an algorithm travel as their places here.
+OPERATIONS = (
+    "sparse_allgather",
+    "sparse_allreduce",
+    "sparse_reduce_scatter",
+    "sparse_reduce",
+    "sparse_bcast",
+    "gtopk_allreduce",
+    "dense_allreduce",
+)
+ALGORITHMS = (
+    "auto",
+    "dissemination",
+    "allgather",
+    "recursive_doubling",
+    "split",
+    "split_allgather",
+    "recursive_halving",
+    "dense",
+    "tree",
+    "exact",
+    "mpi",
+)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What every rank has to bring alike to one operation. k: None when the call leaves it open."""
+    """What every rank has to bring alike to one operation; None where the call leaves it open."""
 
     operation: str
     algorithm: str
-    length: int
-    dtype: str
+    length: int | None
+    dtype: str | None
     k: int | None = None
+    root: int | None = None
 
 
 def all_or_none(channel: "Channel", steps: Steps[T]) -> Steps[T]:

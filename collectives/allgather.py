@@ -40,5 +40,5 @@ def sparse_iallgather(vector: SparseVector, comm: Any, *, algorithm: str = "auto
 
 def dissemination(offer: Offer, channel: Channel) -> Steps[list[SparseVector]]:
     """Pass on what is held over doubling distances; see the head of this file."""
-    blocks = yield from channel.gather_all(channel.pack(offer))
-    return [channel.unpack(block).vector for block in blocks]
+    offers = yield from channel.gather(offer)
+    return [theirs.vector for theirs in offers]

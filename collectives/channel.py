@@ -3,28 +3,28 @@
 A block is an envelope of 32 bytes, a payload (a codec message, or the text of a report), and zeros up to a whole line:
 
     offset 0   i64  bytes of the block
-           8   i64  bytes of the payload
-          16   i64  k of the sender, or of its block of ranks
-          24   u8   operation, 25 u8 algorithm, 26 u8 state (0 sound, 1 broken), 27 u8 whether k was asked for
-          28   4x   zero
+           8   i64  count of the sender, or of its block of ranks: how many entries may stay, say
+          16   i64  k that the call asks for, -1 where it asks for none
+          24   u8   operation, 25 u8 algorithm, 26 u8 state (0 sound, 1 broken), 27 u8 zeros behind the payload
+          28   i32  root, -1 where there is none
 
 A message is one block, or several behind each other.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import schedule
 from collectives.agreement import ALGORITHMS, OPERATIONS, Steps, Terms
-from collectives.transport import LINE, Buffer, Endpoint
-from mpicomp.codec import decode, encode, encoded_nbytes
+from collectives.transport import LINE, Buffer, Endpoint, Turn
+from mpicomp.codec import decode, encode, encoded_nbytes, smallest_format
 from mpicomp.errors import CodecError
 from mpicomp.vector import SparseVector
 
-_ENVELOPE = struct.Struct("<qqqBBBB4x")
+_ENVELOPE = struct.Struct("<qqqBBBBi")  # one half of a line
 
 
 class Offer(NamedTuple):
@@ -46,6 +46,18 @@ class Channel:
         self.terms, self.error, self.broken = terms, error, error is not None
         self.endpoint, self._tag = endpoint, endpoint.take_tag()
 
+    def turn(self) -> Turn:
+        """Queue up for MPI's own collectives; call it before the first yield, so that all ranks queue alike."""
+        return Turn(self.endpoint.turns)
+
+    def agree(self) -> Steps[bool]:
+        """Compare the terms before anything else: ceil(lg P) messages of a line. Return whether all ranks can go on.
+
+        For schedules in which a rank does not hear of every other one, or which themselves depend on the terms.
+        """
+        yield from self.gather(Offer(self.nothing()))
+        return not self.broken
+
     def exchange(self, offer: Offer, partner: int) -> Steps[Offer]:
         """Send `offer` to the partner, and return the partner's."""
         arrival = self.endpoint.receive(partner, self._tag)
@@ -62,6 +74,11 @@ class Channel:
         yield (arrival,)
         return self.unpack(arrival.buffer)
 
+    def gather(self, offer: Offer) -> Steps[list[Offer]]:
+        """Return every rank's offer, in rank order."""
+        blocks = yield from self.gather_all(self.pack(offer))
+        return [self.unpack(block) for block in blocks]
+
     def gather_all(self, block: Buffer) -> Steps[list[Buffer]]:
         """Return every rank's block, in rank order: ceil(lg P) rounds, each block travels to each rank once."""
         held = [block]
@@ -72,28 +89,44 @@ class Channel:
         turn = self.size - self.rank  # held starts with this rank's own block
         return held[turn:] + held[:turn]
 
+    def all_to_all(self, offers: Sequence[Offer]) -> Steps[list[Offer]]:
+        """Send the j-th offer to rank j, and return what the ranks offer this one, in rank order. One step."""
+        received = list(offers)  # its own among them
+        hops = list(schedule.rotation(self.rank, self.size))
+        arrivals = [self.endpoint.receive(source, self._tag) for _, source in hops]
+        yield (*arrivals, *[self.endpoint.send(self.pack(offers[dest]), dest, self._tag) for dest, _ in hops])
+        for (_, source), arrival in zip(hops, arrivals, strict=True):
+            received[source] = self.unpack(arrival.buffer)
+        return received
+
     def pack(self, offer: Offer) -> Buffer:
         """Return the block that carries `offer`; a broken channel sends word of that instead, and no entries."""
         if self.broken:
             return self.frame(np.empty(0, np.uint8))
-        nbytes = encoded_nbytes(offer.vector)
-        block = self._sealed(nbytes, offer.k)
-        encode(offer.vector, block[_ENVELOPE.size :])
+        form = smallest_format(offer.vector)
+        block = self._sealed(encoded_nbytes(offer.vector, form), offer.k)
+        encode(offer.vector, block[_ENVELOPE.size :], form)
         return block
 
     def unpack(self, block: Buffer) -> Offer:
         """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
-        _, _, k, operation, algorithm, broken, k_asked = _ENVELOPE.unpack_from(block.data)
+        _, k, *terms, broken, _, root = _ENVELOPE.unpack_from(block.data)
+        if broken or (*terms, root) != self._codes():
+            return self._break()
         try:
-            vector = self._nothing() if broken else decode(payload(block))
+            vector = decode(payload(block))
         except CodecError:
-            broken, vector = True, self._nothing()
-        asked = k if k_asked else None
-        theirs = (operation, algorithm, vector.length, str(vector.dtype), asked)
-        if broken or theirs != (*self._codes(), self.terms.length, self.terms.dtype, self.terms.k):
-            self.broken = True
-            return Offer(self._nothing(), 0)
+            return self._break()
+        if self.terms.length is not None and (vector.length, str(vector.dtype)) != (
+            self.terms.length,
+            self.terms.dtype,
+        ):
+            return self._break()
         return Offer(vector, k)
+
+    def _break(self) -> Offer:
+        self.broken = True
+        return Offer(self.nothing())
 
     def frame(self, content: Buffer) -> Buffer:
         """Return `content` as the payload of a block."""
@@ -105,24 +138,26 @@ class Channel:
         """Return a block with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
         block = np.empty(-(-used // LINE) * LINE, np.uint8)
-        asked = self.terms.k is not None
-        _ENVELOPE.pack_into(block.data, 0, block.size, payload_nbytes, k, *self._codes(), self.broken, asked)
+        *terms, root = self._codes()
+        _ENVELOPE.pack_into(block.data, 0, block.size, k, *terms, self.broken, block.size - used, root)
         block[used:] = 0
         return block
 
-    def _codes(self) -> tuple[int, int]:
-        return OPERATIONS.index(self.terms.operation), ALGORITHMS.index(self.terms.algorithm)
+    def _codes(self) -> tuple[int, ...]:
+        """Return the terms as they stand in an envelope; length and dtype travel with the vector."""
+        terms = self.terms
+        k, root = (-1 if number is None else number for number in (terms.k, terms.root))
+        return k, OPERATIONS.index(terms.operation), ALGORITHMS.index(terms.algorithm), root
 
-    def _nothing(self) -> SparseVector:
-        return SparseVector.empty(self.terms.length, self.terms.dtype)
+    def nothing(self) -> SparseVector:
+        """Return the vector of this operation's length and dtype without an entry."""
+        return SparseVector.empty(self.terms.length or 0, self.terms.dtype or np.float32)
 
 
 def payload(block: Buffer) -> Buffer:
     """Return the payload of a block."""
-    nbytes = _ENVELOPE.unpack_from(block.data)[1]
-    if not 0 <= nbytes <= block.size - _ENVELOPE.size:
-        raise CodecError(f"the envelope says {nbytes} bytes, and {block.size - _ENVELOPE.size} are there")
-    return block[_ENVELOPE.size : _ENVELOPE.size + nbytes]
+    padding = _ENVELOPE.unpack_from(block.data)[-2]
+    return block[_ENVELOPE.size : block.size - padding]
 
 
 def split(message: Buffer) -> Iterator[Buffer]:

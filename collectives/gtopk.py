@@ -5,32 +5,43 @@ networks", ICDCS 2019 (arXiv 1901.04359). There a tree reduces to one rank and a
 double recursively, which halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
+The published tree is here as the baseline. `exact` is a reduce-scatter, a radix search for the k-th largest magnitude,
+with an Allreduce of 2048 counts a digit (3 for float32), and an allgather.
+
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of those as `rejected`.
 
-Differences from the paper: any P; unequal k; nothing is lost. The result is an approximation of the k largest of the
-sum, as in the paper: an entry that is small in every block is dropped on the way, though its sum may be large.
+Differences from the paper: any P; unequal k; nothing is lost. But for `exact`, the result is an approximation of the k
+largest of the sum, as in the paper: an entry that is small in every block is dropped though its sum may be large.
 """
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
-from collectives.doubling import doubling
 from collectives.operation import begin
+from collectives.patterns import add, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
-from mpicomp.vector import SparseVector, merge, top_k
+from collectives.reduce_scatter import split
+from mpicomp.arrays import kernels_for
+from mpicomp.vector import SparseVector, join, merge, top_k
 
-Selection = tuple[SparseVector, SparseVector]
+if TYPE_CHECKING:
+    from mpicomp.kernels.host import Search
+
+Result = tuple[SparseVector, SparseVector]
 
 
-def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto") -> Selection:
+def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto") -> Result:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
     k: the same on all ranks; None takes the largest number of entries that a rank brings, of the ranks that a step
     joins (so at the end, of all).
-    algorithm: "auto" or "recursive_doubling".
+    algorithm: "recursive_doubling" (also "auto"), "tree", or "exact", which gives the true k largest of the sum.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must
     keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors: nothing is
@@ -45,21 +56,82 @@ def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, al
 
 def gtopk_iallreduce(
     vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto"
-) -> Request[Selection]:
+) -> Request[Result]:
     """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("gtopk_allreduce", {"recursive_doubling": recursive_doubling}, vector, comm, algorithm, k)
+    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, k=k)
 
 
-def recursive_doubling(offer: Offer, channel: Channel) -> Steps[Selection]:
-    """Merge with a partner at doubling distance and keep the k largest; see the head of this file."""
-    kept, rejected = top_k(offer.vector, offer.k)
+class Selection:
+    """The k largest of what this rank holds, and what it has to keep of what that dropped."""
 
-    def select(ours: Offer, theirs: Offer, block: int) -> Offer:
-        nonlocal rejected
+    def __init__(self, offer: Offer, rank: int) -> None:
+        kept, self.rejected = top_k(offer.vector, offer.k)
+        self.offer, self._rank = Offer(kept, offer.k), rank
+
+    def combine(self, ours: Offer, theirs: Offer, block: int) -> Offer:
+        """Return the k largest of the sum; `block` ranks drop the same, and this one keeps its share of that."""
         k = max(ours.k, theirs.k)
-        vector, dropped = top_k(merge(ours.vector, theirs.vector), k)
-        rejected = merge(rejected, dropped.every(block, channel.rank % block))
-        return Offer(vector, k)
+        kept, dropped = top_k(merge(ours.vector, theirs.vector), k)
+        self.rejected = merge(self.rejected, dropped.every(block, self._rank % block))
+        return Offer(kept, k)
 
-    result = yield from doubling(Offer(kept, offer.k), channel, select)
-    return result.vector, rejected
+
+def recursive_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
+    """Merge with a partner at doubling distance and keep the k largest; see the head of this file."""
+    mine = Selection(offer, channel.rank)
+    core = partial(doubling, channel=channel, combine=mine.combine)
+    result = yield from folded(mine.offer, channel, mine.combine, core)
+    return result.vector, mine.rejected
+
+
+def agreed(channel: Channel) -> Steps[bool]:
+    """Compare the terms over the schedule of the default, so that ranks which named different algorithms meet."""
+    yield from folded(Offer(channel.nothing()), channel, add, partial(doubling, channel=channel, combine=add))
+    return not channel.broken
+
+
+def tree(offer: Offer, channel: Channel) -> Steps[Result]:
+    """Select on the way to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
+    if not (yield from agreed(channel)):
+        return offer.vector, offer.vector
+    mine = Selection(offer, channel.rank)
+    total = yield from reduce_up(mine.offer, channel, mine.combine)
+    result = yield from hand_down(total, channel)
+    return result.vector, mine.rejected
+
+
+def exact(offer: Offer, channel: Channel) -> Steps[Result]:
+    """Add up every share on its owner, find the k-th largest over all, and gather what is at or above it.
+
+    Ties at the threshold go to the lowest indices: the owners' ranges lie in rank order. Owners keep what they reject.
+    """
+    with channel.turn() as turn:
+        if not (yield from agreed(channel)):
+            return offer.vector, offer.vector
+        total = yield from split(offer, channel)
+        yield (turn,)
+        share, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
+        kernels = kernels_for(share.values)
+        keys, width = kernels.magnitude_keys(share.values)
+        threshold, ties = yield from over_all_ranks(kernels.kth_largest(keys, total.k, width), channel)
+    tied = yield from channel.gather(Offer(channel.nothing(), int(np.count_nonzero(keys == threshold))))
+    before = sum(theirs.k for theirs in tied[: channel.rank])
+    kept, rejected = share.divide(kernels.select(keys, threshold, max(0, ties - before)))
+    result = yield from channel.gather(Offer(kept))
+    return join([theirs.vector for theirs in result]), rejected
+
+
+def over_all_ranks(search: "Search", channel: Channel) -> Steps[tuple[int, int]]:
+    """Run a radix search over the keys of all ranks: it goes by the sum of their histograms."""
+    counts = next(search)
+    while True:
+        reduction = channel.endpoint.reduce(counts)
+        yield (reduction,)
+        try:
+            counts = search.send(reduction.total)
+        except StopIteration as end:
+            found: tuple[int, int] = end.value
+            return found
+
+
+ALGORITHMS = {"recursive_doubling": recursive_doubling, "tree": tree, "exact": exact}

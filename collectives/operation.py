@@ -22,47 +22,54 @@ Algorithm = Callable[[Offer, Channel], Steps[T]]
 def begin(
     operation: str,
     algorithms: Mapping[str, Algorithm[T]],
-    vector: SparseVector | Exception,
+    vector: SparseVector | Exception | None,
     comm: Any,
     algorithm: str,
+    *,
     k: int | None = None,
+    root: int | None = None,
+    follow: bool = False,
 ) -> Request[T]:
     """Put `operation` in flight with what this rank brings.
 
-    algorithms: the choice by name; "auto" takes the first. vector: an exception stands for a rank whose own step
-    before the collective failed; it is raised here, and CollectiveError on the others. k: None takes the largest nnz.
+    algorithms: the choice by name; "auto" takes the first, or what goes by this name. vector: an exception stands for a
+    rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. k: None
+    takes the largest nnz. follow: length and dtype are the root's, and the other ranks bring no vector.
     """
     endpoint = endpoint_of(comm)
-    error = _fault(algorithms, vector, algorithm, k)
+    if follow and endpoint.rank != root and not isinstance(vector, Exception):
+        vector = SparseVector.empty(0)
+    error = (
+        _fault(algorithms, vector, algorithm) or _bad_integer("k", k, 2**63) or _bad_integer("root", root, comm.size)
+    )
     if error is not None or not isinstance(vector, SparseVector):
-        vector, k = SparseVector.empty(0), None
-    name = algorithm if error is None and algorithm != "auto" else next(iter(algorithms))
-    terms = Terms(operation, name, vector.length, str(vector.dtype), None if k is None else int(k))
-    channel = Channel(endpoint, terms, error)
+        vector, algorithm, k, root = SparseVector.empty(0), "auto", None, None
+    name = algorithm if algorithm in algorithms else next(iter(algorithms))
+    length, dtype = (None, None) if follow else (vector.length, str(vector.dtype))
+    k, root = (None if number is None else int(number) for number in (k, root))
+    channel = Channel(endpoint, Terms(operation, name, length, dtype, k, root), error)
     offer = Offer(vector, vector.nnz if k is None else k)
     return start(all_or_none(channel, algorithms[name](offer, channel)))
 
 
-def _fault(algorithms: Mapping[str, Any], vector: Any, algorithm: Any, k: Any) -> Exception | None:
-    """Return what is wrong with the arguments, as the exception to raise; None when they are sound."""
+def _fault(algorithms: Mapping[str, Any], vector: Any, algorithm: Any) -> Exception | None:
+    """Return what is wrong with the vector or the algorithm, as the exception to raise; None when they are sound."""
+    if isinstance(vector, Exception):
+        return vector
+    if not isinstance(vector, SparseVector):
+        return TypeError(f"vector is {type(vector).__name__}: expected a SparseVector (see SparseVector.from_dense)")
+    if algorithm != "auto" and algorithm not in algorithms:
+        return ValueError(f"algorithm is {algorithm!r}: expected one of {list({'auto': None, **algorithms})}")
     try:
-        if isinstance(vector, Exception):
-            raise vector
-        if not isinstance(vector, SparseVector):
-            raise TypeError(f"vector is {type(vector).__name__}: expected a SparseVector (see SparseVector.from_dense)")
-        if algorithm != "auto" and algorithm not in algorithms:
-            raise ValueError(f"algorithm is {algorithm!r}: expected 'auto' or one of {list(algorithms)}")
-        _check_k(k)
         vector.validate()
-    except Exception as error:
+    except ValueError as error:
         return error
     return None
 
 
-def _check_k(k: Any) -> None:
-    if k is None:
-        return
-    if isinstance(k, bool) or not isinstance(k, int | np.integer):
-        raise TypeError(f"k is {k!r}: expected an integer, or None for the largest number of entries a rank brings")
-    if not 0 <= k < 2**63:
-        raise ValueError(f"k is {k}: expected 0 to 2^63 - 1")
+def _bad_integer(name: str, value: Any, end: int) -> Exception | None:
+    if value is None or (isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < end):
+        return None
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return ValueError(f"{name} is {value}: expected 0 <= {name} < {end}")
+    return TypeError(f"{name} is {value!r}: expected an integer")

@@ -35,6 +35,38 @@ def fold_partner(rank: int, size: int) -> int | None:
     return rank + core if rank + core < size else None
 
 
+def halving(rank: int, core: int) -> Iterator[int]:
+    """Yield the partners of a butterfly from the longest distance to the shortest: core / 2, ... 2, 1.
+
+    When each round splits the index range that is held into a lower and an upper half, and the lower rank of the pair
+    keeps the lower one, rank r ends with the r-th of `core` equal ranges.
+    """
+    return reversed(list(butterfly(rank, core)))
+
+
+def tree_parent(rank: int, size: int, root: int = 0) -> int | None:
+    """Return the parent of `rank` in the binomial tree of `root`; None for the root."""
+    place = (rank - root) % size
+    return ((place & (place - 1)) + root) % size if place else None
+
+
+def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
+    """Yield the children of `rank` in the binomial tree of `root`, the smallest subtree first.
+
+    The ranks whose places (counted from the root) end in j zero bits have up to j children: place + 1, + 2, + 4, ...
+    """
+    place, distance = (rank - root) % size, 1
+    while place + distance < size and not place & distance:
+        yield (place + distance + root) % size
+        distance *= 2
+
+
+def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (dest, source) of the size - 1 steps in which every rank sends to every other one directly."""
+    for distance in range(1, size):
+        yield (rank + distance) % size, (rank - distance) % size
+
+
 class Hop(NamedTuple):
     """A round of the dissemination: the first `blocks` held go to `dest`, and as many come from `source`."""
 

@@ -113,7 +113,10 @@ class Reduction:
 
 
 class Turn:
-    """An operation's place among those that call MPI's own collectives, which every rank must start in one order."""
+    """An operation's place among those that call MPI's own collectives, which every rank must start in one order.
+
+    Used as a context: the next operation has its turn when the context is left.
+    """
 
     def __init__(self, queue: "deque[Turn]") -> None:
         self._queue = queue
@@ -127,8 +130,10 @@ class Turn:
         """Check that it is this operation's turn: with no other in flight it must be."""
         assert self.test(), "an operation that is in flight alone has to wait for its turn"
 
-    def leave(self) -> None:
-        """Let the next operation have its turn."""
+    def __enter__(self) -> "Turn":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         self._queue.remove(self)
 
 

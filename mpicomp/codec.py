@@ -4,15 +4,22 @@ Layout, little-endian: a header of 32 bytes, the indices, zeros up to a multiple
 
     offset 0   4s   magic "MPCV"
            4   u8   version (1)
-           5   u8   index format: 0 int32, 1 int64
+           5   u8   index format
            6   u8   value format: 0 float16, 1 float32, 2 float64
            7   u8   zero
            8   i64  length of the vector
           16   i64  entries
           24   i64  bytes of the whole message, header included
 
-Version 1 has the plain format only. A decoder believes nothing that it has not checked: the sizes are compared with
-each other and with the buffer before anything behind the header is read.
+Index formats, with the bytes that N entries take:
+
+    0  plain, int32: 4 N                       for lengths up to 2^31 - 1
+    1  plain, int64: 8 N                       for lengths above
+    2  range: the first index: 8               when the indices are consecutive: a dense piece
+    3  bitmap: first index, span S, S bits: 16 + S / 8
+
+A decoder believes nothing that it has not checked: the sizes are compared with each other and with the buffer before
+anything behind the header is read.
 """
 
 import struct
@@ -28,74 +35,120 @@ from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 Buffer = NDArray[np.uint8]
 
 MAGIC, VERSION = b"MPCV", 1
-INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+INT32, INT64, RANGE, BITMAP = range(4)
 
 _HEADER = struct.Struct("<4sBBBxqqq")
 HEADER_NBYTES = _HEADER.size
 
 
-def encoded_nbytes(vector: SparseVector) -> int:
-    """Return the size of the message for `vector`, in bytes."""
-    return _nbytes(vector.nnz, vector.indices.itemsize, vector.values.itemsize)
+def plain_format(vector: SparseVector) -> int:
+    """Return the plain index format for `vector`: it costs no time to code."""
+    return INT32 if vector.indices.dtype == np.int32 else INT64
 
 
-def encode(vector: SparseVector, out: Buffer | None = None) -> Buffer:
+def smallest_format(vector: SparseVector) -> int:
+    """Return the index format that makes the smallest message for `vector`, the plain one where none is smaller."""
+    if vector.nnz and _span(vector) == vector.nnz:
+        return RANGE
+    return min((plain_format(vector), BITMAP), key=lambda form: _indices_nbytes(vector, form))
+
+
+def encoded_nbytes(vector: SparseVector, form: int | None = None) -> int:
+    """Return the size in bytes of the message for `vector` in an index format; None is the plain one."""
+    form = plain_format(vector) if form is None else form
+    return HEADER_NBYTES + _padded(_indices_nbytes(vector, form)) + vector.values.nbytes
+
+
+def encode(vector: SparseVector, out: Buffer | None = None, form: int | None = None) -> Buffer:
     """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
 
-    out: uint8, at least `encoded_nbytes(vector)` long, else ValueError.
+    out: uint8, at least `encoded_nbytes(vector, form)` long, else ValueError. form: an index format that fits the
+    vector, as `smallest_format` returns one; None is the plain one.
     """
-    nbytes = encoded_nbytes(vector)
+    form = plain_format(vector) if form is None else form
+    nbytes = encoded_nbytes(vector, form)
     if out is None:
         out = np.empty(nbytes, np.uint8)
     elif out.size < nbytes:
         raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
-    index_code, value_code = INDEX_DTYPES.index(vector.indices.dtype), VALUE_DTYPES.index(vector.dtype)
-    header = (MAGIC, VERSION, index_code, value_code, vector.length, vector.nnz, nbytes)
+    header = (MAGIC, VERSION, form, VALUE_DTYPES.index(vector.dtype), vector.length, vector.nnz, nbytes)
     _HEADER.pack_into(out.data, 0, *header)
-    body_indices, body_values = _bodies(out, vector.nnz, vector.indices.dtype, vector.dtype)
-    out[HEADER_NBYTES + body_indices.nbytes : nbytes - body_values.nbytes] = 0
-    body_indices[:], body_values[:] = vector.indices, vector.values
+    middle = nbytes - vector.values.nbytes
+    _write_indices(vector, form, out[HEADER_NBYTES:middle])
+    out[middle:nbytes].view(vector.dtype)[:] = vector.values
     return out[:nbytes]
 
 
 def decode(message: Buffer) -> SparseVector:
-    """Return the vector that `message` (uint8) holds, as views of it; bytes behind the message are ignored.
+    """Return the vector that `message` (uint8) holds, as views of it where it can; bytes behind it are ignored.
 
     Raises CodecError for a header that `encode` does not write, and for what the constructor of SparseVector refuses.
     It does not look at every entry: that is `SparseVector.validate`.
     """
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
-    magic, version, index_code, value_code, length, nnz, nbytes = _HEADER.unpack_from(message.data)
+    magic, version, form, value_code, length, nnz, nbytes = _HEADER.unpack_from(message.data)
     if magic != MAGIC or version != VERSION:
         raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
-    if index_code >= len(INDEX_DTYPES) or value_code >= len(VALUE_DTYPES):
-        raise CodecError(f"got index format {index_code} and value format {value_code}: both are unknown to version 1")
-    indices, values = INDEX_DTYPES[index_code], VALUE_DTYPES[value_code]
-    if not 0 <= nnz <= length <= MAX_LENGTH or indices != index_dtype(length):
-        raise CodecError(f"got {nnz} entries with {indices} indices for length {length}: they do not fit together")
-    if nbytes != _nbytes(nnz, indices.itemsize, values.itemsize) or nbytes > message.size:
+    if form > BITMAP or value_code >= len(VALUE_DTYPES):
+        raise CodecError(f"got index format {form} and value format {value_code}: both must be known to version 1")
+    if not 0 <= nnz <= length <= MAX_LENGTH:
+        raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
+    dtype = VALUE_DTYPES[value_code]
+    middle = nbytes - nnz * dtype.itemsize
+    if nbytes > message.size or middle < HEADER_NBYTES or middle % 8:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries, and {message.size} bytes are there")
+    indices = _read_indices(form, message[HEADER_NBYTES:middle], nnz, index_dtype(length))
     try:
-        return SparseVector(*_bodies(message, nnz, indices, values), length)
+        return SparseVector(indices, message[middle:nbytes].view(dtype), length)
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
-
-
-def _nbytes(nnz: int, index_itemsize: int, value_itemsize: int) -> int:
-    return HEADER_NBYTES + _padded(nnz * index_itemsize) + nnz * value_itemsize
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-def _bodies(
-    message: Buffer, nnz: int, indices: np.dtype[Any], values: np.dtype[Any]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the places of the indices and of the values in a message, as typed views."""
-    start = HEADER_NBYTES + _padded(nnz * indices.itemsize)
-    return (
-        message[HEADER_NBYTES : HEADER_NBYTES + nnz * indices.itemsize].view(indices),
-        message[start : start + nnz * values.itemsize].view(values),
-    )
+def _span(vector: SparseVector) -> int:
+    """Return how many positions the entries stretch over."""
+    return int(vector.indices[-1]) - int(vector.indices[0]) + 1 if vector.nnz else 0
+
+
+def _indices_nbytes(vector: SparseVector, form: int) -> int:
+    if form == RANGE:
+        return 8
+    return 16 + -(-_span(vector) // 8) if form == BITMAP else vector.indices.nbytes
+
+
+def _write_indices(vector: SparseVector, form: int, section: Buffer) -> None:
+    """Fill the index section of a message, its padding included."""
+    section[-8:] = 0
+    if form == RANGE:
+        section.view(np.int64)[0] = vector.indices[0]
+    elif form == BITMAP:
+        span = _span(vector)
+        section[:16].view(np.int64)[:] = (vector.indices[0] if span else 0), span
+        present = np.zeros(span, np.bool_)
+        present[vector.indices - vector.indices[:1]] = True
+        packed = np.packbits(present, bitorder="little")
+        section[16 : 16 + packed.size] = packed
+    else:
+        section[: vector.indices.nbytes].view(vector.indices.dtype)[:] = vector.indices
+
+
+def _read_indices(form: int, section: Buffer, nnz: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the indices in the index section of a message; CodecError when its size or content is not right."""
+    if form == RANGE and section.size == 8 and nnz:
+        first = int(section.view(np.int64)[0])
+        if not 0 <= first <= MAX_LENGTH - nnz:
+            raise CodecError(f"the message holds no vector: a range of {nnz} from {first}")
+        return np.arange(first, first + nnz, dtype=np.int64)
+    if form == BITMAP and section.size >= 16:
+        first, span = (int(number) for number in section[:16].view(np.int64))
+        if 0 <= first <= MAX_LENGTH - max(span, 0) and section.size == _padded(16 + -(-max(span, 0) // 8)):
+            indices = np.flatnonzero(np.unpackbits(section[16:], bitorder="little"))
+            if indices.size == nnz and (not nnz or indices[-1] < span):
+                return indices + first
+    if form == (INT32 if dtype == np.int32 else INT64) and section.size == _padded(nnz * dtype.itemsize):
+        return section[: nnz * dtype.itemsize].view(dtype)
+    raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries with {dtype} indices")

@@ -4,6 +4,7 @@ Invariant of the whole library: indices strictly increase. It makes merging a si
 two vectors with the same entries the same bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,21 @@ class SparseVector:
         """Return the entries start, start + step, ...: one of `step` disjoint shares that together are the vector."""
         return SparseVector(self.indices[start::step].copy(), self.values[start::step].copy(), self.length)
 
+    def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
+        """Return the entries at `positions` (intp, increasing: counted among the entries), and the other entries."""
+        rest = np.ones(self.nnz, np.bool_)
+        rest[positions] = False
+        return (
+            SparseVector(self.indices[positions], self.values[positions], self.length),
+            SparseVector(self.indices[rest], self.values[rest], self.length),
+        )
+
+    def filled(self, first: int, end: int) -> "SparseVector":
+        """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""
+        values = np.zeros(end - first, self.values.dtype)
+        values[self.indices - first] = self.values
+        return SparseVector(np.arange(first, end, dtype=self.indices.dtype), values, self.length)
+
     def __repr__(self) -> str:
         shown = ", ".join(f"{i}: {v}" for i, v in zip(self.indices[:4], self.values[:4], strict=False))
         more = ", ..." if self.nnz > 4 else ""
@@ -118,6 +134,21 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
     return SparseVector(indices, values, a.length)
 
 
+def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Return the sum of one or more vectors, over a fixed tree: neighbours first, then the neighbours' sums."""
+    level = list(vectors)
+    while len(level) > 1:
+        pairs = [merge(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
+
+
+def join(parts: Sequence[SparseVector]) -> SparseVector:
+    """Return one vector of parts whose entries follow each other: every index of a part is above those before it."""
+    indices = np.concatenate([part.indices for part in parts])
+    return SparseVector(indices, np.concatenate([part.values for part in parts]), parts[0].length)
+
+
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Split a vector into its `k` largest magnitudes and the rest; ties go to the lowest indices.
 
@@ -125,13 +156,7 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """
     if vector.nnz <= k:
         return vector, SparseVector.empty(vector.length, vector.dtype)
-    chosen = kernels_for(vector.values).top_k(vector.values, k) if k else np.empty(0, np.intp)
-    rest = np.ones(vector.nnz, np.bool_)
-    rest[chosen] = False
-    return (
-        SparseVector(vector.indices[chosen], vector.values[chosen], vector.length),
-        SparseVector(vector.indices[rest], vector.values[rest], vector.length),
-    )
+    return vector.divide(kernels_for(vector.values).top_k(vector.values, k) if k else np.empty(0, np.intp))
 
 
 def _checked_length(length: Any) -> int:

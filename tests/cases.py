@@ -102,12 +102,14 @@ def select(dense, k):
     return kept
 
 
+def combine(one, other):
+    """Return the k largest of the sum of two (vector, k), and k: the larger one."""
+    k = max(one[1], other[1])
+    return select(one[0] + other[0], k), k
+
+
 def butterfly_sum(dense, counts):
     """Return what gTop-k by recursive doubling gives for the ranks' dense vectors; `counts` is every rank's k."""
-
-    def combine(one, other):
-        k = max(one[1], other[1])
-        return select(one[0] + other[0], k), k
 
     held = [(select(vector, k), k) for vector, k in zip(dense, counts, strict=True)]
     core = 2 ** int(np.log2(len(held)))

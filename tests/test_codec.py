@@ -8,13 +8,14 @@ from hypothesis.extra import numpy as hnp
 from strategies import sparse_vectors
 
 from mpicomp import CodecError, SparseVector
-from mpicomp.codec import HEADER_NBYTES, decode, encode, encoded_nbytes
+from mpicomp.codec import BITMAP, HEADER_NBYTES, RANGE, decode, encode, encoded_nbytes, smallest_format
 
 
-@given(sparse_vectors())
-def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector):
-    message = encode(vector)
-    assert message.size == encoded_nbytes(vector)
+@given(sparse_vectors(), st.booleans())
+def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector, compact):
+    form = smallest_format(vector) if compact else None
+    message = encode(vector, form=form)
+    assert message.size == encoded_nbytes(vector, form) <= encoded_nbytes(vector)
     back = decode(message)
     assert (back.length, back.dtype, back.indices.dtype) == (vector.length, vector.dtype, vector.indices.dtype)
     assert back.indices.tobytes() == vector.indices.tobytes()
@@ -58,14 +59,17 @@ def test_the_sound_one_is_sound():
     [
         ({"magic": b"MPCX"}, "got magic b'MPCX', version 1: expected b'MPCV', version 1"),
         ({"version": 2}, "version 2: expected b'MPCV', version 1"),
-        ({"index": 2}, "got index format 2"),
-        ({"index": 1}, "got 3 entries with int64 indices for length 9"),
+        ({"index": 4}, "got index format 4"),
+        ({"index": 1}, "16 bytes of indices in format 1 do not hold 3 entries with int32 indices"),
+        ({"index": 2}, "16 bytes of indices in format 2 do not hold 3 entries"),
+        ({"index": 3}, "16 bytes of indices in format 3 do not hold 3 entries"),
         ({"value": 3}, "value format 3"),
         ({"length": -1}, "for length -1"),
-        ({"length": 2}, "got 3 entries with int32 indices for length 2"),
-        ({"length": 2**31}, "got 3 entries with int32 indices for length 2147483648"),
+        ({"length": 2}, "got 3 entries for length 2"),
+        ({"length": 2**31}, "in format 0 do not hold 3 entries with int64 indices"),
         ({"nnz": -1}, "got -1 entries"),
         ({"nnz": 4}, "the header says 60 bytes for 4 entries"),
+        ({"nnz": 1}, "24 bytes of indices in format 0 do not hold 1 entries"),
         ({"nnz": 2**62, "length": 2**63 - 1, "index": 1}, "the header says 60 bytes for 4611686018427387904 entries"),
         ({"last_two": (5, 9)}, "index 9 is out of range"),
         ({"nbytes": 61}, "the header says 61 bytes for 3 entries, and 60 bytes are there"),
@@ -75,6 +79,40 @@ def test_the_sound_one_is_sound():
 def test_a_header_that_lies_is_refused(changes, message):
     with pytest.raises(CodecError, match=message):
         decode(broken(**changes))
+
+
+def test_the_smallest_format_goes_by_the_true_count():
+    values = np.ones(1000, np.float32)
+    run = SparseVector(np.arange(5000, 6000), values, 10**6)
+    assert smallest_format(run) == RANGE
+    assert encoded_nbytes(run, RANGE) == 32 + 8 + 4000
+    dense = SparseVector(np.arange(5000, 13000, 8), values, 10**6)
+    assert smallest_format(dense) == BITMAP
+    assert encoded_nbytes(dense, BITMAP) == 32 + 16 + 1000 + 4000
+    spread = SparseVector(np.arange(0, 10**6, 1000), values, 10**6)
+    assert encoded_nbytes(spread, smallest_format(spread)) == encoded_nbytes(spread) == 32 + 4000 + 4000
+
+
+@pytest.mark.parametrize(
+    ("form", "section", "nnz"),
+    [
+        (RANGE, (-1,), 2),
+        (RANGE, (2**63 - 2,), 2),
+        (RANGE, (8,), 2),  # the last index is 9, the length too
+        (BITMAP, (0, 64, 0b1011), 2),  # three bits for two entries
+        (BITMAP, (0, 2, 0b101), 2),  # a bit beyond the span
+        (BITMAP, (0, 10**9, 0b11), 2),
+        (BITMAP, (0, -5, 0b11), 2),
+        (BITMAP, (-3, 64, 0b11), 2),
+        (BITMAP, (2**62, 2**62 + 5, 0b11), 2),
+        (BITMAP, (8, 64, 0b11), 2),
+    ],
+)
+def test_a_range_or_bitmap_that_lies_is_refused(form, section, nnz):
+    body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
+    header = struct.pack("<4sBBBxqqq", b"MPCV", 1, form, 2, 9, nnz, 32 + len(body))
+    with pytest.raises(CodecError):
+        decode(np.frombuffer(header + body, np.uint8))
 
 
 @pytest.mark.parametrize("size", range(60))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import sparse_vectors
 
 from mpicomp import SparseVector
-from mpicomp.vector import index_dtype, merge, top_k
+from mpicomp.vector import add_up, index_dtype, join, merge, top_k
 
 
 def test_the_properties():
@@ -124,3 +124,24 @@ def test_every_makes_disjoint_shares(vector, step):
     shares = [vector.every(step, start) for start in range(step)]
     np.testing.assert_array_equal(sum(share.to_dense() for share in shares), vector.to_dense())
     assert sum(share.nnz for share in shares) == vector.nnz
+
+
+@given(st.data())
+def test_add_up_is_the_dense_sum_and_join_undoes_a_cut(data):
+    first = data.draw(sparse_vectors())
+    vectors = [first, *(data.draw(sparse_vectors(length=first.length, dtype=first.dtype)) for _ in range(4))]
+    vectors = [SparseVector(each.indices, np.round(each.values % 9), each.length) for each in vectors]  # exact sums
+    for count in range(1, 6):
+        total = add_up(vectors[:count])
+        total.validate()
+        np.testing.assert_array_equal(total.to_dense(), sum(each.to_dense() for each in vectors[:count]))
+    half = first.nnz // 2
+    parts = [SparseVector(first.indices[a:b], first.values[a:b], first.length) for a, b in ((0, half), (half, None))]
+    assert join(parts).indices.tolist() == first.indices.tolist()
+    assert join(parts).values.tobytes() == first.values.tobytes()
+
+
+def test_filled_has_an_entry_at_every_position_of_the_range():
+    piece = SparseVector([5, 7], [1.0, 2.0], 20).filled(4, 9)
+    assert piece.indices.tolist() == [4, 5, 6, 7, 8]
+    assert piece.values.tolist() == [0, 1, 0, 2, 0]

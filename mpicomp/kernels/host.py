@@ -7,6 +7,7 @@ Magnitudes are compared as integers: with the sign bit cleared, the bits of an I
 does, and infinities and NaN come last. That makes selection exact, and one kernel serves float16, float32 and float64.
 """
 
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Search = Generator[Array, Array, tuple[int, int]]
 
 _jit = njit(cache=True, nogil=True)
 
@@ -57,10 +59,51 @@ def top_k(values: Array, k: int) -> Array:
     positions, keys = _candidates(bits, mask, floor, int(counts[floor >> shift :].sum()))
     if positions.size <= k:
         return positions
-    threshold, ties = _kth_largest(keys, k, form.width)
-    chosen = np.empty(k, np.intp)
-    _choose(positions, keys, threshold, ties, chosen)
-    return chosen
+    threshold, ties = alone(kth_largest(keys, k, form.width))
+    return positions[select(keys, threshold, ties)]
+
+
+def magnitude_keys(values: Array) -> tuple[Array, int]:
+    """Return the bits of the magnitudes as unsigned integers that order as the magnitudes do, and how many bits."""
+    form = _FORMATS[values.dtype]
+    return values.view(form.bits) & form.bits.type((1 << form.width) - 1), form.width
+
+
+def kth_largest(keys: Array, k: int, width: int) -> Search:
+    """Search the k-th largest of `keys` (unsigned, `width` bits) digit by digit, from the leading one.
+
+    A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 2048
+    counts, and is sent the histogram to go by: its own, or the sum over the ranks. Returns (threshold, ties): the k-th
+    largest key, and how many of the keys that equal it are among the k largest. There are at least `k` keys in all.
+    """
+    prefix, shift = 0, width
+    while shift > 0:
+        digit = min(_DIGIT, shift)
+        shift -= digit
+        counts = np.zeros(1 << _DIGIT, np.int64)
+        _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
+        counts = yield counts
+        bucket = _bin_of_kth(counts, k)
+        k -= int(counts[bucket + 1 :].sum())
+        prefix = prefix << digit | bucket
+    return prefix, k
+
+
+def alone(search: Search) -> tuple[int, int]:
+    """Run a search of `kth_largest` over this rank's keys only."""
+    counts = next(search)
+    try:
+        while True:
+            counts = search.send(counts)
+    except StopIteration as end:
+        threshold, ties = end.value
+        return threshold, ties
+
+
+def select(keys: Array, threshold: int, ties: int) -> Array:
+    """Return, in increasing order, where keys are above `threshold`, and where the first `ties` equal to it are."""
+    chosen = np.empty(keys.size, np.intp)
+    return chosen[: _select(keys, keys.dtype.type(threshold), ties, chosen)]
 
 
 def raise_not_finite(values: Array) -> None:
@@ -131,36 +174,24 @@ def _compact(bits, mask, floor, positions, keys):  # type: ignore[no-untyped-def
 
 
 @_jit
-def _kth_largest(keys, k, width):  # type: ignore[no-untyped-def]
-    """Return the k-th largest key, and how many keys equal to it are among the k largest."""
-    prefix, remaining, shift = np.uint64(0), k, width
-    counts = np.empty(1 << _DIGIT, np.int64)
-    while shift > 0:
-        digit = min(_DIGIT, shift)
-        shift -= digit
-        counts[:] = 0
-        for i in range(keys.size):
-            head = np.uint64(keys[i]) >> np.uint64(shift)
-            if head >> np.uint64(digit) == prefix:
-                counts[head & np.uint64((1 << digit) - 1)] += 1
-        bucket = (1 << digit) - 1
-        while counts[bucket] < remaining:
-            remaining -= counts[bucket]
-            bucket -= 1
-        prefix = (prefix << np.uint64(digit)) | np.uint64(bucket)
-    return prefix, remaining
+def _digit_counts(keys, prefix, shift, digit, counts):  # type: ignore[no-untyped-def]
+    """Count the digit at `shift` of the keys whose leading bits are `prefix`."""
+    lowest = (np.uint64(1) << digit) - np.uint64(1)
+    for i in range(keys.size):
+        head = np.uint64(keys[i]) >> shift
+        if head >> digit == prefix:
+            counts[head & lowest] += 1
 
 
 @_jit
-def _choose(positions, keys, threshold, ties, chosen):  # type: ignore[no-untyped-def]
-    threshold = np.uint64(threshold)  # arrives as a signed integer, and Numba compares the two kinds as float64
+def _select(keys, threshold, ties, chosen):  # type: ignore[no-untyped-def]
+    # The threshold has the dtype of the keys: Numba compares signed with unsigned 64-bit integers as float64.
     count = 0
     for i in range(keys.size):
-        key = np.uint64(keys[i])
-        if key > threshold or (key == threshold and ties > 0):
-            if key == threshold:
+        if keys[i] > threshold or (keys[i] == threshold and ties > 0):
+            if keys[i] == threshold:
                 ties -= 1
-            chosen[count] = positions[i]
+            chosen[count] = i
             count += 1
     return count
 

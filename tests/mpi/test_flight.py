@@ -14,6 +14,10 @@ from collectives import (
     gtopk_iallreduce,
     sparse_allgather,
     sparse_iallgather,
+    sparse_iallreduce,
+    sparse_ibcast,
+    sparse_ireduce,
+    sparse_ireduce_scatter,
 )
 from mpicomp import CollectiveError
 
@@ -31,6 +35,12 @@ def start_all(comm):
         (gtopk_iallreduce(mine["random"], comm, LENGTH), lambda got: assert_equal(got[0], sums["random"])),
         (dense_iallreduce(mine["ties"].to_dense(), comm), lambda got: np.testing.assert_array_equal(got, sums["ties"])),
         (sparse_iallgather(mine["unequal"], comm), is_gathered),
+        (sparse_iallreduce(mine["random"], comm), lambda got: assert_equal(got, sums["random"])),
+        (
+            gtopk_iallreduce(mine["random"], comm, LENGTH, algorithm="exact"),
+            lambda got: assert_equal(got[0], sums["random"]),
+        ),
+        (sparse_iallreduce(mine["ties"], comm, algorithm="dense"), lambda got: assert_equal(got, sums["ties"])),
         (gtopk_iallreduce(mine["ties"], comm, LENGTH), lambda got: assert_equal(got[0], sums["ties"])),
         (
             dense_iallreduce(window(mine["random"]), comm),
@@ -136,3 +146,16 @@ def test_traffic_of_the_user_on_the_same_communicator_is_not_touched(comm):
     assert comm.recv(source=left, tag=0) == "the user's"
     sent.wait()
     assert_same_bits(comm, result)
+
+
+def test_the_rooted_twins(comm):
+    vector = bring("random", comm.rank, comm.size)
+    total = sum(window(each) for each in bring_all("random", comm.size))
+    reduced, share = sparse_ireduce(vector, comm, root=comm.size - 1), sparse_ireduce_scatter(vector, comm)
+    handed = sparse_ibcast(vector, comm)
+    assert bits(handed.wait()) == bits(bring("random", 0, comm.size))
+    np.testing.assert_array_equal(sum(comm.allgather(window(share.wait()))), total)
+    if comm.rank == comm.size - 1:
+        assert_equal(reduced.wait(), total)
+    else:
+        assert reduced.wait() is None

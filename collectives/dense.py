@@ -1,0 +1,60 @@
+"""Dense allreduce: the baseline, MPI's own, with the same shape as the sparse collectives.
+
+Rounds: MPI's, after ceil(lg P) rounds of 64 bytes a rank in which the terms are compared: MPI has no word for a
+mismatch, it corrupts or hangs. Bytes sent by a rank: at least 2 (P-1)/P n v for n values of v bytes.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.agreement import Steps
+from collectives.channel import Channel, Offer
+from collectives.operation import begin
+from collectives.progress import Request
+from mpicomp.arrays import like, to_host
+from mpicomp.vector import SparseVector
+
+
+def dense_allreduce(array: Any, comm: Any) -> Any:
+    """Sum an array over all ranks by MPI's own allreduce.
+
+    array: any shape in main memory, float16, float32 or float64 (float16 travels as float32, MPI has no type for it),
+    of one size and dtype on all ranks; see `mpicomp.arrays` for the kinds. comm: an mpi4py intracommunicator.
+
+    Returns the sum as a new array of the same kind, shape and dtype. Whether all ranks get the same bits is up to MPI:
+    the algorithms of Open MPI and MPICH do give them.
+
+    Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
+    on every rank when size or dtype differ. TypeError at once when `comm` is no intracommunicator.
+    """
+    return dense_iallreduce(array, comm).wait()
+
+
+def dense_iallreduce(array: Any, comm: Any) -> Request[Any]:
+    """Start `dense_allreduce` and return its Request; the array is copied first and may be changed at once."""
+    host, outline = _outline(array)
+    return begin("dense_allreduce", {"mpi": partial(mpi, array, host)}, outline, comm, "auto")
+
+
+def mpi(array: Any, host: NDArray[Any], offer: Offer, channel: Channel) -> Steps[Any]:
+    """Compare the terms, await this operation's turn, and let MPI reduce a copy of `host`, the view of `array`."""
+    brought = np.array(host, np.promote_types(host.dtype, np.float32), order="C").reshape(-1)
+    with channel.turn() as turn:
+        if not (yield from channel.agree()):
+            return None
+        yield (turn,)
+        reduction = channel.endpoint.reduce(brought)
+    yield (reduction,)
+    return like(reduction.total.astype(host.dtype, copy=False).reshape(host.shape), array)
+
+
+def _outline(array: Any) -> tuple[NDArray[Any], SparseVector | Exception]:
+    """Return the view of an array, and the empty vector of its length and dtype that stands for it in the terms."""
+    try:
+        host = to_host(array)
+        return host, SparseVector.empty(host.size, host.dtype)
+    except (TypeError, ValueError) as error:
+        return np.empty(0, np.float32), error

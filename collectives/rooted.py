@@ -1,0 +1,74 @@
+"""Sparse reduce and broadcast: the two halves of the server pattern.
+
+Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005.
+
+Rounds: ceil(lg P) that carry the vectors, up to the root or down from it, after ceil(lg P) of 64 bytes a rank in which
+the terms are compared: the tree depends on the root, and most ranks hear of few others in it. Bytes sent by a rank: a
+reduce sends the sum of its subtree once; a broadcast the vector once to each child, up to ceil(lg P) times at the root.
+
+Differences from the paper: any root and any number of ranks; vectors of unequal size; a mismatch raises everywhere.
+"""
+
+from functools import partial
+from typing import Any
+
+from collectives.agreement import Steps
+from collectives.channel import Channel, Offer
+from collectives.operation import begin
+from collectives.patterns import add, hand_down, reduce_up
+from collectives.progress import Request
+from mpicomp.vector import SparseVector
+
+
+def sparse_reduce(vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto") -> SparseVector | None:
+    """Sum the vectors of all ranks on the root, exactly.
+
+    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
+    root: the same on all ranks. algorithm: "auto" or "tree".
+
+    Returns the sum on the root, and None on the other ranks.
+
+    Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
+    on every rank when length, dtype, root or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    """
+    return sparse_ireduce(vector, comm, root, algorithm=algorithm).wait()
+
+
+def sparse_ireduce(
+    vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto"
+) -> Request[SparseVector | None]:
+    """Start `sparse_reduce` and return its Request; do not change the vector's arrays before it has ended."""
+    return begin("sparse_reduce", {"tree": partial(reduce, root)}, vector, comm, algorithm, root=root)
+
+
+def sparse_bcast(vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto") -> SparseVector:
+    """Hand the root's vector out to all ranks.
+
+    vector: any on the root; what the other ranks give is not looked at (None will do). comm, root, algorithm, and what
+    is raised: as for `sparse_reduce`; length and dtype are the root's.
+
+    Returns the root's vector on every rank, the same bits; on the root it is `vector` itself.
+    """
+    return sparse_ibcast(vector, comm, root, algorithm=algorithm).wait()
+
+
+def sparse_ibcast(
+    vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto"
+) -> Request[SparseVector]:
+    """Start `sparse_bcast` and return its Request; do not change the vector's arrays before it has ended."""
+    return begin("sparse_bcast", {"tree": partial(bcast, root)}, vector, comm, algorithm, root=root, follow=True)
+
+
+def reduce(root: int, offer: Offer, channel: Channel) -> Steps[SparseVector | None]:
+    """Compare the terms, and add up towards the root."""
+    if not (yield from channel.agree()):
+        return None
+    total = yield from reduce_up(offer, channel, add, root)
+    return total.vector if channel.rank == root else None
+
+
+def bcast(root: int, offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Compare the terms, and hand down what the root brings."""
+    if not (yield from channel.agree()):
+        return offer.vector
+    return (yield from hand_down(offer, channel, root)).vector
