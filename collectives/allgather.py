@@ -12,10 +12,10 @@ carries several blocks behind each other, so that no round is spent on sizes.
 
 from typing import Any
 
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
 from collectives.progress import Request
+from collectives.transport import Steps
 from mpicomp.vector import SparseVector
 
 

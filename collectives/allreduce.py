@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from collectives import tuning
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.operation import Algorithm, begin
 from collectives.partition import cut, equal_ranges
@@ -22,6 +21,7 @@ from collectives.patterns import add, doubling, folded
 from collectives.progress import Request
 from collectives.reduce_scatter import split
 from collectives.schedule import halving
+from collectives.transport import Steps
 from mpicomp.vector import SparseVector, add_up, join
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives import schedule
-from collectives.agreement import ALGORITHMS, OPERATIONS, Steps, Terms
-from collectives.transport import LINE, Buffer, Endpoint, Turn
+from collectives.terms import ALGORITHMS, OPERATIONS, Terms
+from collectives.transport import LINE, Buffer, Endpoint, Steps, Turn
 from mpicomp.codec import decode, encode, encoded_nbytes, smallest_format
 from mpicomp.errors import CodecError
 from mpicomp.vector import SparseVector

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
 from collectives.progress import Request
+from collectives.transport import Steps
 from mpicomp.arrays import like, to_host
 from mpicomp.vector import SparseVector
 
@@ -56,5 +56,5 @@ def _outline(array: Any) -> tuple[NDArray[Any], SparseVector | Exception]:
     try:
         host = to_host(array)
         return host, SparseVector.empty(host.size, host.dtype)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is: the other ranks have to hear of it
         return np.empty(0, np.float32), error

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
 from collectives.patterns import add, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
+from collectives.transport import Steps
 from mpicomp.arrays import kernels_for
 from mpicomp.vector import SparseVector, join, merge, top_k
 

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives.agreement import Steps, Terms, all_or_none
+from collectives.agreement import all_or_none
 from collectives.channel import Channel, Offer
-from collectives.progress import Request, start
-from collectives.transport import endpoint_of
+from collectives.progress import Request, start, wait_for
+from collectives.terms import Terms
+from collectives.transport import Steps, endpoint_of
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ def begin(
     rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. k: None
     takes the largest nnz. follow: length and dtype are the root's, and the other ranks bring no vector.
     """
-    endpoint = endpoint_of(comm)
+    endpoint = endpoint_of(comm, wait_for)
     if follow and endpoint.rank != root and not isinstance(vector, Exception):
         vector = SparseVector.empty(0)
     error = (
@@ -46,7 +47,7 @@ def begin(
         vector, algorithm, k, root = SparseVector.empty(0), "auto", None, None
     name = algorithm if algorithm in algorithms else next(iter(algorithms))
     length, dtype = (None, None) if follow else (vector.length, str(vector.dtype))
-    k, root = (None if number is None else int(number) for number in (k, root))
+    k, root = (None if number is None else int(number) for number in (k, root))  # NumPy's integers among them
     channel = Channel(endpoint, Terms(operation, name, length, dtype, k, root), error)
     offer = Offer(vector, vector.nnz if k is None else k)
     return start(all_or_none(channel, algorithms[name](offer, channel)))

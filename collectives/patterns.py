@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
+from collectives.transport import Steps
 from mpicomp.vector import merge
 
 Combine = Callable[[Offer, Offer, int], Offer]

@@ -9,12 +9,13 @@ The operations in flight are a property of the process, as in MPI itself: their 
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from collectives.agreement import Steps
-from collectives.transport import Pending, attached
+from collectives.transport import Pending, Steps, attached
 
 T = TypeVar("T")
 
@@ -24,7 +25,8 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-6, 2e-4  # seconds
 class Request(Generic[T]):
     """A collective in flight. Its first messages leave when it is made; `test` and `wait` move it on.
 
-    Requests may be completed in any order, and have to be completed: a peer may depend on this rank's part.
+    Requests may be completed in any order, and have to be completed: a peer may depend on this rank's part. They move
+    on inside calls of this library only: complete them before a call of MPI that waits for the other ranks.
     """
 
     def __init__(self, steps: Steps[T], engine: "Engine") -> None:
@@ -45,9 +47,12 @@ class Request(Generic[T]):
         """Wait for the end and return the result, or raise what the collective raises; may be called again."""
         if not self.done:
             self._engine.finish(self)
-        if self._error is not None:
+        if self._error is None:
+            return self._result
+        try:
             raise self._error
-        return self._result
+        finally:
+            del self  # else the error, its traceback and this frame hold each other
 
     def advance(self, *, block: bool = False) -> bool:
         """Resume the collective if what it waits on is complete, or with `block` once it is; return whether it was."""
@@ -59,22 +64,24 @@ class Request(Generic[T]):
             self._result, self.done = end.value, True
         except Exception as error:
             self._steps.close()
-            self._error, self.done = error, True
+            deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
+            self._error, self.done = error.with_traceback(deeper), True
         return True
 
 
 class Engine:
     """The operations that this process has in flight, over all communicators, in the order of their start."""
 
-    def __init__(self, comm: Any = None) -> None:
+    def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
         self._inside = Lock()
 
     def start(self, steps: Steps[T]) -> Request[T]:
         """Put a collective in flight."""
-        request = Request(steps, self)
-        if not request.done:
-            self._in_flight.append(request)
+        with self._one_thread():
+            request = Request(steps, self)
+            if not request.done:
+                self._in_flight.append(request)
         return request
 
     def poll(self) -> bool:
@@ -83,25 +90,43 @@ class Engine:
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
-        nap = _SHORTEST_NAP
         while not request.done:
             if self._in_flight == [request]:
                 self._advance([request], block=True)
-            elif self.poll():
+            else:
+                self.poll_until(lambda: request.done or self._in_flight == [request])
+
+    def wait_for(self, pending: Pending) -> None:
+        """Return when `pending` is complete; the operations in flight go on meanwhile."""
+        if self._in_flight:
+            self.poll_until(pending.test)
+        else:
+            pending.wait()
+
+    def poll_until(self, reached: Callable[[], bool]) -> None:
+        """Poll, and give the core away after every round in which nothing moved."""
+        nap = _SHORTEST_NAP
+        while not reached():
+            if self.poll():
                 nap = _SHORTEST_NAP
             else:
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
 
     def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
+        with self._one_thread():
+            moved = [request.advance(block=block) for request in requests]
+            self._in_flight = [request for request in self._in_flight if not request.done]
+        return any(moved)
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
         if not self._inside.acquire(blocking=False):
             raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
         try:
-            moved = [request.advance(block=block) for request in requests]
-            self._in_flight = [request for request in self._in_flight if not request.done]
+            yield
         finally:
             self._inside.release()
-        return any(moved)
 
 
 def _complete(pending: tuple[Pending, ...], block: bool) -> bool:
@@ -114,9 +139,18 @@ def _complete(pending: tuple[Pending, ...], block: bool) -> bool:
 
 def start(steps: Steps[T]) -> Request[T]:
     """Put a collective in flight in this process."""
+    return _engine().start(steps)
+
+
+def wait_for(pending: Pending) -> None:
+    """Wait for something of MPI's while the operations of this process go on."""
+    _engine().wait_for(pending)
+
+
+def _engine() -> Engine:
     from mpi4py import MPI
 
-    return attached(MPI.COMM_SELF, _engine_key(), Engine).start(steps)
+    return attached(MPI.COMM_SELF, _engine_key(), Engine)
 
 
 @cache

@@ -11,11 +11,11 @@ owners of an uneven gradient get uneven work (the ranges are of equal length).
 
 from typing import Any
 
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
 from collectives.partition import cut, equal_ranges
 from collectives.progress import Request
+from collectives.transport import Steps
 from mpicomp.vector import SparseVector, add_up
 
 

@@ -12,11 +12,11 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 from functools import partial
 from typing import Any
 
-from collectives.agreement import Steps
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
 from collectives.patterns import add, hand_down, reduce_up
 from collectives.progress import Request
+from collectives.transport import Steps
 from mpicomp.vector import SparseVector
 
 

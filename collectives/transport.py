@@ -9,8 +9,8 @@ the peer may be in the same step.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -38,10 +38,13 @@ class Pending(Protocol):
         ...
 
 
-class Sending:
-    """A message on its way out; it keeps the buffer alive."""
+Steps = Generator[tuple[Pending, ...], None, T]  # a collective: it yields what it waits on, and returns its result
 
-    def __init__(self, request: "MPI.Request", buffer: Buffer) -> None:
+
+class Sending:
+    """Something of MPI's that only has to end, such as a message on its way out; it keeps the buffer alive."""
+
+    def __init__(self, request: "MPI.Request", buffer: Buffer | None = None) -> None:
         self._request, self._buffer = request, buffer
 
     def test(self) -> bool:
@@ -148,10 +151,10 @@ class Traffic:
 class Endpoint:
     """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it."""
 
-    def __init__(self, comm: "MPI.Intracomm") -> None:
+    def __init__(self, comm: "MPI.Intracomm", duplicate: "MPI.Intracomm") -> None:
         from mpi4py import MPI
 
-        self.comm = comm.Dup()
+        self.comm = duplicate
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
@@ -180,8 +183,8 @@ class Endpoint:
         return Reduction(self.comm, array)
 
 
-def endpoint_of(comm: Any) -> Endpoint:
-    """Return the endpoint of a communicator. The first call on it is collective.
+def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
+    """Return the endpoint of a communicator. The first call on it is collective, and waits by `wait_for`.
 
     Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null.
     """
@@ -191,23 +194,29 @@ def endpoint_of(comm: Any) -> Endpoint:
         raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
     if comm == MPI.COMM_NULL:
         raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
-    return attached(comm, _endpoint_key(), Endpoint)
+
+    def make() -> Endpoint:
+        duplicate, request = comm.Idup()
+        wait_for(Sending(request))
+        return Endpoint(comm, duplicate)
+
+    return attached(comm, _endpoint_key(), make)
 
 
 def traffic(comm: Any) -> Traffic:
-    """Return what this rank has sent over `comm` by this library so far, as a copy.
+    """Return what this rank has sent over `comm` by this library so far, as a copy; not collective.
 
     Point-to-point messages are counted as they are. `dense_allreduce` is MPI's own and does not tell: it counts as one
     message of 2 (P-1)/P n v bytes, the least that an allreduce of n values of v bytes sends.
     """
-    counted = endpoint_of(comm).traffic
-    return Traffic(counted.messages, counted.nbytes)
+    endpoint = comm.Get_attr(_endpoint_key())
+    return Traffic() if endpoint is None else replace(endpoint.traffic)
 
 
-def attached(comm: "MPI.Comm", key: int, make: Callable[[Any], T]) -> T:
+def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
     """Return the object cached on `comm` under `key`, made there first if need be."""
     if comm.Get_attr(key) is None:
-        comm.Set_attr(key, make(comm))
+        comm.Set_attr(key, make())
     return cast(T, comm.Get_attr(key))
 
 

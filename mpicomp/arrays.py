@@ -16,27 +16,38 @@ Array = NDArray[Any]
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 
-_DLPACK_CPU = 1
+_IN_MAIN_MEMORY = (1, 3, 11)  # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 
 
 def to_host(array: Any) -> Array:
     """Return a NumPy view of an array that lives in main memory, without a copy.
 
-    Takes NumPy arrays, objects with ``__array_interface__`` and objects that speak DLPack from the CPU (PyTorch, JAX,
-    CuPy's pinned arrays, ...). A PyTorch tensor that requires grad is detached.
+    Takes NumPy arrays, objects with ``__array_interface__`` and objects that speak DLPack from main memory (PyTorch,
+    JAX, pinned memory of CuPy, ...). A PyTorch tensor that requires grad is detached.
 
-    Raises TypeError for anything else, and for an array on a device.
+    Raises TypeError for anything else, for an array on a device, and for a masked array.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
     if isinstance(array, np.ndarray):
-        return array
+        return np.asarray(array)
     if hasattr(array, "__dlpack_device__"):
-        kind = int(array.__dlpack_device__()[0])
-        if kind != _DLPACK_CPU:
-            raise TypeError(f"{_kind(array)} is on a device (DLPack type {kind}): copy it to main memory first")
-        return np.from_dlpack(array.detach() if hasattr(array, "detach") else array)
+        return _from_dlpack(array)
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
-    raise TypeError(f"got {_kind(array)}: expected an array (NumPy, or one that speaks DLPack)")
+    hint = "use its to_dense()" if hasattr(array, "to_dense") else "NumPy, or one that speaks DLPack"
+    raise TypeError(f"got {_kind(array)}: expected an array ({hint})")
+
+
+def _from_dlpack(array: Any) -> Array:
+    kind = int(array.__dlpack_device__()[0])
+    if kind not in _IN_MAIN_MEMORY:
+        raise TypeError(f"{_kind(array)} is on a device (DLPack type {kind}): copy it to main memory first")
+    try:
+        return np.from_dlpack(array.detach() if hasattr(array, "detach") else array)
+    except (BufferError, RuntimeError) as error:
+        dtype = getattr(array, "dtype", "an unknown dtype")
+        raise TypeError(f"NumPy cannot take {_kind(array)} of {dtype}: convert it to float32 ({error})") from error
 
 
 def to_vector(array: Any) -> Array:
@@ -51,14 +62,15 @@ def to_vector(array: Any) -> Array:
 
 
 def like(result: Array, original: Any) -> Any:
-    """Return `result` as the same kind of array as `original`: without a copy, where its library can."""
-    if isinstance(original, np.ndarray):
+    """Return `result` as the same kind of array as `original`: without a copy, where its library can.
+
+    Goes through the library's ``from_dlpack`` (JAX keeps it in ``jax.numpy``); where there is none, NumPy comes back.
+    """
+    root = type(original).__module__.partition(".")[0]
+    library = sys.modules.get("jax.numpy" if root in ("jax", "jaxlib") else root)
+    if isinstance(original, np.ndarray) or library is None or not hasattr(library, "from_dlpack"):
         return result
-    library = sys.modules[type(original).__module__.partition(".")[0]]
-    for module in (library, getattr(library, "numpy", None), sys.modules.get("jax.numpy")):
-        if module is not None and hasattr(module, "from_dlpack"):
-            return module.from_dlpack(result)
-    return result
+    return library.from_dlpack(result)
 
 
 def kernels_for(array: Any) -> ModuleType:

@@ -6,7 +6,8 @@ place of the vector it takes an exception, which it raises here and reports to t
 gradient is bad keeps its peers from waiting for ever.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ Collective = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one call did on this rank. Times in seconds; entries as counts."""
+    """What one call did on this rank. Times in seconds; entries as counts (received: of the sum, or of all parts)."""
 
     length: int
     sent: int
@@ -49,6 +50,10 @@ class GradientExchange:
     def __init__(
         self, comm: Any, compressor: Compressor, feedback: Feedback, collective: Collective, *, average: bool = True
     ) -> None:
+        _check_part("comm", comm, ("size",), "an mpi4py communicator")
+        _check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
+        _check_part("feedback", feedback, ("correct", "keep"), "ErrorFeedback() or NoFeedback()")
+        _check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
         self.comm, self.compressor, self.feedback = comm, compressor, feedback
         self.collective, self.average = collective, average
         self.statistics: Statistics | None = None
@@ -57,15 +62,16 @@ class GradientExchange:
         """Return the mean over the ranks of what travelled of `gradient`, as the same kind of array.
 
         gradient: one array of any shape, or a list or tuple of arrays of one dtype (then a list comes back), in main
-        memory; see `mpicomp.arrays` for the kinds; the same shapes and dtype on every rank. The arrays of a list are
-        exchanged as one vector: their entries compete with each other for the places.
+        memory; see `mpicomp.arrays` for the kinds; the same shapes, in the same order, and dtype on every rank (the
+        total length and the dtype are compared). The arrays of a list are exchanged as one vector: their entries
+        compete with each other for the places.
 
-        Raises ValueError or TypeError for a bad gradient here, `CollectiveError` on the other ranks; the residual is
-        then as it was before the call.
+        Raises ValueError or TypeError for a bad gradient here, `CollectiveError` on the other ranks; OverflowError on
+        all of them when the sum leaves the range of the dtype. The residual is then as it was before the call.
         """
         began = perf_counter()
         try:
-            flat = _flatten(gradient)
+            flat, shapes = _flatten(gradient)
             corrected = self.feedback.correct(flat)
             vector = self.compressor.compress(corrected, gradient=flat)
         except Exception as error:
@@ -73,9 +79,10 @@ class GradientExchange:
         compressed = perf_counter()
         total, received, rejected = _settle(self.collective(vector, self.comm))
         reduced = perf_counter()
-        self.feedback.keep(corrected, vector, rejected)
         if self.average:
             total /= self.comm.size
+        mean = _finite(total, flat.dtype)
+        self.feedback.keep(corrected, vector, rejected)
         self.statistics = Statistics(
             length=vector.length,
             sent=vector.nnz,
@@ -85,41 +92,82 @@ class GradientExchange:
             communicate_seconds=reduced - compressed,
             restore_seconds=perf_counter() - reduced,
         )
-        return _restore(total, gradient)
+        return _restore(mean, gradient, shapes)
 
     def _fail_everywhere(self, error: Exception) -> NoReturn:
         """Take part in the collective as a failed rank: it raises `error` here and CollectiveError on the others."""
-        self.collective(error, self.comm)
-        raise error
+        traceback = error.__traceback__
+        try:
+            self.collective(error, self.comm)
+        except Exception as raised:
+            if raised is not error:
+                raise
+        try:
+            raise error.with_traceback(traceback)
+        finally:  # else the error, its traceback and the frames hold each other, and the gradient with them
+            del error, traceback
 
 
-def _flatten(gradient: Any) -> NDArray[Any]:
-    """Return one contiguous vector: a view of a single array, a concatenated copy of several."""
+def _check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str) -> None:
+    if isinstance(part, type):
+        raise TypeError(f"{name} is the class {part.__name__}: expected an object, {expected}")
+    if not all(hasattr(part, attribute) for attribute in attributes):
+        raise TypeError(f"{name} is {part!r}: expected {expected}")
+
+
+def _flatten(gradient: Any) -> tuple[NDArray[Any], list[tuple[int, ...]]]:
+    """Return one contiguous vector (a view of a single array, a concatenated copy of several), and the shapes."""
     if not isinstance(gradient, list | tuple):
-        return to_vector(gradient)
-    parts = [to_host(array).reshape(-1) for array in gradient]
-    if not parts:
+        return to_vector(gradient), [to_host(gradient).shape]
+    if not gradient:
         raise ValueError("got an empty list: expected at least one array")
+    parts = [_member(place, array) for place, array in enumerate(gradient)]
     if len({part.dtype for part in parts}) > 1:
         raise TypeError(f"got arrays of {sorted({str(part.dtype) for part in parts})}: expected one dtype in a list")
-    return to_vector(np.concatenate(parts))
+    return np.concatenate([part.reshape(-1) for part in parts]), [part.shape for part in parts]
 
 
-def _restore(flat: NDArray[Any], gradient: Any) -> Any:
+def _member(place: int, array: Any) -> NDArray[Any]:
+    """Return the view of one array of a list; what is raised says which one it is."""
+    try:
+        to_vector(array)
+        return to_host(array)
+    except TypeError as error:
+        raise TypeError(f"item {place} of the list: {error}") from error
+
+
+def _restore(flat: NDArray[Any], gradient: Any, shapes: list[tuple[int, ...]]) -> Any:
     """Return `flat` cut into the shapes of `gradient`, and as its kind of arrays."""
-    if not isinstance(gradient, Sequence):
-        return like(flat.reshape(gradient.shape), gradient)
-    ends = np.cumsum([to_host(array).size for array in gradient])
-    parts = np.split(flat, ends[:-1])
-    return [like(part.reshape(array.shape), array) for part, array in zip(parts, gradient, strict=True)]
+    if not isinstance(gradient, list | tuple):
+        return like(flat.reshape(shapes[0]), gradient)
+    parts = np.split(flat, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [like(part.reshape(shape), array) for part, shape, array in zip(parts, shapes, gradient, strict=True)]
 
 
 def _settle(outcome: Any) -> tuple[NDArray[Any], int, SparseVector | None]:
-    """Return the dense sum, the number of entries in it, and what was rejected, from what a collective returned."""
-    if isinstance(outcome, list):
-        total = np.zeros(outcome[0].length, outcome[0].dtype)
-        for part in outcome:  # in rank order: the same bits on every rank
-            kernels_for(total).scatter_add(total, part.indices, part.values)
-        return total, sum(part.nnz for part in outcome), None
+    """Return the dense sum, the entries that came, and what was rejected, from what a collective returned.
+
+    float16 is added up in float32, so that it is rounded once, and a mean may be in range where the sum is not.
+    """
     result, rejected = outcome if isinstance(outcome, tuple) else (outcome, None)
-    return result.to_dense(), result.nnz, rejected
+    parts = result if isinstance(result, list) else [result]
+    if not all(isinstance(part, SparseVector) for part in parts):
+        raise TypeError(
+            f"the collective returned {type(result).__name__}: expected a SparseVector, with what was "
+            "rejected, or a list of them; give one that blocks, such as gtopk_allreduce"
+        )
+    total = np.zeros(parts[0].length, np.promote_types(parts[0].dtype, np.float32))
+    for part in parts:  # in rank order: the same bits on every rank
+        kernels_for(total).scatter_add(total, part.indices, part.values)
+    return total, sum(part.nnz for part in parts), rejected
+
+
+def _finite(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `mean` as `dtype`. All ranks have the same bits of it, so all raise or none, with no message."""
+    with np.errstate(over="ignore"):
+        result = mean.astype(dtype, copy=False)
+    if not np.isfinite(result).all():
+        raise OverflowError(
+            f"the sum over the ranks leaves the range of {dtype}: scale the gradients down, or use float32"
+        )
+    return result

@@ -1,6 +1,13 @@
 from collectives.agreement import _ranks, verdict
 
-TERMS = {"operation": "gtopk_allreduce", "algorithm": "recursive_doubling", "length": 10, "dtype": "float32", "k": 5}
+TERMS = {
+    "operation": "gtopk_allreduce",
+    "algorithm": "recursive_doubling",
+    "length": 10,
+    "dtype": "float32",
+    "k": 5,
+    "root": None,
+}
 
 
 def report(error=None, **changes):

@@ -4,6 +4,7 @@ import types
 import numpy as np
 import pytest
 
+from mpicomp import SparseVector
 from mpicomp.arrays import like, to_host
 
 
@@ -56,6 +57,41 @@ def test_the_array_interface_is_enough():
 def test_an_array_on_a_device_is_refused_with_the_remedy(library):
     with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device \(DLPack type 2\): copy it to main"):
         to_host(Foreign(np.arange(4.0), device=2))
+
+
+@pytest.mark.parametrize("kind", [3, 11])
+def test_pinned_memory_is_main_memory(library, kind, monkeypatch):
+    array = Foreign(np.arange(4.0), device=kind)
+    monkeypatch.setattr(np, "from_dlpack", lambda it: it.array)  # NumPy itself wants the capsule to say so, too
+    assert to_host(array).tolist() == [0, 1, 2, 3]
+
+
+def test_a_dtype_that_numpy_cannot_take_is_a_type_error(library):
+    class Odd(Foreign):
+        dtype = "bfloat16"
+
+        def __dlpack__(self, **options):
+            raise BufferError("no such dtype")
+
+    with pytest.raises(TypeError, match=r"NumPy cannot take .* of bfloat16: convert it to float32 \(no such dtype\)"):
+        to_host(Odd(np.arange(4.0)))
+
+
+def test_a_library_without_from_dlpack_gets_numpy_back(library):
+    del library.from_dlpack
+    array = np.arange(3.0)
+    assert like(array, Foreign(array)) is array
+
+
+def test_masked_arrays_are_refused_and_matrices_become_arrays():
+    with pytest.raises(TypeError, match="got a masked array: fill it first"):
+        to_host(np.ma.masked_array([1.0, 2.0], [False, True]))
+    assert type(to_host(np.asmatrix([[1.0, 2.0]]))) is np.ndarray
+
+
+def test_a_sparse_vector_where_an_array_is_wanted():
+    with pytest.raises(TypeError, match=r"got mpicomp.vector.SparseVector: expected an array \(use its to_dense\(\)\)"):
+        to_host(SparseVector.empty(3))
 
 
 @pytest.mark.parametrize("what", [[1.0], 3.0, None, "text"])

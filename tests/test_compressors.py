@@ -11,7 +11,11 @@ from mpicomp import TopK
         ({"density": 0.1, "k": 3}, "got density=0.1 and k=3: expected exactly one of them"),
         ({"density": 0}, "density is 0: expected 0 < density <= 1"),
         ({"density": 1.5}, "density is 1.5: expected 0 < density <= 1"),
-        ({"k": 0}, "k is 0: expected at least 1"),
+        ({"density": "0.1"}, "density is '0.1': expected 0 < density <= 1"),
+        ({"density": 100}, "density is 100: expected 0 < density <= 1 .*; or give k="),
+        ({"k": 0}, "k is 0: expected an integer of at least 1"),
+        ({"k": 2.5}, "k is 2.5: expected an integer of at least 1"),
+        ({"k": True}, "k is True: expected an integer of at least 1"),
     ],
 )
 def test_bad_settings_raise(arguments, message):
@@ -50,6 +54,14 @@ def test_what_is_selected_is_a_copy():
     vector = TopK(density=1.0).compress(gradient)
     gradient[:] = 9
     assert vector.values.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_first_value_that_is_not_finite_is_named(bad):
+    values = np.arange(100, dtype=np.float32)
+    values[[42, 77]] = bad
+    with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
+        TopK(k=1).compress(values)
 
 
 @pytest.mark.parametrize(("bad", "error"), [([1.0, np.nan], ValueError), ([1, 2], TypeError), ([1j, 2], TypeError)])

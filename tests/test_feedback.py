@@ -1,11 +1,13 @@
+import gc
+import types
+import weakref
+
 import numpy as np
 import pytest
 
 from mpicomp import ErrorFeedback, GradientExchange, NoFeedback, SparseVector, TopK
 
-
-class World:
-    size = 1
+World = types.SimpleNamespace(size=1)
 
 
 def alone(vector, comm):
@@ -79,3 +81,88 @@ def test_a_failed_call_leaves_the_residual_and_reports_the_error_to_the_collecti
         exchange([])
     with pytest.raises(TypeError, match="expected one dtype in a list"):
         exchange([np.ones(1), np.ones(1, np.float32)])
+    with pytest.raises(TypeError, match=r"item 1 of the list: got builtins\.NoneType"):
+        exchange([np.ones(1), None])
+
+
+def test_the_residual_is_a_read_only_view():
+    feedback = ErrorFeedback()
+    feedback.keep(feedback.correct(np.ones(3)), SparseVector.empty(3, np.float64), None)
+    with pytest.raises(ValueError, match="read-only"):
+        feedback.residual[0] = 5
+
+
+def test_a_sum_out_of_range_raises_and_leaves_the_residual():
+    def doubled(vector, comm):
+        return SparseVector(vector.indices, vector.values * np.float32(2), vector.length)
+
+    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), doubled)
+    exchange(np.array([4.0, 1.0], np.float32))
+    for _ in range(2):
+        with (
+            pytest.raises(OverflowError, match="the sum over the ranks leaves the range of float32"),
+            np.errstate(over="ignore"),
+        ):
+            exchange(np.array([3e38, 1], np.float32))
+        assert exchange.feedback.residual.tolist() == [0, 1]
+
+
+def test_float16_parts_are_added_up_in_float32():
+    parts = [SparseVector([0], np.array([6e4], np.float16), 2)] * 2
+    exchange = GradientExchange(types.SimpleNamespace(size=2), TopK(k=1), NoFeedback(), lambda vector, comm: parts)
+    mean = exchange(np.array([6e4, 0], np.float16))
+    assert mean.dtype == np.float16
+    assert mean.tolist() == [np.float16(6e4), 0]
+
+
+def test_a_failed_call_does_not_hold_the_gradient():
+    class Gradient(np.ndarray):
+        pass
+
+    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), alone)
+    gradient = np.array([np.nan, 1.0]).view(Gradient)
+    alive = weakref.ref(gradient)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="nan"):
+            exchange(gradient)
+        del gradient
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "message"),
+    [
+        (0, None, "comm is None: expected an mpi4py communicator"),
+        (1, TopK, "compressor is the class TopK: expected an object, a compressor such as"),
+        (1, 0.01, "compressor is 0.01: expected a compressor such as TopK"),
+        (1, ErrorFeedback(), "expected a compressor such as TopK"),
+        (2, ErrorFeedback, "feedback is the class ErrorFeedback: expected an object, ErrorFeedback"),
+        (2, None, "feedback is None: expected ErrorFeedback"),
+        (3, "gtopk", "collective is 'gtopk': expected a collective such as gtopk_allreduce"),
+    ],
+)
+def test_a_wrong_part_is_named_at_once(place, part, message):
+    parts = [types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), alone]
+    parts[place] = part
+    with pytest.raises(TypeError, match=message):
+        GradientExchange(*parts)
+
+
+def test_a_collective_that_does_not_block_is_named():
+    exchange = GradientExchange(
+        types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), lambda vector, comm: object()
+    )
+    with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector.*one that blocks"):
+        exchange(np.ones(2))
+
+
+def test_an_object_with_nothing_but_the_array_interface():
+    class Bare:
+        def __init__(self, array):
+            self.array, self.__array_interface__ = array, array.__array_interface__
+
+    exchange = GradientExchange(types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), alone)
+    assert exchange(Bare(np.array([[1.0, 3.0]]))).tolist() == [[0, 3]]

@@ -78,11 +78,13 @@ def test_top_k_on_any_values(data):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_top_k_names_the_first_value_that_is_not_finite(mode, dtype, bad):
-    values = np.ones(100, dtype)
+def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
+    values = np.arange(100).astype(dtype)
     values[[42, 77]] = bad
+    assert host.top_k(values, 1).tolist() == [42]
+    assert host.top_k(values, 3).tolist() == [42, 77, 99]
     with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
-        host.top_k(values, 5)
+        host.raise_not_finite(values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

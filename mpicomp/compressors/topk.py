@@ -8,6 +8,8 @@ Differences from the paper: the selection is exact, ties go to the lowest indice
 
 from typing import Any
 
+import numpy as np
+
 from mpicomp.arrays import kernels_for, to_vector
 from mpicomp.vector import SparseVector, index_dtype
 
@@ -24,10 +26,12 @@ class TopK:
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
         if (density is None) == (k is None):
             raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
-        if density is not None and not 0 < density <= 1:
-            raise ValueError(f"density is {density}: expected 0 < density <= 1 (0.001 sends a thousandth)")
-        if k is not None and k < 1:
-            raise ValueError(f"k is {k}: expected at least 1")
+        if density is not None and not (isinstance(density, int | float | np.number) and 0 < density <= 1):
+            raise ValueError(
+                f"density is {density!r}: expected 0 < density <= 1 (0.001 sends a thousandth; or give k=)"
+            )
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1):
+            raise ValueError(f"k is {k!r}: expected an integer of at least 1")
         self.density, self.k = density, k
 
     def count(self, length: int) -> int:
@@ -40,8 +44,12 @@ class TopK:
         corrected: an array of any shape in main memory, taken in C order; float16, float32 or float64.
         """
         dense = to_vector(corrected)
-        positions = kernels_for(dense).top_k(dense, self.count(dense.size))
-        return SparseVector(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
+        kernels = kernels_for(dense)
+        positions = kernels.top_k(dense, self.count(dense.size))
+        values = dense[positions]
+        if not np.isfinite(values).all():  # they count as the largest, so one of them is here if there is any
+            kernels.raise_not_finite(dense)
+        return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
 
     def __repr__(self) -> str:
         return f"TopK(density={self.density})" if self.k is None else f"TopK(k={self.k})"

@@ -30,8 +30,12 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> NDArray[Any] | None:
-        """What this rank still owes, shape (n,); None before the first exchange."""
-        return self._residual
+        """What this rank still owes, shape (n,): a read-only view that holds until the next call; None before any."""
+        if self._residual is None:
+            return None
+        view = self._residual.view()
+        view.flags.writeable = False
+        return view
 
     def correct(self, gradient: NDArray[Any]) -> NDArray[Any]:
         """Return gradient + residual in a buffer of its own; the residual stays as it is.

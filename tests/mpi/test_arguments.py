@@ -1,13 +1,14 @@
 """The table of wrong arguments: what each raises, where. Nobody hangs, and the next collective works."""
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from cases import assert_same_bits, bring
 from mpi4py import MPI
 
-from collectives import dense_allreduce, gtopk_allreduce, sparse_allgather
+from collectives import dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_bcast, sparse_reduce
 from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, SparseVector, TopK
 
 LENGTH = 100
@@ -156,3 +157,45 @@ def test_a_bad_gradient_raises_everywhere_and_no_residual_changes(comm, collecti
             exchange(fault if comm.rank == culprit else gradient)
         np.testing.assert_array_equal(exchange.feedback.residual, before)
     exchange(gradient)
+
+
+@pytest.mark.at_least(2)
+def test_ranks_that_call_different_collectives_of_one_schedule_all_raise(comm):
+    with pytest.raises(CollectiveError, match="operation must be the same on all ranks, got"):
+        sparse_allgather(SOUND, comm) if comm.rank == 0 else dense_allreduce(SOUND.to_dense(), comm)
+    with pytest.raises(CollectiveError, match="operation must be the same on all ranks, got"):
+        sparse_reduce(SOUND, comm) if comm.rank == 0 else sparse_bcast(SOUND, comm)
+
+
+@pytest.mark.parametrize("algorithm", ["recursive_doubling", "tree", "exact"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_sum_that_overflows_on_the_way_is_infinite_on_every_rank_and_nobody_hangs(comm, algorithm, dtype):
+    large = np.finfo(dtype).max * 0.9
+    vector = sparse([0, 1 + comm.rank], [large, 1], dtype=dtype)
+    result, _ = gtopk_allreduce(vector, comm, 2, algorithm=algorithm)
+    assert_same_bits(comm, result)
+    assert np.isinf(result.values[0]) == (comm.size > 1)
+
+
+def test_an_exchange_whose_sum_overflows_raises_on_every_rank_and_keeps_the_residual(comm):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), gtopk_allreduce)
+    exchange(np.array([3.0, 1.0], np.float32))
+    with pytest.raises(OverflowError, match="leaves the range of float32") if comm.size > 1 else nullcontext():
+        exchange(np.array([3e38, 1.0], np.float32))
+    assert exchange.feedback.residual.tolist() == ([0, 1] if comm.size > 1 else [0, 2])
+
+
+class Unreadable:
+    """An array whose library raises what NumPy does not expect."""
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **options):
+        raise OSError("the file is gone")
+
+
+def test_whatever_an_array_raises_reaches_the_other_ranks(comm):
+    culprit = comm.size - 1
+    mine = Unreadable() if comm.rank == culprit else np.ones(4)
+    expect(comm, culprit, OSError, "the file is gone", lambda: dense_allreduce(mine, comm))

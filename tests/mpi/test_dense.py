@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from collectives import dense_allreduce, dense_iallreduce, traffic
+from collectives.transport import Reduction
 
 
 def brought(rank, shape, dtype):
@@ -43,3 +44,9 @@ def test_the_traffic_is_what_the_best_algorithm_sends(comm):
     dense_allreduce(np.zeros(1 << 16, np.float32), comm)
     exact = 2 * (comm.size - 1) * (1 << 18) // comm.size
     assert exact <= traffic(comm).nbytes - before <= exact + 64 * (comm.size - 1)
+
+
+def test_a_long_array_travels_in_several_pieces(comm, monkeypatch):
+    monkeypatch.setattr(Reduction, "PIECE", 7)
+    total = dense_allreduce(brought(comm.rank, 100, np.float32), comm)
+    np.testing.assert_array_equal(total, sum(brought(rank, 100, np.float64) for rank in range(comm.size)))

@@ -1,14 +1,16 @@
 """GradientExchange over the real collectives: conservation to the last bit, and the same bits on every rank."""
 
+import gc
+import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 
-from collectives import gtopk_allreduce, sparse_allgather, traffic
-from mpicomp import ErrorFeedback, GradientExchange, NoFeedback, TopK
+from collectives import gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
+from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, NoFeedback, TopK
 
-COLLECTIVES = [gtopk_allreduce, sparse_allgather]
+COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
 LENGTH = 301
 
 
@@ -65,3 +67,28 @@ def test_without_feedback_what_does_not_travel_is_gone(comm):
     first, second = (exchange(gradients(comm.rank, 0)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     assert np.count_nonzero(first) <= comm.size
+
+
+def test_a_failed_call_holds_neither_the_gradient_nor_the_vector(comm):
+    class Gradient(np.ndarray):
+        pass
+
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), gtopk_allreduce)
+    gradient = np.array([np.nan if comm.rank == 0 else 2.0, 1.0]).view(Gradient)
+    alive = weakref.ref(gradient)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError if comm.rank == 0 else CollectiveError, match="nan"):
+            exchange(gradient)
+        del gradient
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_all_ranks_get_the_same_bits_on_real_numbers(comm, collective):
+    exchange = GradientExchange(comm, TopK(density=0.2), ErrorFeedback(), collective)
+    for step in range(3):
+        mean = exchange(np.random.default_rng([step, comm.rank]).standard_normal(LENGTH).astype(np.float32))
+        assert len(set(comm.allgather(mean.tobytes()))) == 1

@@ -1,6 +1,7 @@
 """Several collectives in flight, on one communicator and on several, completed in another order on every rank."""
 
 import gc
+import threading
 import time
 
 import numpy as np
@@ -18,7 +19,10 @@ from collectives import (
     sparse_ibcast,
     sparse_ireduce,
     sparse_ireduce_scatter,
+    traffic,
 )
+from collectives.progress import _engine, wait_for
+from collectives.transport import endpoint_of
 from mpicomp import CollectiveError
 
 
@@ -129,13 +133,52 @@ def test_sub_communicators_side_by_side_in_reversed_rank_order(comm):
     half.Free()
 
 
-def test_a_communicator_may_be_made_used_and_freed_many_times(comm):
-    """The library's duplicate goes with the communicator: MPI would run out of context ids long before 10,000."""
-    for _ in range(300 if comm.size <= 2 else 30):
+def test_the_librarys_duplicate_goes_with_the_communicator(comm):
+    for _ in range(10):
         fresh = comm.Dup()
         gtopk_allreduce(bring("empty", comm.rank, comm.size), fresh)
+        endpoint = endpoint_of(fresh, wait_for)
+        assert endpoint.comm != MPI.COMM_NULL
         fresh.Free()
-    assert MPI.Is_initialized()
+        assert endpoint.comm == MPI.COMM_NULL
+
+
+def test_the_first_use_of_a_communicator_while_another_has_an_operation_in_flight(comm):
+    """Rank 0 waits for the first operation before it starts the second one; the others after they did."""
+    one, other = comm.Dup(), comm.Dup()
+    request = gtopk_iallreduce(bring("random", comm.rank, comm.size), one)
+    if comm.rank == 0:
+        request.wait()
+    parts = sparse_allgather(bring("ties", comm.rank, comm.size), other)
+    assert [bits(part) for part in parts] == [bits(vector) for vector in bring_all("ties", comm.size)]
+    assert_same_bits(comm, request.wait()[0])
+    one.Free()
+    other.Free()
+
+
+def test_traffic_is_not_collective(comm):
+    fresh = comm.Dup()
+    if comm.rank == 0:
+        assert traffic(fresh).messages == 0
+    fresh.Free()
+
+
+def test_a_second_thread_is_told_to_stay_out(comm):
+    engine, said = _engine(), []
+    fresh = comm.Dup()
+
+    def intrude():
+        with pytest.raises(RuntimeError, match="two threads are inside the library"):
+            gtopk_iallreduce(bring("random", comm.rank, comm.size), fresh)
+        said.append(True)
+
+    endpoint_of(fresh, wait_for)  # so that the intruder does not stop in the middle of making one
+    with engine._one_thread():
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+    assert said == [True]
+    fresh.Free()
 
 
 def test_traffic_of_the_user_on_the_same_communicator_is_not_touched(comm):
