@@ -117,12 +117,8 @@ class Channel:
             vector = decode(payload(block))
         except CodecError:
             return self._break()
-        if self.terms.length is not None and (vector.length, str(vector.dtype)) != (
-            self.terms.length,
-            self.terms.dtype,
-        ):
-            return self._break()
-        return Offer(vector, k)
+        mine, theirs = (self.terms.length, self.terms.dtype), (vector.length, str(vector.dtype))
+        return Offer(vector, k) if mine in (theirs, (None, None)) else self._break()
 
     def _break(self) -> Offer:
         self.broken = True

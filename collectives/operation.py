@@ -69,8 +69,8 @@ def _fault(algorithms: Mapping[str, Any], vector: Any, algorithm: Any) -> Except
 
 
 def _bad_integer(name: str, value: Any, end: int) -> Exception | None:
-    if value is None or (isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < end):
+    if value is None:
         return None
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return ValueError(f"{name} is {value}: expected 0 <= {name} < {end}")
-    return TypeError(f"{name} is {value!r}: expected an integer")
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return TypeError(f"{name} is {value!r}: expected an integer")
+    return None if 0 <= value < end else ValueError(f"{name} is {value}: expected 0 <= {name} < {end}")

@@ -18,7 +18,7 @@ fi
 shift
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 COLUMNS=${COLUMNS:-120}
-arguments=(-p lockstep -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")
+arguments=(--color=no -p lockstep -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")
 if [ "$rank" = 0 ]; then
   exec python -m mpi4py -m pytest "${arguments[@]}" "$@"
 fi
