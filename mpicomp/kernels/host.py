@@ -76,7 +76,7 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
     while shift > 0:
         digit = min(_DIGIT, shift)
         shift -= digit
-        counts = np.zeros(1 << _DIGIT, np.int64)
+        counts: Array = np.zeros(1 << _DIGIT, np.int64)
         _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
         counts = yield counts
         bucket = _bin_of_kth(counts, k)
