@@ -16,7 +16,7 @@ Index formats, with the bytes that N entries take:
     0  plain, int32: 4 N                       for lengths up to 2^31 - 1
     1  plain, int64: 8 N                       for lengths above
     2  range: the first index: 8               when the indices are consecutive: a dense piece
-    3  bitmap: first index, span S, S bits: 16 + S / 8
+    3  bitmap: first index, span S, S bits in 64-bit words: 16 + S / 8
 
 A decoder believes nothing that it has not checked: the sizes are compared with each other and with the buffer before
 anything behind the header is read.
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES
+from mpicomp.arrays import VALUE_DTYPES, kernels_for
 from mpicomp.errors import CodecError
 from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
@@ -117,7 +117,11 @@ def _span(vector: SparseVector) -> int:
 def _indices_nbytes(vector: SparseVector, form: int) -> int:
     if form == RANGE:
         return 8
-    return 16 + -(-_span(vector) // 8) if form == BITMAP else vector.indices.nbytes
+    return 16 + 8 * _words(_span(vector)) if form == BITMAP else vector.indices.nbytes
+
+
+def _words(span: int) -> int:
+    return -(-span // 64)
 
 
 def _write_indices(vector: SparseVector, form: int, section: Buffer) -> None:
@@ -126,12 +130,10 @@ def _write_indices(vector: SparseVector, form: int, section: Buffer) -> None:
     if form == RANGE:
         section.view(np.int64)[0] = vector.indices[0]
     elif form == BITMAP:
-        span = _span(vector)
-        section[:16].view(np.int64)[:] = (vector.indices[0] if span else 0), span
-        present = np.zeros(span, np.bool_)
-        present[vector.indices - vector.indices[:1]] = True
-        packed = np.packbits(present, bitorder="little")
-        section[16 : 16 + packed.size] = packed
+        first = int(vector.indices[0]) if vector.nnz else 0
+        section[:16].view(np.int64)[:] = first, _span(vector)
+        section[16:] = 0
+        kernels_for(section).to_bitmap(vector.indices, first, section[16:].view(np.uint64))
     else:
         section[: vector.indices.nbytes].view(vector.indices.dtype)[:] = vector.indices
 
@@ -145,10 +147,11 @@ def _read_indices(form: int, section: Buffer, nnz: int, dtype: np.dtype[Any]) ->
         return np.arange(first, first + nnz, dtype=np.int64)
     if form == BITMAP and section.size >= 16:
         first, span = (int(number) for number in section[:16].view(np.int64))
-        if 0 <= first <= MAX_LENGTH - max(span, 0) and section.size == _padded(16 + -(-max(span, 0) // 8)):
-            indices = np.flatnonzero(np.unpackbits(section[16:], bitorder="little"))
-            if indices.size == nnz and (not nnz or indices[-1] < span):
-                return indices + first
+        if span >= 0 and 0 <= first <= MAX_LENGTH - span and section.size == 16 + 8 * _words(span):
+            indices = np.empty(nnz, dtype if first + span <= np.iinfo(dtype).max else np.int64)
+            found = kernels_for(section).from_bitmap(section[16:].view(np.uint64), first, indices)
+            if found == nnz and (not nnz or indices[-1] < first + span):
+                return indices
     if form == (INT32 if dtype == np.int32 else INT64) and section.size == _padded(nnz * dtype.itemsize):
         return section[: nnz * dtype.itemsize].view(dtype)
     raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries with {dtype} indices")

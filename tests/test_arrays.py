@@ -83,6 +83,7 @@ def test_a_library_without_from_dlpack_gets_numpy_back(library):
     assert like(array, Foreign(array)) is array
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_masked_arrays_are_refused_and_matrices_become_arrays():
     with pytest.raises(TypeError, match="got a masked array: fill it first"):
         to_host(np.ma.masked_array([1.0, 2.0], [False, True]))

@@ -88,7 +88,7 @@ def test_the_smallest_format_goes_by_the_true_count():
     assert encoded_nbytes(run, RANGE) == 32 + 8 + 4000
     dense = SparseVector(np.arange(5000, 13000, 8), values, 10**6)
     assert smallest_format(dense) == BITMAP
-    assert encoded_nbytes(dense, BITMAP) == 32 + 16 + 1000 + 4000
+    assert encoded_nbytes(dense, BITMAP) == 32 + 16 + 8 * 125 + 4000
     spread = SparseVector(np.arange(0, 10**6, 1000), values, 10**6)
     assert encoded_nbytes(spread, smallest_format(spread)) == encoded_nbytes(spread) == 32 + 4000 + 4000
 

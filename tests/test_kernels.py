@@ -15,7 +15,7 @@ KERNELS = [name for name in vars(host) if hasattr(getattr(host, name), "py_func"
 
 @contextlib.contextmanager
 def interpreted(monkeypatch):
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, np.errstate(over="ignore"):  # products modulo 2^64 are meant
         for name in KERNELS:
             patch.setattr(host, name, getattr(host, name).py_func)
         yield
@@ -121,3 +121,20 @@ def test_scatter_add_is_numpys_on_unique_indices(mode, dtype):
 def test_first_disorder(mode, indices, position):
     for dtype in (np.int32, np.int64):
         assert host.first_disorder(np.array(indices, dtype), 10) == position
+
+
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("span", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("share", [0, 0.05, 0.9, 1])
+def test_a_bitmap_gives_its_indices_back(mode, index_dtype, span, share):
+    places = np.flatnonzero(np.random.default_rng(span).random(span) < share)
+    words = np.zeros(-(-span // 64), np.uint64)
+    host.to_bitmap((places + 77).astype(index_dtype), 77, words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=span)
+    np.testing.assert_array_equal(np.flatnonzero(bits), places)
+    back = np.empty(places.size, index_dtype)
+    assert host.from_bitmap(words, 77, back) == places.size
+    np.testing.assert_array_equal(back, places + 77)
+    few = np.empty(places.size // 2, index_dtype)
+    assert host.from_bitmap(words, 77, few) == places.size
+    np.testing.assert_array_equal(few, back[: few.size])

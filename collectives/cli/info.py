@@ -29,7 +29,7 @@ def run(out: TextIO) -> int:
 def facts(library: str, size: int, hosts: int) -> dict[str, str]:
     """Return what `mpicomp info` prints, by name."""
     found = {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
-    first_line = library.strip().splitlines()[0].rstrip("\0")
+    first_line = library.strip("\0 \n").splitlines()[0].partition(",")[0]
     ranks = f"{size} on {hosts} host{'s' if hosts > 1 else ''}"
     return {"python": platform.python_version(), **found, "MPI": first_line, "ranks": ranks, "arrays": "host memory"}
 

@@ -22,6 +22,13 @@ _jit = njit(cache=True, nogil=True)
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 
 
+# Every 6-bit window of this number is another one, so a product with 2^p has a 6-bit head that tells p.
+_DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)
+_PLACES = np.zeros(64, np.int64)
+for _place in range(64):
+    _PLACES[(int(_DE_BRUIJN) << _place & (1 << 64) - 1) >> 58] = _place
+
+
 class _Format(NamedTuple):
     """What the radix selection knows about a floating-point format."""
 
@@ -139,6 +146,19 @@ def first_disorder(indices: Array, length: int) -> int:
     return int(_first_disorder(indices, length))
 
 
+def to_bitmap(indices: Array, first: int, words: Array) -> None:
+    """Set the bits of strictly increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
+    _set_bits(indices, first, words)
+
+
+def from_bitmap(words: Array, first: int, indices: Array) -> int:
+    """Write the numbers of the bits that are set in `words` (uint64), plus `first`, into `indices` in increasing order.
+
+    Returns how many are set; `indices` holds the first of them, as many as it has room for.
+    """
+    return int(_find_bits(words, first, indices))
+
+
 def _bin_of_kth(counts: Array, k: int) -> int:
     """Return the histogram bin that holds the k-th largest key; 0 when there are fewer than `k` keys."""
     from_above = np.cumsum(counts[::-1])
@@ -224,6 +244,27 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
 def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
         dense[indices[i]] += values[i]
+
+
+@_jit
+def _set_bits(indices, first, words):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        place = np.uint64(indices[i] - first)
+        words[place >> np.uint64(6)] |= np.uint64(1) << (place & np.uint64(63))
+
+
+@_jit
+def _find_bits(words, first, indices):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(words.size):
+        word = words[i]
+        while word != np.uint64(0):
+            lowest = word & (~word + np.uint64(1))
+            if count < indices.size:
+                indices[count] = first + 64 * i + _PLACES[(lowest * _DE_BRUIJN) >> np.uint64(58)]
+            count += 1
+            word ^= lowest
+    return count
 
 
 @_jit
