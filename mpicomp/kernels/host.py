@@ -147,7 +147,7 @@ def first_disorder(indices: Array, length: int) -> int:
 
 
 def to_bitmap(indices: Array, first: int, words: Array) -> None:
-    """Set the bits of strictly increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
+    """Set the bits of increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
     _set_bits(indices, first, words)
 
 
