@@ -1,6 +1,6 @@
 """Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P, on the first P ranks.
 
-The marker `at_least(P)` leaves the smaller groups out.
+The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others.
 """
 
 import pytest
@@ -37,7 +37,9 @@ def groups():
 def pytest_generate_tests(metafunc):
     if "comm" in metafunc.fixturenames:
         least = max((marker.args[0] for marker in metafunc.definition.iter_markers("at_least")), default=1)
-        metafunc.parametrize("comm", [size for size in SIZES if size >= least], ids="P{}".format, indirect=True)
+        exactly = [marker.args[0] for marker in metafunc.definition.iter_markers("exactly")]
+        sizes = exactly or [size for size in SIZES if size >= least]
+        metafunc.parametrize("comm", sizes, ids="P{}".format, indirect=True)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Several collectives in flight, on one communicator and on several, completed in another order on every rank."""
 
 import gc
+import os
+import pathlib
 import threading
 import time
 
@@ -202,3 +204,30 @@ def test_the_rooted_twins(comm):
         assert_equal(reduced.wait(), total)
     else:
         assert reduced.wait() is None
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.exactly(4)
+def test_a_thousand_rounds_in_flight_leave_memory_flat_and_nothing_open(comm):
+    vector, dense = bring("random", comm.rank, comm.size), np.ones(1000)
+
+    def rounds(count):
+        for turn in range(count):
+            requests = [
+                gtopk_iallreduce(vector, comm, 9),
+                dense_iallreduce(dense, comm),
+                sparse_iallgather(vector, comm),
+                sparse_iallreduce(vector, comm),
+            ]
+            for request in shuffled(requests, [turn, comm.rank]):
+                request.wait()
+
+    rounds(200)
+    before = resident_bytes()
+    rounds(800)
+    assert resident_bytes() - before < 4 << 20
+    assert not _engine()._in_flight
+    assert not endpoint_of(comm, wait_for).turns
