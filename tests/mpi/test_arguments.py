@@ -2,13 +2,24 @@
 
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 from cases import assert_same_bits, bring
 from mpi4py import MPI
 
-from collectives import dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_bcast, sparse_reduce
+from collectives import (
+    allreduce,
+    dense_allreduce,
+    gtopk,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
 from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, SparseVector, TopK
 
 LENGTH = 100
@@ -67,12 +78,35 @@ def expect(comm, culprit, error, message, call):
     assert_same_bits(comm, result)
 
 
-@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allgather])
+@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allgather, sparse_allreduce])
 @pytest.mark.parametrize("row", BAD_VECTORS)
 def test_a_bad_vector_on_one_rank(comm, row, collective):
     bad, error, message = BAD_VECTORS[row]
     culprit = comm.size // 2
     expect(comm, culprit, error, message, lambda: collective(bad if comm.rank == culprit else SOUND, comm))
+
+
+EVERY = {
+    **{f"allreduce {name}": partial(sparse_allreduce, algorithm=name) for name in ("auto", *allreduce.ALGORITHMS)},
+    **{f"gtopk {name}": partial(gtopk_allreduce, algorithm=name) for name in gtopk.ALGORITHMS},
+    "allgather": sparse_allgather,
+    "reduce": sparse_reduce,
+    "reduce_scatter": sparse_reduce_scatter,
+}
+
+
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_algorithm_raises_on_all_ranks_or_on_none(comm, name, culprit):
+    culprit = 0 if culprit == "first" else comm.size - 1
+    bad, error, message = BAD_VECTORS["nan"]
+    expect(comm, culprit, error, message, lambda: EVERY[name](bad if comm.rank == culprit else SOUND, comm))
+    if comm.size > 1:
+        longer = sparse([3], length=101)
+        with pytest.raises(CollectiveError, match="length must be the same on all ranks"):
+            EVERY[name](longer if comm.rank == culprit else SOUND, comm)
+        with pytest.raises(CollectiveError, match="dtype must be the same on all ranks"):
+            EVERY[name](sparse([3], dtype=np.float64) if comm.rank == culprit else SOUND, comm)
 
 
 @pytest.mark.parametrize("row", BAD_KEYWORDS)
