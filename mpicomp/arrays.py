@@ -50,15 +50,17 @@ def _from_dlpack(array: Any) -> Array:
         raise TypeError(f"NumPy cannot take {_kind(array)} of {dtype}: convert it to float32 ({error})") from error
 
 
-def to_vector(array: Any) -> Array:
-    """Return an array of any shape as one contiguous vector in C order: a view where that is possible.
-
-    Raises TypeError as `to_host` does, and when the values are not float16, float32 or float64.
-    """
+def to_values(array: Any) -> Array:
+    """Return what `to_host` does; TypeError as well when the values are not float16, float32 or float64."""
     host = to_host(array)
     if host.dtype not in VALUE_DTYPES:
         raise TypeError(f"values are {host.dtype}: expected float16, float32 or float64; convert them with astype")
-    return np.ascontiguousarray(host).reshape(-1)
+    return host
+
+
+def to_vector(array: Any) -> Array:
+    """Return what `to_values` does as one contiguous vector in C order: a view where that is possible."""
+    return np.ascontiguousarray(to_values(array)).reshape(-1)
 
 
 def like(result: Array, original: Any) -> Any:

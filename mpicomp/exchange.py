@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, like, to_host, to_vector
+from mpicomp.arrays import kernels_for, like, to_values, to_vector
 from mpicomp.compressors import Compressor
 from mpicomp.feedback import Feedback
 from mpicomp.vector import SparseVector
@@ -118,7 +118,8 @@ def _check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str
 def _flatten(gradient: Any) -> tuple[NDArray[Any], list[tuple[int, ...]]]:
     """Return one contiguous vector (a view of a single array, a concatenated copy of several), and the shapes."""
     if not isinstance(gradient, list | tuple):
-        return to_vector(gradient), [to_host(gradient).shape]
+        values = to_values(gradient)
+        return to_vector(values), [values.shape]
     if not gradient:
         raise ValueError("got an empty list: expected at least one array")
     parts = [_member(place, array) for place, array in enumerate(gradient)]
@@ -130,8 +131,7 @@ def _flatten(gradient: Any) -> tuple[NDArray[Any], list[tuple[int, ...]]]:
 def _member(place: int, array: Any) -> NDArray[Any]:
     """Return the view of one array of a list; what is raised says which one it is."""
     try:
-        to_vector(array)
-        return to_host(array)
+        return to_values(array)
     except TypeError as error:
         raise TypeError(f"item {place} of the list: {error}") from error
 
