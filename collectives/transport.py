@@ -206,8 +206,9 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
 def traffic(comm: Any) -> Traffic:
     """Return what this rank has sent over `comm` by this library so far, as a copy; not collective.
 
-    Point-to-point messages are counted as they are. `dense_allreduce` is MPI's own and does not tell: it counts as one
-    message of 2 (P-1)/P n v bytes, the least that an allreduce of n values of v bytes sends.
+    Point-to-point messages are counted as they are. MPI's own allreduce (`dense_allreduce`, and the histograms of the
+    exact gTop-k) does not tell: it counts as one message of 2 (P-1)/P n v bytes, the least that one of n values of v
+    bytes sends.
     """
     endpoint = comm.Get_attr(_endpoint_key())
     return Traffic() if endpoint is None else replace(endpoint.traffic)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-DENSE_UNION = 0.5  # of the length: from here on a dense piece is no larger than a sparse one
+DENSE_UNION = 0.5  # of the length: from here on a dense piece is no larger than a plain one with 4-byte indices
 SMALL_PIECE = 64  # entries: below, a message costs its latency, and fewer of them are better
 DIRECT_RANKS = 64  # up to here P - 1 messages of a split cost less than lg P rounds of larger ones
 

@@ -1,4 +1,4 @@
-"""SparseVector: what a compressed gradient is, and the two operations that the collectives do on it.
+"""SparseVector: what a compressed gradient is, and what the collectives do on it: merge, add up, join, select.
 
 Invariant of the whole library: indices strictly increase. It makes merging a single pass, selection reproducible, and
 two vectors with the same entries the same bits.
@@ -33,7 +33,7 @@ class SparseVector:
     Arrays of the right dtype are kept as they are, without a copy: do not change them afterwards.
 
     Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index);
-    `validate` looks at every entry, and every collective calls it on what it is given.
+    `validate` looks at every entry, and every sparse collective calls it on what it is given.
     """
 
     indices: Array

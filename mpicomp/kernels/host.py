@@ -21,7 +21,6 @@ _jit = njit(cache=True, nogil=True)
 
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 
-
 # Every 6-bit window of this number is another one, so a product with 2^p has a 6-bit head that tells p.
 _DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)
 _PLACES = np.zeros(64, np.int64)
@@ -77,7 +76,8 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
 
     A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 2048
     counts, and is sent the histogram to go by: its own, or the sum over the ranks. Returns (threshold, ties): the k-th
-    largest key, and how many of the keys that equal it are among the k largest. There are at least `k` keys in all.
+    largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys, all
+    of them above 0, the threshold is 0: all are above it.
     """
     prefix, shift = 0, width
     while shift > 0:
