@@ -76,8 +76,8 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
 
     A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 2048
     counts, and is sent the histogram to go by: its own, or the sum over the ranks. Returns (threshold, ties): the k-th
-    largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys, all
-    of them above 0, the threshold is 0: all are above it.
+    largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys,
+    and none is 0, the threshold is 0: all are above it.
     """
     prefix, shift = 0, width
     while shift > 0:
