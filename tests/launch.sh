@@ -8,9 +8,7 @@ mkdir -p "$out"
 
 if [ "${1:-}" != --rank ]; then
   size=$1; shift
-  # For Open MPI; another MPI does not look at them: run as root in a container, more ranks than cores, polite waiting.
-  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_mpi_yield_when_idle=1
+  set -a; . "$here/openmpi.env"; set +a
   export MPI_TEST_NPROCS=$size
   exec timeout --kill-after=10 "${MPI_TEST_TIMEOUT:-540}" mpirun -n "$size" bash "$here/launch.sh" --rank "$@"
 fi

@@ -8,11 +8,9 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
+LINES = (ROOT / "tests" / "openmpi.env").read_text().splitlines()
 LAUNCH = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
+    **dict(line.split("=") for line in LINES if not line.startswith("#")),
     "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
 
