@@ -22,13 +22,14 @@ from mpicomp.vector import SparseVector
 def sparse_allgather(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> list[SparseVector]:
     """Gather the vectors of all ranks on all ranks.
 
-    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
+    comm: an mpi4py intracommunicator.
     algorithm: "auto" or "dissemination".
 
     Returns one SparseVector a rank, in rank order, the same bits on every rank.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when length, dtype or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
     return sparse_iallgather(vector, comm, algorithm=algorithm).wait()
 

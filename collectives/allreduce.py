@@ -28,7 +28,8 @@ from mpicomp.vector import SparseVector, add_up, join
 def sparse_allreduce(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> SparseVector:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
-    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
+    comm: an mpi4py intracommunicator.
     algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "auto", which
     takes one by `collectives.tuning.choose_allreduce` after telling each other the counts (ceil(lg P) small messages).
 
@@ -38,7 +39,7 @@ def sparse_allreduce(vector: SparseVector, comm: Any, *, algorithm: str = "auto"
     it; "dense" has every position as an entry. It may share memory with `vector`.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when length, dtype or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
     return sparse_iallreduce(vector, comm, algorithm=algorithm).wait()
 

@@ -4,27 +4,30 @@ A block is an envelope of 32 bytes, a payload (a codec message, or the text of a
 
     offset 0   i64  bytes of the block
            8   i64  count of the sender, or of its block of ranks: how many entries may stay, say
-          16   i64  k that the call asks for, -1 where it asks for none
-          24   u8   operation, 25 u8 algorithm, 26 u8 state (0 sound, 1 broken), 27 u8 zeros behind the payload
-          28   i32  root, -1 where there is none
+          16   i64  digest of the terms
+          24   u8   state (0 sound, 1 broken)
+          25   u8   zeros behind the payload
 
 A message is one block, or several behind each other.
 """
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import schedule
-from collectives.terms import ALGORITHMS, OPERATIONS, Terms
-from collectives.transport import LINE, Buffer, Endpoint, Steps, Turn
+from collectives.terms import Terms
+from collectives.transport import LINE, Arrival, Buffer, Endpoint, Sending, Steps, Turn
 from mpicomp.codec import decode, encode, encoded_nbytes, smallest_format
 from mpicomp.errors import CodecError
 from mpicomp.vector import SparseVector
 
-_ENVELOPE = struct.Struct("<qqqBBBBi")  # one half of a line
+_ENVELOPE = struct.Struct("<qqqBB6x")  # one half of a line
 
 
 class Offer(NamedTuple):
@@ -34,17 +37,39 @@ class Offer(NamedTuple):
     k: int = 0
 
 
+@dataclass
+class State:
+    """What all views of a channel share: whether this rank knows that the operation cannot be done."""
+
+    broken: bool
+
+
 class Channel:
-    """One operation's way to the other ranks; `broken` once this rank knows that the operation cannot be done.
+    """One operation's way to the other ranks, or to some of them.
 
     error: the reason why this rank brings no sound offer of its own; the channel is then broken from the start.
     """
 
     def __init__(self, endpoint: Endpoint, terms: Terms, error: Exception | None = None) -> None:
-        self.rank, self.size = endpoint.rank, endpoint.size
-        self.core = schedule.core_size(endpoint.size)
-        self.terms, self.error, self.broken = terms, error, error is not None
+        self.terms, self.error, self.state = terms, error, State(broken=error is not None)
         self.endpoint, self._tag = endpoint, endpoint.take_tag()
+        self._seat(range(endpoint.size))
+
+    def _seat(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self.rank, self.size = ranks.index(self.endpoint.rank), len(ranks)
+        self.core = schedule.core_size(self.size)
+
+    def among(self, ranks: Sequence[int]) -> "Channel":
+        """Return the channel between some of its ranks only, numbered in this order; this rank is one of them."""
+        inner = copy(self)
+        inner._seat([self._ranks[rank] for rank in ranks])
+        return inner
+
+    @property
+    def broken(self) -> bool:
+        """Whether this rank knows that the operation cannot be done."""
+        return self.state.broken
 
     def turn(self) -> Turn:
         """Queue up for MPI's own collectives; call it before the first yield, so that all ranks queue alike."""
@@ -60,17 +85,17 @@ class Channel:
 
     def exchange(self, offer: Offer, partner: int) -> Steps[Offer]:
         """Send `offer` to the partner, and return the partner's."""
-        arrival = self.endpoint.receive(partner, self._tag)
-        yield arrival, self.endpoint.send(self.pack(offer), partner, self._tag)
+        arrival = self._arrival(partner)
+        yield arrival, self._sending(self.pack(offer), partner)
         return self.unpack(arrival.buffer)
 
     def send(self, offer: Offer, dest: int) -> Steps[None]:
         """Send `offer` to a rank that receives."""
-        yield (self.endpoint.send(self.pack(offer), dest, self._tag),)
+        yield (self._sending(self.pack(offer), dest),)
 
     def receive(self, source: int) -> Steps[Offer]:
         """Return what a rank sends."""
-        arrival = self.endpoint.receive(source, self._tag)
+        arrival = self._arrival(source)
         yield (arrival,)
         return self.unpack(arrival.buffer)
 
@@ -83,8 +108,8 @@ class Channel:
         """Return every rank's block, in rank order: ceil(lg P) rounds, each block travels to each rank once."""
         held = [block]
         for dest, source, blocks in schedule.dissemination(self.rank, self.size):
-            arrival = self.endpoint.receive(source, self._tag)
-            yield arrival, self.endpoint.send(np.concatenate(held[:blocks]), dest, self._tag)
+            arrival = self._arrival(source)
+            yield arrival, self._sending(np.concatenate(held[:blocks]), dest)
             held += split(arrival.buffer)
         turn = self.size - self.rank  # held starts with this rank's own block
         return held[turn:] + held[:turn]
@@ -93,8 +118,8 @@ class Channel:
         """Send the j-th offer to rank j, and return what the ranks offer this one, in rank order. One step."""
         received = list(offers)  # its own among them
         hops = list(schedule.rotation(self.rank, self.size))
-        arrivals = [self.endpoint.receive(source, self._tag) for _, source in hops]
-        yield (*arrivals, *[self.endpoint.send(self.pack(offers[dest]), dest, self._tag) for dest, _ in hops])
+        arrivals = [self._arrival(source) for _, source in hops]
+        yield (*arrivals, *[self._sending(self.pack(offers[dest]), dest) for dest, _ in hops])
         for (_, source), arrival in zip(hops, arrivals, strict=True):
             received[source] = self.unpack(arrival.buffer)
         return received
@@ -110,18 +135,11 @@ class Channel:
 
     def unpack(self, block: Buffer) -> Offer:
         """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
-        _, k, *terms, broken, _, root = _ENVELOPE.unpack_from(block.data)
-        if broken or (*terms, root) != self._codes():
-            return self._break()
-        try:
-            vector = decode(payload(block))
-        except CodecError:
-            return self._break()
-        mine, theirs = (self.terms.length, self.terms.dtype), (vector.length, str(vector.dtype))
-        return Offer(vector, k) if mine in (theirs, (None, None)) else self._break()
-
-    def _break(self) -> Offer:
-        self.broken = True
+        _, k, digest, broken, _ = _ENVELOPE.unpack_from(block.data)
+        if not broken and digest == self.terms.digest:
+            with suppress(CodecError):
+                return Offer(decode(payload(block)), k)
+        self.state.broken = True
         return Offer(self.nothing())
 
     def frame(self, content: Buffer) -> Buffer:
@@ -134,25 +152,24 @@ class Channel:
         """Return a block with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
         block = np.empty(-(-used // LINE) * LINE, np.uint8)
-        *terms, root = self._codes()
-        _ENVELOPE.pack_into(block.data, 0, block.size, k, *terms, self.broken, block.size - used, root)
+        _ENVELOPE.pack_into(block.data, 0, block.size, k, self.terms.digest, self.broken, block.size - used)
         block[used:] = 0
         return block
 
-    def _codes(self) -> tuple[int, ...]:
-        """Return the terms as they stand in an envelope; length and dtype travel with the vector."""
-        terms = self.terms
-        k, root = (-1 if number is None else number for number in (terms.k, terms.root))
-        return k, OPERATIONS.index(terms.operation), ALGORITHMS.index(terms.algorithm), root
+    def _arrival(self, source: int) -> Arrival:
+        return self.endpoint.receive(self._ranks[source], self._tag)
+
+    def _sending(self, block: Buffer, dest: int) -> Sending:
+        return self.endpoint.send(block, self._ranks[dest], self._tag)
 
     def nothing(self) -> SparseVector:
-        """Return the vector of this operation's length and dtype without an entry."""
-        return SparseVector.empty(self.terms.length or 0, self.terms.dtype or np.float32)
+        """Return the vector of this operation's length, width and dtype without an entry."""
+        return SparseVector.empty(self.terms.length or 0, self.terms.dtype or np.float32, self.terms.width)
 
 
 def payload(block: Buffer) -> Buffer:
     """Return the payload of a block."""
-    padding = _ENVELOPE.unpack_from(block.data)[-2]
+    padding = _ENVELOPE.unpack_from(block.data)[-1]
     return block[_ENVELOPE.size : block.size - padding]
 
 

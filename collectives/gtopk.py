@@ -38,8 +38,8 @@ Result = tuple[SparseVector, SparseVector]
 def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto") -> Result:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
-    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
-    k: the same on all ranks; None takes the largest number of entries that a rank brings, of the ranks that a step
+    vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
+    intracommunicator. k: the same on all ranks; None takes the largest number of entries that a rank brings, of the ranks that a step
     joins (so at the end, of all).
     algorithm: "recursive_doubling" (also "auto"), "tree", or "exact", which gives the true k largest of the sum.
 
@@ -58,7 +58,10 @@ def gtopk_iallreduce(
     vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto"
 ) -> Request[Result]:
     """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, k=k)
+    brings: SparseVector | Exception = vector
+    if isinstance(vector, SparseVector) and vector.width is not None:
+        brings = ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
+    return begin("gtopk_allreduce", ALGORITHMS, brings, comm, algorithm, k=k)
 
 
 class Selection:

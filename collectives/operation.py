@@ -5,6 +5,7 @@ at the end of the schedule, on every rank. Only a bad `comm` is raised at once, 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,9 +47,11 @@ def begin(
     if error is not None or not isinstance(vector, SparseVector):
         vector, algorithm, k, root = SparseVector.empty(0), "auto", None, None
     name = algorithm if algorithm in algorithms else next(iter(algorithms))
-    length, dtype = (None, None) if follow else (vector.length, str(vector.dtype))
     k, root = (None if number is None else int(number) for number in (k, root))  # NumPy's integers among them
-    channel = Channel(endpoint, Terms(operation, name, length, dtype, k, root), error)
+    terms = Terms(operation, name, k=k, root=root)
+    if not follow:
+        terms = replace(terms, length=vector.length, dtype=str(vector.dtype), width=vector.width)
+    channel = Channel(endpoint, terms, error)
     offer = Offer(vector, vector.nnz if k is None else k)
     return start(all_or_none(channel, algorithms[name](offer, channel)))
 

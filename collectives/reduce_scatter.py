@@ -22,14 +22,15 @@ from mpicomp.vector import SparseVector, add_up
 def sparse_reduce_scatter(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> SparseVector:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
-    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
+    comm: an mpi4py intracommunicator.
     algorithm: "auto" or "split".
 
     Returns a vector of the same length with the entries of this rank's range only, at their own indices: rank r of P
     owns n r // P <= index < n (r + 1) // P.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when length, dtype or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
     return sparse_ireduce_scatter(vector, comm, algorithm=algorithm).wait()
 

@@ -23,13 +23,14 @@ from mpicomp.vector import SparseVector
 def sparse_reduce(vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto") -> SparseVector | None:
     """Sum the vectors of all ranks on the root, exactly.
 
-    vector: of one length and dtype on all ranks; any number of entries, also none. comm: an mpi4py intracommunicator.
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
+    comm: an mpi4py intracommunicator.
     root: the same on all ranks. algorithm: "auto" or "tree".
 
     Returns the sum on the root, and None on the other ranks.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when length, dtype, root or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
     return sparse_ireduce(vector, comm, root, algorithm=algorithm).wait()
 

@@ -1,30 +1,9 @@
 """What every rank has to bring alike to an operation."""
 
-from dataclasses import dataclass
-
-# An operation and an algorithm travel as their places here.
-OPERATIONS = (
-    "sparse_allgather",
-    "sparse_allreduce",
-    "sparse_reduce_scatter",
-    "sparse_reduce",
-    "sparse_bcast",
-    "gtopk_allreduce",
-    "dense_allreduce",
-)
-ALGORITHMS = (
-    "auto",
-    "dissemination",
-    "allgather",
-    "recursive_doubling",
-    "split",
-    "split_allgather",
-    "recursive_halving",
-    "dense",
-    "tree",
-    "exact",
-    "mpi",
-)
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import blake2b
 
 
 @dataclass(frozen=True)
@@ -33,7 +12,17 @@ class Terms:
 
     operation: str
     algorithm: str
-    length: int | None
-    dtype: str | None
+    length: int | None = None
+    dtype: str | None = None
+    width: int | None = None
     k: int | None = None
     root: int | None = None
+    partition: str | None = None
+    seed: int | None = None
+    support: int | None = None
+
+    @cached_property
+    def digest(self) -> int:
+        """The terms as 64 bits, signed: what stands for them in a message."""
+        text = json.dumps(asdict(self)).encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-DENSE_UNION = 0.5  # of the length: from here on a dense piece is no larger than a plain one with 4-byte indices
+from mpicomp.vector import index_dtype
+
 SMALL_PIECE = 64  # entries: below, a message costs its latency, and fewer of them are better
 DIRECT_RANKS = 64  # up to here P - 1 messages of a split cost less than lg P rounds of larger ones
 
@@ -15,11 +16,11 @@ def expected_union(length: int, counts: Sequence[int]) -> float:
     return length * (1 - missing)
 
 
-def choose_allreduce(length: int, counts: Sequence[int]) -> str:
-    """Return the algorithm of `sparse_allreduce` for the ranks' numbers of entries.
+def choose_allreduce(length: int, counts: Sequence[int], value_nbytes: int = 4) -> str:
+    """Return the algorithm of `sparse_allreduce` for the ranks' numbers of entries, each with values of so many bytes.
 
     `recursive_doubling` for 2 ranks: one exchange, and no fewer bytes exist. `dense` when the expected union of
-    independent supports takes half of the length. `allgather` when the P^2 pieces of a split would have fewer than 64
+    independent supports is no smaller in plain form than the dense vector: half of the length for float32. `allgather` when the P^2 pieces of a split would have fewer than 64
     entries on average. Else `split_allgather` up to 64 ranks, which sends (P+1)/P of the bytes of an allgather when the
     supports are disjoint and far fewer when they overlap, and spreads the additions; `recursive_halving` above.
     """
@@ -27,6 +28,6 @@ def choose_allreduce(length: int, counts: Sequence[int]) -> str:
         return "recursive_doubling"
     if sum(counts) < SMALL_PIECE * len(counts) ** 2:
         return "allgather"
-    if expected_union(length, counts) >= DENSE_UNION * length:
+    if expected_union(length, counts) * (value_nbytes + index_dtype(length).itemsize) >= length * value_nbytes:
         return "dense"
     return "split_allgather" if len(counts) <= DIRECT_RANKS else "recursive_halving"

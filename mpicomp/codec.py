@@ -2,11 +2,10 @@
 
 Layout, little-endian: a header of 32 bytes, the indices, zeros up to a multiple of 8, the values.
 
-    offset 0   4s   magic "MPCV"
-           4   u8   version (1)
-           5   u8   index format
-           6   u8   value format: 0 float16, 1 float32, 2 float64
-           7   u8   zero
+    offset 0   2s   magic "MV"
+           2   u8   version (1)
+           3   u8   index format, plus 16 times the value format: 0 float16, 1 float32, 2 float64
+           4   u32  0 where an index stands for a number; 1 + width where it stands for a row
            8   i64  length of the vector
           16   i64  entries
           24   i64  bytes of the whole message, header included
@@ -22,6 +21,7 @@ A decoder believes nothing that it has not checked: the sizes are compared with 
 anything behind the header is read.
 """
 
+import math
 import struct
 from typing import Any
 
@@ -34,10 +34,10 @@ from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
 Buffer = NDArray[np.uint8]
 
-MAGIC, VERSION = b"MPCV", 1
+MAGIC, VERSION = b"MV", 1
 INT32, INT64, RANGE, BITMAP = range(4)
 
-_HEADER = struct.Struct("<4sBBBxqqq")
+_HEADER = struct.Struct("<2sBBIqqq")
 HEADER_NBYTES = _HEADER.size
 
 
@@ -71,11 +71,12 @@ def encode(vector: SparseVector, out: Buffer | None = None, form: int | None = N
         out = np.empty(nbytes, np.uint8)
     elif out.size < nbytes:
         raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
-    header = (MAGIC, VERSION, form, VALUE_DTYPES.index(vector.dtype), vector.length, vector.nnz, nbytes)
-    _HEADER.pack_into(out.data, 0, *header)
+    formats = form | VALUE_DTYPES.index(vector.dtype) << 4
+    row = 0 if vector.width is None else 1 + vector.width
+    _HEADER.pack_into(out.data, 0, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
     middle = nbytes - vector.values.nbytes
     _write_indices(vector, form, out[HEADER_NBYTES:middle])
-    out[middle:nbytes].view(vector.dtype)[:] = vector.values
+    out[middle:nbytes].view(vector.dtype)[:] = vector.values.reshape(-1)
     return out[:nbytes]
 
 
@@ -87,7 +88,8 @@ def decode(message: Buffer) -> SparseVector:
     """
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
-    magic, version, form, value_code, length, nnz, nbytes = _HEADER.unpack_from(message.data)
+    magic, version, formats, row, length, nnz, nbytes = _HEADER.unpack_from(message.data)
+    form, value_code = formats & 15, formats >> 4
     if magic != MAGIC or version != VERSION:
         raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
     if form > BITMAP or value_code >= len(VALUE_DTYPES):
@@ -95,12 +97,13 @@ def decode(message: Buffer) -> SparseVector:
     if not 0 <= nnz <= length <= MAX_LENGTH:
         raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
     dtype = VALUE_DTYPES[value_code]
-    middle = nbytes - nnz * dtype.itemsize
+    shape = (nnz, row - 1) if row else (nnz,)
+    middle = nbytes - math.prod(shape) * dtype.itemsize
     if nbytes > message.size or middle < HEADER_NBYTES or middle % 8:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries, and {message.size} bytes are there")
     indices = _read_indices(form, message[HEADER_NBYTES:middle], nnz, index_dtype(length))
     try:
-        return SparseVector(indices, message[middle:nbytes].view(dtype), length)
+        return SparseVector(indices, message[middle:nbytes].view(dtype).reshape(shape), length)
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.arrays import kernels_for, to_values, to_vector
 
 Array = NDArray[Any]
 
@@ -28,7 +28,8 @@ class SparseVector:
     """Hold the non-zero entries of a vector: `values[j]` stands at `indices[j]` of `length` positions.
 
     indices: 1-d integers that strictly increase, 0 <= index < length; kept as int32, or int64 when length > 2^31 - 1.
-    values: 1-d float16, float32 or float64, as many as there are indices. length: 0 to 2^63 - 1.
+    values: float16, float32 or float64, of shape (entries,), or (entries, width) where an index stands for a row of
+    `width` values: the gradient of an embedding, say. length: 0 to 2^63 - 1, in numbers or in rows.
 
     Arrays of the right dtype are kept as they are, without a copy: do not change them afterwards.
 
@@ -45,13 +46,13 @@ class SparseVector:
         keep(self, "length", _checked_length(length))
         keep(self, "values", _checked_values(np.asarray(values)))
         keep(self, "indices", _checked_indices(np.asarray(indices), self.length))
-        if self.indices.size != self.values.size:
-            raise ValueError(f"got {self.indices.size} indices and {self.values.size} values: expected as many of each")
+        if self.indices.size != len(self.values):
+            raise ValueError(f"got {self.indices.size} indices and {len(self.values)} values: expected as many of each")
 
     @classmethod
-    def empty(cls, length: int, dtype: DTypeLike = np.float32) -> "SparseVector":
-        """Return the vector of `length` positions without an entry."""
-        return cls(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+    def empty(cls, length: int, dtype: DTypeLike = np.float32, width: int | None = None) -> "SparseVector":
+        """Return the vector of `length` positions without an entry; of rows when a width is given."""
+        return cls(np.empty(0, index_dtype(length)), np.empty((0,) if width is None else (0, width), dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -60,14 +61,25 @@ class SparseVector:
         positions = np.flatnonzero(dense)
         return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
 
+    @classmethod
+    def from_rows(cls, array: Any) -> "SparseVector":
+        """Return the rows of an array of shape (length, width) that are not all zero, as a vector of rows."""
+        dense = to_values(array)
+        if dense.ndim != 2:
+            raise ValueError(f"array has shape {dense.shape}: expected (length, width)")
+        positions = np.flatnonzero(dense.any(axis=1))
+        return cls(positions.astype(index_dtype(len(dense))), dense[positions], len(dense))
+
     def to_dense(self, out: Array | None = None) -> Array:
-        """Return the dense vector, shape (length,), in `out` when given (overwritten; same dtype as the values)."""
+        """Return the dense vector, shape (length,) or (length, width).
+
+        out: the array to use, overwritten; it has this shape and the dtype of the values, else ValueError.
+        """
+        shape = (self.length, *self.values.shape[1:])
         if out is None:
-            out = np.zeros(self.length, self.values.dtype)
-        elif out.shape != (self.length,) or out.dtype != self.values.dtype:
-            raise ValueError(
-                f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape ({self.length},)"
-            )
+            out = np.zeros(shape, self.values.dtype)
+        elif out.shape != shape or out.dtype != self.values.dtype:
+            raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
         else:
             out[:] = 0
         out[self.indices] = self.values
@@ -101,6 +113,15 @@ class SparseVector:
         """The dtype of the values."""
         return self.values.dtype
 
+    @property
+    def width(self) -> int | None:
+        """Values in a row; None when an index stands for one number."""
+        return self.values.shape[1] if self.values.ndim == 2 else None
+
+    def support(self) -> "SparseVector":
+        """Return where the entries stand: the same indices with rows of width 0, which take no bytes."""
+        return SparseVector(self.indices, np.empty((self.nnz, 0), np.float32), self.length)
+
     def every(self, step: int, start: int = 0) -> "SparseVector":
         """Return the entries start, start + step, ...: one of `step` disjoint shares that together are the vector."""
         return SparseVector(self.indices[start::step].copy(), self.values[start::step].copy(), self.length)
@@ -116,18 +137,19 @@ class SparseVector:
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""
-        values = np.zeros(end - first, self.values.dtype)
+        values = np.zeros((end - first, *self.values.shape[1:]), self.values.dtype)
         values[self.indices - first] = self.values
         return SparseVector(np.arange(first, end, dtype=self.indices.dtype), values, self.length)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{i}: {v}" for i, v in zip(self.indices[:4], self.values[:4], strict=False))
         more = ", ..." if self.nnz > 4 else ""
-        return f"SparseVector({{{shown}{more}}}, nnz={self.nnz}, length={self.length}, {self.values.dtype})"
+        rows = "" if self.width is None else f", width={self.width}"
+        return f"SparseVector({{{shown}{more}}}, nnz={self.nnz}, length={self.length}{rows}, {self.values.dtype})"
 
 
 def merge(a: SparseVector, b: SparseVector) -> SparseVector:
-    """Return a + b over the union of the supports; commutative bit for bit. Both have one length and dtype."""
+    """Return a + b over the union of the supports; commutative bit for bit. Both have one length, width and dtype."""
     if not a.nnz or not b.nnz:
         return a if a.nnz else b
     indices, values = kernels_for(a.values).merge(a.indices, a.values, b.indices, b.values)
@@ -150,7 +172,7 @@ def join(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Split a vector into its `k` largest magnitudes and the rest; ties go to the lowest indices.
+    """Split a vector of numbers into its `k` largest magnitudes and the rest; ties go to the lowest indices.
 
     Returns (kept, dropped); together they are the vector, entry by entry.
     """
@@ -168,9 +190,9 @@ def _checked_length(length: Any) -> int:
 
 
 def _checked_values(values: Array) -> Array:
-    if values.ndim != 1:
-        raise ValueError(f"values have shape {values.shape}: expected one dimension")
-    return to_vector(values)
+    if values.ndim not in (1, 2):
+        raise ValueError(f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows")
+    return np.ascontiguousarray(to_values(values))
 
 
 def _checked_indices(indices: Array, length: int) -> Array:

@@ -1,13 +1,10 @@
-from collectives.agreement import _ranks, verdict
+from dataclasses import asdict, fields, replace
 
-TERMS = {
-    "operation": "gtopk_allreduce",
-    "algorithm": "recursive_doubling",
-    "length": 10,
-    "dtype": "float32",
-    "k": 5,
-    "root": None,
-}
+from collectives.agreement import _ranks, verdict
+from collectives.terms import Terms
+
+SOUND = Terms("gtopk_allreduce", "recursive_doubling", length=10, dtype="float32", k=5)
+TERMS = asdict(SOUND)
 
 
 def report(error=None, **changes):
@@ -25,6 +22,12 @@ def test_the_verdict_names_who_brought_what():
 def test_what_a_rank_with_an_error_brought_is_not_compared():
     said = verdict("sparse_allgather", [report("ValueError: no", length=0), report(), report()])
     assert said == "sparse_allgather raised on all 3 ranks, nothing was changed. rank 0: ValueError: no"
+
+
+def test_every_term_has_its_part_in_the_digest():
+    others = [replace(SOUND, **{field.name: 7}) for field in fields(Terms)]
+    assert len({SOUND.digest, *(terms.digest for terms in others)}) == 1 + len(others)
+    assert replace(SOUND).digest == SOUND.digest
 
 
 def test_runs_of_ranks_are_joined():

@@ -11,13 +11,14 @@ from mpicomp import CodecError, SparseVector
 from mpicomp.codec import BITMAP, HEADER_NBYTES, RANGE, decode, encode, encoded_nbytes, smallest_format
 
 
-@given(sparse_vectors(), st.booleans())
+@given(st.one_of(sparse_vectors(), sparse_vectors(width=0), sparse_vectors(width=3)), st.booleans())
 def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector, compact):
     form = smallest_format(vector) if compact else None
     message = encode(vector, form=form)
     assert message.size == encoded_nbytes(vector, form) <= encoded_nbytes(vector)
     back = decode(message)
-    assert (back.length, back.dtype, back.indices.dtype) == (vector.length, vector.dtype, vector.indices.dtype)
+    assert (back.length, back.dtype, back.width) == (vector.length, vector.dtype, vector.width)
+    assert back.indices.dtype == vector.indices.dtype
     assert back.indices.tobytes() == vector.indices.tobytes()
     assert back.values.tobytes() == vector.values.tobytes()
 
@@ -25,8 +26,8 @@ def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector, compact):
 def test_the_layout_is_the_documented_one():
     message = encode(SparseVector([7], np.array([1.5], np.float32), 9)).tobytes()
     assert message == (
-        b"MPCV"
-        + bytes([1, 0, 1, 0])
+        b"MV"
+        + bytes([1, 0x10, 0, 0, 0, 0])
         + struct.pack("<qqq", 9, 1, 44)
         + struct.pack("<ii", 7, 0)
         + struct.pack("<f", 1.5)
@@ -45,9 +46,10 @@ def test_64_bit_indices_and_bytes_behind_the_message():
 
 def broken(last_two=(5, 8), **changes):
     """Return a sound message of 3 entries with fields of its header, or the last two indices, replaced."""
-    fields = {"magic": b"MPCV", "version": 1, "index": 0, "value": 1, "length": 9, "nnz": 3, "nbytes": 60} | changes
+    fields = {"magic": b"MV", "version": 1, "index": 0, "value": 1, "row": 0, "length": 9, "nnz": 3, "nbytes": 60}
+    magic, version, index, value, *others = (fields | changes).values()
     body = struct.pack("<3i4x3f", 1, last_two[0], last_two[1], 1, 2, 3)
-    return np.frombuffer(struct.pack("<4sBBBxqqq", *fields.values()) + body, np.uint8)
+    return np.frombuffer(struct.pack("<2sBBIqqq", magic, version, index | value << 4, *others) + body, np.uint8)
 
 
 def test_the_sound_one_is_sound():
@@ -57,8 +59,8 @@ def test_the_sound_one_is_sound():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"magic": b"MPCX"}, "got magic b'MPCX', version 1: expected b'MPCV', version 1"),
-        ({"version": 2}, "version 2: expected b'MPCV', version 1"),
+        ({"magic": b"MX"}, "got magic b'MX', version 1: expected b'MV', version 1"),
+        ({"version": 2}, "version 2: expected b'MV', version 1"),
         ({"index": 4}, "got index format 4"),
         ({"index": 1}, "16 bytes of indices in format 1 do not hold 3 entries with int32 indices"),
         ({"index": 2}, "16 bytes of indices in format 2 do not hold 3 entries"),
@@ -73,6 +75,8 @@ def test_the_sound_one_is_sound():
         ({"nnz": 2**62, "length": 2**63 - 1, "index": 1}, "the header says 60 bytes for 4611686018427387904 entries"),
         ({"last_two": (5, 9)}, "index 9 is out of range"),
         ({"nbytes": 61}, "the header says 61 bytes for 3 entries, and 60 bytes are there"),
+        ({"row": 3}, "the header says 60 bytes for 3 entries"),
+        ({"row": 2**32 - 1, "nnz": 2**62, "length": 2**63 - 1}, "the header says 60 bytes for 46"),
         ({"nnz": 5, "nbytes": 76}, "the header says 76 bytes for 5 entries, and 60 bytes are there"),
     ],
 )
@@ -110,7 +114,7 @@ def test_the_smallest_format_goes_by_the_true_count():
 )
 def test_a_range_or_bitmap_that_lies_is_refused(form, section, nnz):
     body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
-    header = struct.pack("<4sBBBxqqq", b"MPCV", 1, form, 2, 9, nnz, 32 + len(body))
+    header = struct.pack("<2sBBIqqq", b"MV", 1, form | 2 << 4, 0, 9, nnz, 32 + len(body))
     with pytest.raises(CodecError):
         decode(np.frombuffer(header + body, np.uint8))
 
@@ -125,10 +129,11 @@ def test_a_truncated_message_is_refused(size):
 @given(hnp.arrays(np.uint8, st.integers(0, 100)), st.booleans())
 def test_any_bytes_decode_or_raise_codec_error(noise, with_magic):
     message = noise.copy()
-    if with_magic and message.size >= 5:
-        message[:5] = list(b"MPCV\x01")
+    if with_magic and message.size >= 3:
+        message[:3] = list(b"MV\x01")
     try:
         vector = decode(message)
     except CodecError:
         return
-    assert vector.nbytes + HEADER_NBYTES <= message.size
+    assert vector.values.nbytes + HEADER_NBYTES <= message.size
+    assert vector.nnz <= 8 * message.size

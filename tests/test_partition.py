@@ -51,3 +51,8 @@ def test_the_expected_union_of_independent_supports():
 )
 def test_the_rule_of_auto(length, counts, algorithm):
     assert choose_allreduce(length, counts) == algorithm
+
+
+@pytest.mark.parametrize(("value_nbytes", "algorithm"), [(2, "dense"), (4, "split_allgather"), (256, "split_allgather")])
+def test_auto_goes_dense_where_that_is_smaller(value_nbytes, algorithm):
+    assert choose_allreduce(10**6, [130_000] * 4, value_nbytes) == algorithm

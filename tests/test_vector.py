@@ -46,7 +46,11 @@ ONE = np.ones(1)
         (([0], ONE, True), TypeError, "length is True: expected an integer"),
         (([0, 1], ONE, 4), ValueError, "got 2 indices and 1 values"),
         (([[0]], ONE, 4), ValueError, "indices have shape (1, 1): expected one dimension"),
-        (([0], [ONE], 4), ValueError, "values have shape (1, 1): expected one dimension"),
+        (
+            ([0], [[ONE]], 4),
+            ValueError,
+            "values have shape (1, 1, 1): expected (entries,), or (entries, width) for rows",
+        ),
         (([0.0], ONE, 4), TypeError, "indices are float64: expected integers"),
         (([0], [1], 4), TypeError, "values are int64: expected float16, float32 or float64; convert them with astype"),
         (([0], [1j], 4), TypeError, "values are complex128"),
@@ -107,6 +111,33 @@ def test_merge_is_the_dense_sum_and_commutative_to_the_bit(data):
     np.testing.assert_array_equal(one.indices, other.indices)
     np.testing.assert_array_equal(one.indices, np.union1d(a.indices, b.indices))
     np.testing.assert_array_equal(one.to_dense(), a.to_dense() + b.to_dense())
+
+
+@given(st.data(), st.integers(0, 3))
+def test_rows_merge_as_their_columns_do(data, width):
+    a = data.draw(sparse_vectors(width=width))
+    b = data.draw(sparse_vectors(length=a.length, dtype=a.dtype, width=width))
+    one, other = merge(a, b), merge(b, a)
+    assert (one.width, one.dtype) == (width, a.dtype)
+    assert one.values.tobytes() == other.values.tobytes()
+    np.testing.assert_array_equal(one.indices, np.union1d(a.indices, b.indices))
+    np.testing.assert_array_equal(one.to_dense(), a.to_dense() + b.to_dense())
+
+
+def test_rows():
+    dense = np.zeros((5, 3), np.float32)
+    dense[[1, 4]] = [[1, 0, 2], [0, 3, 0]]
+    rows = SparseVector.from_rows(dense)
+    assert (rows.nnz, rows.length, rows.width, rows.nbytes) == (2, 5, 3, 32)
+    assert "nnz=2, length=5, width=3, float32" in repr(rows)
+    np.testing.assert_array_equal(rows.to_dense(), dense)
+    assert SparseVector.empty(5, width=3).to_dense().shape == (5, 3)
+    support = rows.support()
+    assert (support.width, support.nbytes, support.indices.tolist()) == (0, 8, [1, 4])
+    with pytest.raises(ValueError, match=r"array has shape \(3,\): expected \(length, width\)"):
+        SparseVector.from_rows(np.ones(3))
+    with pytest.raises(ValueError, match=r"values\[1, 2\] is nan: expected finite"):
+        SparseVector([0, 3], [[1, 2, 3], [4, 5, np.nan]], 9).validate()
 
 
 @given(sparse_vectors(), st.integers(0, 60))

@@ -113,13 +113,16 @@ def raise_not_finite(values: Array) -> None:
     """Raise ValueError naming the first value of `values` that is NaN or infinite, if there is one."""
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size:
-        raise ValueError(f"values[{bad[0]}] is {values[bad[0]]}: expected finite values; skip the step or clip them")
+        first = tuple(map(int, np.unravel_index(bad[0], values.shape)))
+        place = ", ".join(map(str, first))
+        raise ValueError(f"values[{place}] is {values[first]}: expected finite values; skip the step or clip them")
 
 
 def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
     """Return the sum of two sparse vectors as (indices, values) over the union of their supports.
 
-    Indices strictly increase in each input and in the output; both pairs have the same dtypes. Where both vectors have
+    Indices strictly increase in each input and in the output; both pairs have the same dtypes, and values of shape
+    (entries,) or, both of one width, (entries, width). Where both vectors have
     an entry the output has ``a + b``, which is the same bits as ``b + a``: the merge is commutative bit for bit.
     float16 is added in float32 and rounded once, which gives the correctly rounded float16 sum.
     """
@@ -128,7 +131,7 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
         with np.errstate(over="ignore"):  # infinite, as sums of the other dtypes that leave their range
             return indices, wide.astype(np.float16)
     indices = np.empty(indices_a.size + indices_b.size, indices_a.dtype)
-    values = np.empty(indices.size, values_a.dtype)
+    values = np.empty((indices.size, *values_a.shape[1:]), values_a.dtype)
     count = _merge(indices_a, values_a, indices_b, values_b, indices, values)
     return indices[:count], values[:count]
 
