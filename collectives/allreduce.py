@@ -4,10 +4,12 @@ Sources: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive do
 dense allgather; R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005, for halving and doubling.
 
 Rounds and bytes: README.md beside this file. Invariant: each algorithm adds over a tree that depends on the number of
-ranks alone, and an entry is added up in one place or, bit for bit alike, in several: all ranks hold the same bits.
+ranks (and where nodes play a part, on their places) alone, and an entry is added up in one place or, bit for bit alike,
+in several: all ranks hold the same bits.
 
 Differences from the papers: any number of ranks; parts of unequal size; a piece travels as a bitmap or a dense range as
-soon as its own count makes that smaller.
+soon as its own count makes that smaller; shares that hold about as many entries each, wherever those stand; a survey
+(`survey.py`) comes first.
 """
 
 from functools import partial
@@ -15,25 +17,32 @@ from typing import Any
 
 from collectives import tuning
 from collectives.channel import Channel, Offer
-from collectives.operation import Algorithm, begin
-from collectives.partition import cut, equal_ranges
-from collectives.patterns import add, doubling, folded
+from collectives.operation import begin
+from collectives.partition import Ranges, equal_ranges
+from collectives.patterns import add, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
 from collectives.schedule import halving
+from collectives.survey import PARTITIONS, Survey, look_around
 from collectives.transport import Steps
-from mpicomp.vector import SparseVector, add_up, join
+from mpicomp.vector import SparseVector, add_up
 
 
-def sparse_allreduce(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> SparseVector:
+def sparse_allreduce(
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto"
+) -> SparseVector:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     comm: an mpi4py intracommunicator.
-    algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "auto", which
-    takes one by `collectives.tuning.choose_allreduce` after telling each other the counts (ceil(lg P) small messages).
+    algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense"; with the nodes in
+    mind "node_leaders" or "node_lanes"; or "auto", which takes one by `collectives.tuning.choose_allreduce`.
+    partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of where the entries
+    stand, "hashed" blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless
+    one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges.
 
-    A named algorithm is compared with what the other ranks named before it starts, which takes as many small messages.
+    Before anything else the ranks tell each other what they bring, in ceil(lg P) small messages (two ranks and "auto":
+    not at all).
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero stay in
     it; "dense" has every position as an entry. It may share memory with `vector`.
@@ -41,67 +50,78 @@ def sparse_allreduce(vector: SparseVector, comm: Any, *, algorithm: str = "auto"
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_iallreduce(vector, comm, algorithm=algorithm).wait()
+    return sparse_iallreduce(vector, comm, algorithm=algorithm, partition=partition).wait()
 
 
-def sparse_iallreduce(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> Request[SparseVector]:
+def sparse_iallreduce(
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto"
+) -> Request[SparseVector]:
     """Start `sparse_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    named = {name: partial(confirmed, steps) for name, steps in ALGORITHMS.items()}
-    return begin("sparse_allreduce", {"auto": auto, **named}, vector, comm, algorithm)
+
+    def check(vector: SparseVector, size: int) -> None:
+        if partition not in PARTITIONS:
+            raise ValueError(f"partition is {partition!r}: expected one of {list(PARTITIONS)}")
+
+    named = {name: partial(surveyed, name, "equal" if name in UNSAMPLED else partition) for name in ALGORITHMS}
+    every = {"auto": partial(auto, partition), **named}
+    return begin("sparse_allreduce", every, vector, comm, algorithm, partition=str(partition), check=check)
 
 
-def auto(offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Tell each other the counts, and run what they suggest."""
+def auto(partition: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Run what the survey suggests; two ranks need none."""
     if channel.size <= 2:
-        return (yield from recursive_doubling(offer, channel))
-    counts = [theirs.k for theirs in (yield from channel.gather(Offer(channel.nothing(), offer.vector.nnz)))]
+        return (yield from recursive_doubling(offer, channel, Survey([], [], offer.vector.length, partition)))
+    return (yield from surveyed(None, partition, offer, channel))
+
+
+def surveyed(name: str | None, partition: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Look around, and run the algorithm: the schedules of two would not meet, so all ranks have to know it first."""
+    survey = yield from look_around(offer, channel, partition)
     if channel.broken:
         return offer.vector
-    return (yield from ALGORITHMS[tuning.choose_allreduce(offer.vector.length, counts)](offer, channel))
+    if name is None:
+        nodes = [len(ranks) for ranks in channel.nodes()]
+        name = tuning.choose_allreduce(survey.length, survey.counts, offer.vector.value_nbytes, nodes)
+    return (yield from ALGORITHMS[name](offer, channel, survey))
 
 
-def confirmed(steps: Algorithm[SparseVector], offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Run a named algorithm once it is clear that all ranks named it: the schedules of two would not meet."""
-    if not (yield from channel.agree()):
-        return offer.vector
-    return (yield from steps(offer, channel))
-
-
-def allgather(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Gather all vectors everywhere, and add them up on every rank."""
     offers = yield from channel.gather(offer)
     return add_up([theirs.vector for theirs in offers])
 
 
-def recursive_doubling(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def recursive_doubling(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Add the partner's sum over doubling distances."""
     return (yield from folded(offer, channel, add, partial(doubling, channel=channel, combine=add))).vector
 
 
-def split_allgather(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def split_allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Let every rank add up its share, and gather the shares."""
-    share = yield from split(offer, channel)
+    partition = survey.shares(channel.size)
+    share = yield from split(offer, channel, partition)
     shares = yield from channel.gather(share)
-    return join([theirs.vector for theirs in shares])
+    return partition.unite([theirs.vector for theirs in shares])
 
 
-def dense(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def dense(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Let every rank add up its share, and gather the shares as dense pieces."""
-    share = (yield from split(offer, channel)).vector
-    first, end = equal_ranges(share.length, channel.size)[channel.rank : channel.rank + 2]
+    partition = equal_ranges(survey.length, channel.size)
+    share = (yield from split(offer, channel, partition)).vector
+    first, end = partition.bounds[channel.rank : channel.rank + 2]
     pieces = yield from channel.gather(Offer(share.filled(first, end)))
-    return join([theirs.vector for theirs in pieces])
+    return partition.unite([theirs.vector for theirs in pieces])
 
 
-def recursive_halving(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def recursive_halving(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Halve the range that is held with a partner over halving distances, adding; then double it back."""
+    bounds = survey.ranges(channel.core).bounds
 
     def core(offer: Offer) -> Steps[Offer]:
         low, high = 0, channel.core  # in shares of the index space
-        bounds = equal_ranges(offer.vector.length, channel.core)
         for partner in halving(channel.rank, channel.core):
             middle = (low + high) // 2
-            lower, upper = cut(offer.vector, [bounds[low], bounds[middle], bounds[high]])
+            lower, upper = Ranges((bounds[low], bounds[middle], bounds[high])).cut(offer.vector)
             keep, give = (lower, upper) if channel.rank < partner else (upper, lower)
             low, high = (low, middle) if channel.rank < partner else (middle, high)
             offer = add(Offer(keep), (yield from channel.exchange(Offer(give), partner)))
@@ -110,10 +130,46 @@ def recursive_halving(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     return (yield from folded(offer, channel, add, core)).vector
 
 
+def node_leaders(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+    """Add up inside each node on its first rank, sum over those, and hand the result down inside."""
+    nodes = channel.nodes()
+    node = channel.among(next(ranks for ranks in nodes if channel.rank in ranks))
+    total = yield from reduce_up(offer, node, add)
+    if node.rank == 0:
+        leaders = channel.among([ranks[0] for ranks in nodes])
+        total = Offer((yield from auto(survey.partition, counted(total.vector), leaders)))
+    return (yield from hand_down(total, node)).vector
+
+
+def node_lanes(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+    """Split inside each node, sum every share over the ranks that own it in their nodes, and gather inside.
+
+    There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
+    """
+    nodes = channel.nodes()
+    lanes = min(len(ranks) for ranks in nodes)
+    node = channel.among(next(ranks for ranks in nodes if channel.rank in ranks))
+    partition = survey.shares(lanes)
+    share = yield from split(offer, node, partition)
+    if node.rank < lanes:
+        lane = channel.among([ranks[node.rank] for ranks in nodes])
+        share = Offer((yield from auto(survey.partition, counted(share.vector), lane)))
+    shares = yield from node.gather(share)
+    return partition.unite([theirs.vector for theirs in shares[:lanes]])
+
+
+def counted(vector: SparseVector) -> Offer:
+    """Return a vector as an offer of as many entries as it has."""
+    return Offer(vector, vector.nnz)
+
+
 ALGORITHMS = {
     "allgather": allgather,
     "recursive_doubling": recursive_doubling,
     "split_allgather": split_allgather,
     "recursive_halving": recursive_halving,
     "dense": dense,
+    "node_leaders": node_leaders,
+    "node_lanes": node_lanes,
 }
+UNSAMPLED = ("allgather", "recursive_doubling", "dense")  # they cut nothing, or equal ranges

@@ -66,6 +66,10 @@ class Channel:
         inner._seat([self._ranks[rank] for rank in ranks])
         return inner
 
+    def nodes(self) -> list[list[int]]:
+        """Return the ranks of each node: those that share memory; the nodes in the order of their first ranks."""
+        return schedule.groups([self.endpoint.nodes[rank] for rank in self._ranks])
+
     @property
     def broken(self) -> bool:
         """Whether this rank knows that the operation cannot be done."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
+from collectives.partition import equal_ranges
 from collectives.patterns import add, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
@@ -39,8 +40,8 @@ def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, al
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
-    intracommunicator. k: the same on all ranks; None takes the largest number of entries that a rank brings, of the ranks that a step
-    joins (so at the end, of all).
+    intracommunicator. k: the same on all ranks; None takes the largest number of entries that a rank brings, of the
+    ranks that a step joins (so at the end, of all).
     algorithm: "recursive_doubling" (also "auto"), "tree", or "exact", which gives the true k largest of the sum.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must
@@ -58,10 +59,13 @@ def gtopk_iallreduce(
     vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto"
 ) -> Request[Result]:
     """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    brings: SparseVector | Exception = vector
-    if isinstance(vector, SparseVector) and vector.width is not None:
-        brings = ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
-    return begin("gtopk_allreduce", ALGORITHMS, brings, comm, algorithm, k=k)
+    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, k=k, check=numbers)
+
+
+def numbers(vector: SparseVector, size: int) -> None:
+    """Raise ValueError for a vector of rows: they have no magnitude to select by."""
+    if vector.width is not None:
+        raise ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
 
 
 class Selection:
@@ -111,7 +115,7 @@ def exact(offer: Offer, channel: Channel) -> Steps[Result]:
     with channel.turn() as turn:
         if not (yield from agreed(channel)):
             return offer.vector, offer.vector
-        total = yield from split(offer, channel)
+        total = yield from split(offer, channel, equal_ranges(offer.vector.length, channel.size))
         yield (turn,)
         share, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
         kernels = kernels_for(share.values)

@@ -19,6 +19,7 @@ from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
 Algorithm = Callable[[Offer, Channel], Steps[T]]
+Check = Callable[[SparseVector, int], Any]
 
 
 def begin(
@@ -30,25 +31,31 @@ def begin(
     *,
     k: int | None = None,
     root: int | None = None,
+    partition: str | None = None,
     follow: bool = False,
+    check: Check | None = None,
 ) -> Request[T]:
     """Put `operation` in flight with what this rank brings.
 
     algorithms: the choice by name; "auto" takes the first, or what goes by this name. vector: an exception stands for a
     rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. k: None
-    takes the largest nnz. follow: length and dtype are the root's, and the other ranks bring no vector.
+    takes the largest nnz. partition: how it is called, as a term. follow: length and dtype are the root's, and the
+    other ranks bring no vector.
+    check: raises ValueError or TypeError for what else is wrong, given a sound vector and the number of ranks.
     """
     endpoint = endpoint_of(comm, wait_for)
     if follow and endpoint.rank != root and not isinstance(vector, Exception):
         vector = SparseVector.empty(0)
     error = (
-        _fault(algorithms, vector, algorithm) or _bad_integer("k", k, 2**63) or _bad_integer("root", root, comm.size)
+        _bad_integer("k", k, 2**63)
+        or _bad_integer("root", root, comm.size)
+        or _fault(algorithms, vector, algorithm, check, comm.size)
     )
     if error is not None or not isinstance(vector, SparseVector):
         vector, algorithm, k, root = SparseVector.empty(0), "auto", None, None
     name = algorithm if algorithm in algorithms else next(iter(algorithms))
     k, root = (None if number is None else int(number) for number in (k, root))  # NumPy's integers among them
-    terms = Terms(operation, name, k=k, root=root)
+    terms = Terms(operation, name, k=k, root=root, partition=partition)
     if not follow:
         terms = replace(terms, length=vector.length, dtype=str(vector.dtype), width=vector.width)
     channel = Channel(endpoint, terms, error)
@@ -56,7 +63,9 @@ def begin(
     return start(all_or_none(channel, algorithms[name](offer, channel)))
 
 
-def _fault(algorithms: Mapping[str, Any], vector: Any, algorithm: Any) -> Exception | None:
+def _fault(
+    algorithms: Mapping[str, Any], vector: Any, algorithm: Any, check: Check | None, size: int
+) -> Exception | None:
     """Return what is wrong with the vector or the algorithm, as the exception to raise; None when they are sound."""
     if isinstance(vector, Exception):
         return vector
@@ -66,7 +75,9 @@ def _fault(algorithms: Mapping[str, Any], vector: Any, algorithm: Any) -> Except
         return ValueError(f"algorithm is {algorithm!r}: expected one of {list({'auto': None, **algorithms})}")
     try:
         vector.validate()
-    except ValueError as error:
+        if check is not None:
+            check(vector, size)
+    except (TypeError, ValueError) as error:
         return error
     return None
 

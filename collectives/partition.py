@@ -1,24 +1,165 @@
-"""Who owns which indices: pure functions, the same on every rank."""
+"""Who owns which indices: pure functions, the same on every rank.
 
+A partition cuts a vector into one part for each owner, and unites the owners' parts again. `Ranges` are contiguous: of
+equal length, at sampled quantiles of where the entries stand, or the caller's own. `Blocks` deals short blocks out like
+cards: no owner can get more than its share of a stretch of the index space that is hot, and no samples are needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, join
+
+Array = NDArray[Any]
+
+SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by a few per cent of a share
+SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a few per cent of what travels
+SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
+BLOCKS_A_SHARE = 4096
+LONGEST_BLOCK = 1024  # positions
+
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 over the golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 
 
-def equal_ranges(length: int, size: int) -> list[int]:
-    """Return the size + 1 bounds of `size` ranges of indices: rank r owns bounds[r] <= index < bounds[r + 1].
+class Partition(Protocol):
+    """Shares of the index space, one for each owner."""
 
-    Their lengths differ by one at most. Python integers: length * size may be beyond 64 bits.
+    def cut(self, vector: SparseVector) -> list[SparseVector]:
+        """Return the part of each owner; indices stay as they are."""
+        ...
+
+    def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
+        """Return one vector of the owners' parts, in the order of the owners."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Contiguous shares: owner r has bounds[r] <= index < bounds[r + 1]."""
+
+    bounds: tuple[int, ...]
+
+    def cut(self, vector: SparseVector) -> list[SparseVector]:
+        """See `Partition.cut`; the parts are views."""
+        places = np.searchsorted(vector.indices, np.array(self.bounds, vector.indices.dtype)).tolist()
+        return [
+            SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
+            for start, end in pairwise(places)
+        ]
+
+    def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
+        """See `Partition.unite`."""
+        return join(parts)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of `width` positions, dealt out in turns: a turn gives each of `size` owners one of `size` blocks.
+
+    Where a turn begins is a hash of its number, so a pattern that repeats with the turns meets every owner.
     """
-    return [length * rank // size for rank in range(size + 1)]
+
+    size: int
+    width: int
+
+    def owners(self, indices: Array) -> Array:
+        """Return the owner of each index, as uint32."""
+        turn, place = np.divmod(indices.astype(np.uint64) // np.uint64(self.width), np.uint64(self.size))
+        owners: Array = (place + ((turn * _MIX) >> np.uint64(33))) % np.uint64(self.size)
+        return owners.astype(np.uint32)
+
+    def cut(self, vector: SparseVector) -> list[SparseVector]:
+        """See `Partition.cut`."""
+        owners = self.owners(vector.indices)
+        order = np.argsort(owners, kind="stable")
+        ends = np.cumsum(np.bincount(owners, minlength=self.size)).tolist()
+        return [
+            SparseVector(vector.indices[chosen], vector.values[chosen], vector.length)
+            for chosen in (order[start:end] for start, end in pairwise([0, *ends]))
+        ]
+
+    def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
+        """See `Partition.unite`."""
+        indices = np.concatenate([part.indices for part in parts])
+        order = np.argsort(indices, kind="stable")
+        return SparseVector(indices[order], np.concatenate([part.values for part in parts])[order], parts[0].length)
 
 
-def cut(vector: SparseVector, bounds: list[int]) -> list[SparseVector]:
-    """Return the parts of a vector that lie between successive bounds, as views; indices stay as they are."""
-    places = np.searchsorted(vector.indices, np.array(bounds, vector.indices.dtype)).tolist()
-    return [
-        SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
-        for start, end in pairwise(places)
-    ]
+def equal_ranges(length: int, size: int) -> Ranges:
+    """Return `size` ranges whose lengths differ by one at most.
+
+    Python integers: length * size may be beyond 64 bits.
+    """
+    return Ranges(tuple(length * owner // size for owner in range(size + 1)))
+
+
+def hashed_blocks(length: int, size: int) -> Blocks:
+    """Return the deal of `size` owners: 4096 blocks for each, of 1 to 1024 positions, as the length allows."""
+    return Blocks(size, max(1, min(LONGEST_BLOCK, length // (size * BLOCKS_A_SHARE))))
+
+
+def given_ranges(bounds: Sequence[int], length: int, size: int) -> Ranges:
+    """Return the ranges between the caller's bounds; ValueError or TypeError where they do not cover the indices."""
+    ranges = Ranges(tuple(index(bound) for bound in bounds))
+    if len(ranges.bounds) != size + 1 or (ranges.bounds[0], ranges.bounds[-1]) != (0, length):
+        raise ValueError(
+            f"partition has {len(ranges.bounds)} bounds from {ranges.bounds[:1]} to {ranges.bounds[-1:]}: "
+            f"expected {size + 1}, one more than ranks, from 0 to the length {length}"
+        )
+    if any(start > end for start, end in pairwise(ranges.bounds)):
+        raise ValueError("partition has bounds that decrease: expected each at least the one before")
+    return ranges
+
+
+def sample(indices: Array, rank: int, size: int) -> Array:
+    """Return evenly spaced ones of a rank's indices, as many as quantiles for `size` shares are worth.
+
+    The entries are cut into equal runs, and each run gives one index, at a place in it that depends on the rank: where
+    the ranks' supports are alike, their samples are not.
+    """
+    runs = min(SAMPLES_A_SHARE * size, indices.size // SAMPLED_ENTRIES)
+    ends = _run_ends(indices.size, runs)
+    starts = np.concatenate([ends[:1] * 0, ends[:-1]])
+    chosen: Array = indices[starts + (ends - starts) * (2 * rank + 1) // (2 * size)]
+    return chosen
+
+
+def quantile_ranges(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Ranges:
+    """Return `size` ranges that hold about as many entries each, by every rank's `sample` and number of entries."""
+    places, entries = _distribution(samples, counts)
+    if not entries.size:
+        return equal_ranges(length, size)
+    total = int(entries[-1])
+    inner = np.searchsorted(entries, [total * owner // size for owner in range(1, size)])
+    return Ranges((0, *places[inner].tolist(), length))
+
+
+def balanced_ranges(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Ranges:
+    """Return equal ranges where none of them holds over 1.25 times the mean, else `quantile_ranges`."""
+    equal = equal_ranges(length, size)
+    places, entries = _distribution(samples, counts)
+    if not entries.size:
+        return equal
+    below = np.concatenate([[0], entries])[np.searchsorted(places, np.array(equal.bounds, places.dtype))]
+    even = np.diff(below).max() * size <= SKEW * entries[-1]
+    return equal if even else quantile_ranges(samples, counts, length, size)
+
+
+def _run_ends(count: int, runs: int) -> Array:
+    """Return where `runs` equal runs of `count` entries end. 64 bits: count is below 2^63 / runs."""
+    ends: Array = np.arange(1, runs + 1, dtype=np.int64) * count // max(1, runs)
+    return ends
+
+
+def _distribution(samples: Sequence[Array], counts: Sequence[int]) -> tuple[Array, Array]:
+    """Return all samples in order, and how many entries stand up to each of them."""
+    places = np.concatenate(samples)
+    runs = [np.diff(_run_ends(count, chosen.size), prepend=0) for chosen, count in zip(samples, counts, strict=True)]
+    order = np.argsort(places, kind="stable")
+    return places[order], np.cumsum(np.concatenate(runs)[order])

@@ -6,46 +6,76 @@ Rounds: one step of P - 1 messages a rank. Bytes sent by a rank: (P-1)/P k s, wh
 Invariant: an owner adds what the ranks hold of its share over a fixed tree in rank order: the same bits in every run.
 
 Differences from the paper: the parts are sent to their owners directly in one step, and each says how long it is; the
-owners of an uneven gradient get uneven work (the ranges are of equal length).
+shares are ranges of equal length, hashed blocks, or the caller's own ranges.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
-from collectives.partition import cut, equal_ranges
+from collectives.partition import Partition, equal_ranges, given_ranges, hashed_blocks
 from collectives.progress import Request
 from collectives.transport import Steps
 from mpicomp.vector import SparseVector, add_up
 
 
-def sparse_reduce_scatter(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> SparseVector:
+def sparse_reduce_scatter(
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str | Sequence[int] = "equal"
+) -> SparseVector:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     comm: an mpi4py intracommunicator.
-    algorithm: "auto" or "split".
+    algorithm: "auto" or "split". partition: who owns what, the same on all ranks: "equal": rank r of P has
+    n r // P <= index < n (r + 1) // P; "hashed": short blocks, so that no rank gets all of a hot stretch
+    (`collectives.partition.hashed_blocks(n, P).owners(indices)` tells whose they are); or P + 1 bounds from 0 to n:
+    rank r has bounds[r] <= index < bounds[r + 1].
 
-    Returns a vector of the same length with the entries of this rank's range only, at their own indices: rank r of P
-    owns n r // P <= index < n (r + 1) // P.
+    Returns a vector of the same length with the entries of this rank's share only, at their own indices.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_ireduce_scatter(vector, comm, algorithm=algorithm).wait()
+    return sparse_ireduce_scatter(vector, comm, algorithm=algorithm, partition=partition).wait()
 
 
-def sparse_ireduce_scatter(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> Request[SparseVector]:
+def sparse_ireduce_scatter(
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str | Sequence[int] = "equal"
+) -> Request[SparseVector]:
     """Start `sparse_reduce_scatter` and return its Request; leave the vector's arrays alone before it has ended."""
+    return begin(
+        "sparse_reduce_scatter",
+        {"split": partial(reduce_scatter, partition)},
+        vector,
+        comm,
+        algorithm,
+        partition=str(partition),
+        check=partial(shares, partition),
+    )
 
-    def steps(offer: Offer, channel: Channel) -> Steps[SparseVector]:
-        return (yield from split(offer, channel)).vector
 
-    return begin("sparse_reduce_scatter", {"split": steps}, vector, comm, algorithm)
+def shares(partition: str | Sequence[int], vector: SparseVector, size: int) -> Partition:
+    """Return the partition that the caller asked for; TypeError or ValueError when it is none."""
+    if not isinstance(partition, str):
+        return given_ranges(partition, vector.length, size)
+    if partition not in ("equal", "hashed"):
+        raise ValueError(f"partition is {partition!r}: expected 'equal', 'hashed' or {size + 1} bounds")
+    return equal_ranges(vector.length, size) if partition == "equal" else hashed_blocks(vector.length, size)
 
 
-def split(offer: Offer, channel: Channel) -> Steps[Offer]:
-    """Send every owner its part, and add up what the ranks hold of this rank's; the largest k comes with it."""
-    parts = cut(offer.vector, equal_ranges(offer.vector.length, channel.size))
+def reduce_scatter(partition: str | Sequence[int], offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Let every rank add up its share; see the head of this file."""
+    return (yield from split(offer, channel, shares(partition, offer.vector, channel.size))).vector
+
+
+def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[Offer]:
+    """Send every owner its part, and add up what the ranks hold of this rank's; the largest k comes with it.
+
+    Where there are fewer shares than ranks, the last ranks own nothing.
+    """
+    parts = partition.cut(offer.vector)
+    parts += [channel.nothing()] * (channel.size - len(parts))
     offers = yield from channel.all_to_all([Offer(part, offer.k) for part in parts])
     return Offer(add_up([theirs.vector for theirs in offers]), max(theirs.k for theirs in offers))

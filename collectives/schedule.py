@@ -4,7 +4,7 @@ A butterfly needs a power of two, the *core*: the largest one that fits. The ran
 rank before the butterfly and get the result from it afterwards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -59,6 +59,14 @@ def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
     while place + distance < size and not place & distance:
         yield (place + distance + root) % size
         distance *= 2
+
+
+def groups(marks: Sequence[int]) -> list[list[int]]:
+    """Return the ranks that carry one mark, for each mark, in the order in which the marks come up first."""
+    found: dict[int, list[int]] = {}
+    for rank, mark in enumerate(marks):
+        found.setdefault(mark, []).append(rank)
+    return list(found.values())
 
 
 def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:

@@ -155,6 +155,7 @@ class Endpoint:
         from mpi4py import MPI
 
         self.comm = duplicate
+        self.nodes = _first_ranks(duplicate)
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
@@ -183,6 +184,19 @@ class Endpoint:
         return Reduction(self.comm, array)
 
 
+def _first_ranks(comm: "MPI.Intracomm") -> list[int]:
+    """Return, for each rank, the first rank that shares its memory: what tells the nodes apart. Collective, blocks."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    first = np.array([comm.rank], np.int64)
+    node.Bcast(first)
+    node.Free()
+    everywhere = np.empty(comm.size, np.int64)
+    comm.Allgather(first, everywhere)
+    return [int(rank) for rank in everywhere]
+
+
 def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     """Return the endpoint of a communicator. The first call on it is collective, and waits by `wait_for`.
 
@@ -197,7 +211,7 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
 
     def make() -> Endpoint:
         duplicate, request = comm.Idup()
-        wait_for(Sending(request))
+        wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
         return Endpoint(comm, duplicate)
 
     return attached(comm, _endpoint_key(), make)

@@ -16,18 +16,27 @@ def expected_union(length: int, counts: Sequence[int]) -> float:
     return length * (1 - missing)
 
 
-def choose_allreduce(length: int, counts: Sequence[int], value_nbytes: int = 4) -> str:
-    """Return the algorithm of `sparse_allreduce` for the ranks' numbers of entries, each with values of so many bytes.
+def choose_allreduce(length: int, counts: Sequence[int], value_nbytes: int = 4, nodes: Sequence[int] = (1,)) -> str:
+    """Return the algorithm of `sparse_allreduce`.
 
-    `recursive_doubling` for 2 ranks: one exchange, and no fewer bytes exist. `dense` when the expected union of
-    independent supports is no smaller in plain form than the dense vector: half of the length for float32. `allgather` when the P^2 pieces of a split would have fewer than 64
-    entries on average. Else `split_allgather` up to 64 ranks, which sends (P+1)/P of the bytes of an allgather when the
-    supports are disjoint and far fewer when they overlap, and spreads the additions; `recursive_halving` above.
+    counts: the entries that each rank brings, with values of so many bytes an entry. nodes: the ranks on each node.
+
+    `recursive_doubling` for 2 ranks: one exchange, and no fewer bytes exist. With several ranks on one of several nodes
+    `node_lanes`, by which a sum crosses the network once a node and over all of its ranks, or `node_leaders` when the
+    shares of the lanes would have fewer than 64 entries on average. Else `allgather` when the P^2 pieces of a split
+    would have fewer than 64. `dense` when the expected union of independent supports is no smaller in plain form than
+    the dense vector: half of the length for float32. Else `split_allgather` up to 64 ranks, which sends (P+1)/P of the
+    bytes of an allgather when the supports are disjoint and far fewer when they overlap, and spreads the additions;
+    `recursive_halving` above.
     """
-    if len(counts) <= 2:
+    ranks = len(counts)
+    if ranks <= 2:
         return "recursive_doubling"
-    if sum(counts) < SMALL_PIECE * len(counts) ** 2:
+    if len(nodes) > 1 and max(nodes) > 1:
+        return "node_lanes" if sum(counts) >= SMALL_PIECE * ranks * min(nodes) else "node_leaders"
+    if sum(counts) < SMALL_PIECE * ranks**2:
         return "allgather"
-    if expected_union(length, counts) * (value_nbytes + index_dtype(length).itemsize) >= length * value_nbytes:
+    plain = expected_union(length, counts) * (value_nbytes + index_dtype(length).itemsize)
+    if value_nbytes and plain >= length * value_nbytes:
         return "dense"
-    return "split_allgather" if len(counts) <= DIRECT_RANKS else "recursive_halving"
+    return "split_allgather" if ranks <= DIRECT_RANKS else "recursive_halving"

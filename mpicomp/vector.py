@@ -118,6 +118,11 @@ class SparseVector:
         """Values in a row; None when an index stands for one number."""
         return self.values.shape[1] if self.values.ndim == 2 else None
 
+    @property
+    def value_nbytes(self) -> int:
+        """Bytes of the values of one entry."""
+        return self.values.itemsize * (1 if self.width is None else self.width)
+
     def support(self) -> "SparseVector":
         """Return where the entries stand: the same indices with rows of width 0, which take no bytes."""
         return SparseVector(self.indices, np.empty((self.nnz, 0), np.float32), self.length)

@@ -6,26 +6,138 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
-from collectives.partition import cut, equal_ranges
+from collectives.partition import (
+    Ranges,
+    balanced_ranges,
+    equal_ranges,
+    given_ranges,
+    hashed_blocks,
+    quantile_ranges,
+    sample,
+)
 from collectives.tuning import choose_allreduce, expected_union
+from mpicomp import SparseVector
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 2000))
 def test_equal_ranges_cover_everything_and_differ_by_one_at_most(length, size):
-    bounds = equal_ranges(length, size)
+    bounds = equal_ranges(length, size).bounds
     assert (bounds[0], bounds[-1], len(bounds)) == (0, length, size + 1)
     lengths = [end - start for start, end in pairwise(bounds)]
     assert min(lengths) >= 0
     assert max(lengths) - min(lengths) <= 1
 
 
+@given(st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.integers(1, 12))
+def test_cut_gives_every_entry_to_its_owner_and_unite_undoes_it(vector, size):
+    for partition in (equal_ranges(vector.length, size), hashed_blocks(vector.length, size)):
+        parts = partition.cut(vector)
+        assert len(parts) == size
+        for part in parts:
+            part.validate()
+        whole = partition.unite(parts)
+        assert whole.indices.tolist() == vector.indices.tolist()
+        assert whole.values.tobytes() == vector.values.tobytes()
+
+
 @given(sparse_vectors(), st.integers(1, 12))
-def test_cut_gives_every_entry_to_its_owner(vector, size):
-    bounds = equal_ranges(vector.length, size)
-    parts = cut(vector, bounds)
-    assert np.concatenate([part.indices for part in parts]).tolist() == vector.indices.tolist()
-    for rank, part in enumerate(parts):
-        assert all(bounds[rank] <= index < bounds[rank + 1] for index in part.indices)
+def test_the_owners_are_those_that_the_partition_says(vector, size):
+    ranges, blocks = equal_ranges(vector.length, size), hashed_blocks(vector.length, size)
+    for rank, part in enumerate(ranges.cut(vector)):
+        assert all(ranges.bounds[rank] <= index < ranges.bounds[rank + 1] for index in part.indices)
+    for rank, part in enumerate(blocks.cut(vector)):
+        assert (blocks.owners(part.indices) == rank).all()
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 2**53 + 1, 2**63 - 1])
+@pytest.mark.parametrize("size", [3, 8])
+def test_bounds_and_owners_are_right_at_the_largest_lengths(length, size):
+    """Published code takes the average of P boundaries in 32 bits."""
+    last = SparseVector([length - 1], [1.0], length)
+    assert [part.nnz for part in equal_ranges(length, size).cut(last)] == [0] * (size - 1) + [1]
+    assert sum(part.nnz for part in hashed_blocks(length, size).cut(last)) == 1
+    everywhere = np.linspace(length / 2, length - 10_000, 4096).astype(np.int64)
+    shares = [sample(everywhere, rank, size) for rank in range(size)]
+    bounds = quantile_ranges(shares, [4096] * size, length, size).bounds
+    assert all(start < end for start, end in pairwise(bounds))
+    places = np.searchsorted(everywhere, np.array(bounds))
+    assert np.diff(places).max() <= 1.1 * 4096 / size
+
+
+def hot(rank, length, entries):
+    """Return the support of a gradient whose mass sits in 5 % of its length: 9 in 10 entries stand there."""
+    rng = np.random.default_rng(rank)
+    inside = rng.choice(length // 20, entries * 9 // 10, replace=False) + length // 3
+    return np.union1d(inside, rng.choice(length, entries // 10, replace=False))
+
+
+def largest_share(partition, supports, length):
+    """Return the entries that the busiest owner gets, over the mean."""
+    vectors = [SparseVector(support, np.ones(support.size), length) for support in supports]
+    received = np.sum([[part.nnz for part in partition.cut(vector)] for vector in vectors], axis=0)
+    return received.max() / received.mean()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 16, 64])
+def test_quantiles_and_hashed_blocks_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(size):
+    length = 1_000_000
+    supports = [hot(rank, length, 20_000) for rank in range(size)]
+    counts = [support.size for support in supports]
+    samples = [sample(support, rank, size) for rank, support in enumerate(supports)]
+    assert largest_share(equal_ranges(length, size), supports, length) > min(15, 0.6 * size)
+    for partition in (
+        quantile_ranges(samples, counts, length, size),
+        balanced_ranges(samples, counts, length, size),
+        hashed_blocks(length, size),
+    ):
+        assert largest_share(partition, supports, length) <= 1.1
+
+
+def test_one_rank_with_everything_and_one_support_on_all_ranks_are_balanced_too():
+    length, size = 1_000_000, 8
+    support = hot(0, length, 20_000)
+    for supports in ([support] * size, [support] + [support[:0]] * (size - 1), [support[:3]] + [support] * (size - 1)):
+        counts = [each.size for each in supports]
+        samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
+        assert largest_share(quantile_ranges(samples, counts, length, size), supports, length) <= 1.1
+
+
+def test_a_support_in_step_with_the_blocks_meets_every_owner():
+    length, size = 1_000_000, 8
+    blocks = hashed_blocks(length, size)
+    support = np.arange(0, length, blocks.width * size)  # the first position of every turn
+    assert largest_share(blocks, [support], length) <= 1.1
+
+
+def test_even_supports_keep_equal_ranges_and_so_do_small_ones():
+    rng = np.random.default_rng(0)
+    even = [np.sort(rng.choice(100_000, 5000, replace=False)) for _ in range(4)]
+    samples = [sample(support, rank, 4) for rank, support in enumerate(even)]
+    assert balanced_ranges(samples, [5000] * 4, 100_000, 4) == equal_ranges(100_000, 4)
+    few = [sample(np.arange(15), rank, 4) for rank in range(4)]
+    assert balanced_ranges(few, [15] * 4, 100_000, 4) == equal_ranges(100_000, 4)
+    assert quantile_ranges(few, [15] * 4, 100_000, 4) == equal_ranges(100_000, 4)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([0, 10], "partition has 2 bounds from .*: expected 4, one more than ranks, from 0 to the length 10"),
+        ([0, 3, 5, 9], "expected 4"),
+        ([1, 3, 5, 10], "expected 4"),
+        ([0, 5, 3, 10], "partition has bounds that decrease"),
+        ([], "expected 4"),
+    ],
+)
+def test_bounds_that_do_not_cover_the_indices_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        given_ranges(bounds, 10, 3)
+
+
+def test_the_callers_own_bounds():
+    assert given_ranges(np.array([0, 0, 7, 10]), 10, 3) == Ranges((0, 0, 7, 10))
+    with pytest.raises(TypeError):
+        given_ranges([0, 2.5, 10], 10, 2)
 
 
 def test_the_expected_union_of_independent_supports():
@@ -53,6 +165,8 @@ def test_the_rule_of_auto(length, counts, algorithm):
     assert choose_allreduce(length, counts) == algorithm
 
 
-@pytest.mark.parametrize(("value_nbytes", "algorithm"), [(2, "dense"), (4, "split_allgather"), (256, "split_allgather")])
+@pytest.mark.parametrize(
+    ("value_nbytes", "algorithm"), [(2, "dense"), (4, "split_allgather"), (256, "split_allgather")]
+)
 def test_auto_goes_dense_where_that_is_smaller(value_nbytes, algorithm):
     assert choose_allreduce(10**6, [130_000] * 4, value_nbytes) == algorithm

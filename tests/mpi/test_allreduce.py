@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bits, bring, bring_all, window
 
-from collectives import sparse_allreduce, traffic
+from collectives import allreduce, sparse_allreduce, traffic
 from collectives.tuning import expected_union
 from mpicomp import CollectiveError, SparseVector
 
-ALGORITHMS = ["allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense"]
+ALGORITHMS = list(allreduce.ALGORITHMS)
 EXACT = pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 
 

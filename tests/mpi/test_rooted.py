@@ -13,7 +13,7 @@ from mpicomp import CollectiveError, SparseVector
 def test_reduce_scatter_gives_every_rank_its_range_of_the_sum(comm, pattern):
     share = sparse_reduce_scatter(bring(pattern, comm.rank, comm.size), comm)
     expected = sum(window(vector) for vector in bring_all(pattern, comm.size))
-    first, end = equal_ranges(LENGTH, comm.size)[comm.rank : comm.rank + 2]
+    first, end = equal_ranges(LENGTH, comm.size).bounds[comm.rank : comm.rank + 2]
     expected[:first] = expected[end:] = 0
     assert share.length == LENGTH
     assert_equal(share, expected)
