@@ -35,8 +35,8 @@ def dense_allreduce(array: Any, comm: Any) -> Any:
 
 def dense_iallreduce(array: Any, comm: Any) -> Request[Any]:
     """Start `dense_allreduce` and return its Request; the array is copied first and may be changed at once."""
-    host, outline = _outline(array)
-    return begin("dense_allreduce", {"mpi": partial(mpi, array, host)}, outline, comm, "auto")
+    host, brings = outline(array)
+    return begin("dense_allreduce", {"mpi": partial(mpi, array, host)}, brings, comm, "auto")
 
 
 def mpi(array: Any, host: NDArray[Any], offer: Offer, channel: Channel) -> Steps[Any]:
@@ -51,7 +51,7 @@ def mpi(array: Any, host: NDArray[Any], offer: Offer, channel: Channel) -> Steps
     return like(reduction.total.astype(host.dtype, copy=False).reshape(host.shape), array)
 
 
-def _outline(array: Any) -> tuple[NDArray[Any], SparseVector | Exception]:
+def outline(array: Any) -> tuple[NDArray[Any], SparseVector | Exception]:
     """Return the view of an array, and the empty vector of its length and dtype that stands for it in the terms."""
     try:
         host = to_host(array)

@@ -5,7 +5,6 @@ at the end of the schedule, on every rank. Only a bad `comm` is raised at once, 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,37 +28,29 @@ def begin(
     comm: Any,
     algorithm: str,
     *,
-    k: int | None = None,
-    root: int | None = None,
-    partition: str | None = None,
     follow: bool = False,
     check: Check | None = None,
+    **terms: Any,
 ) -> Request[T]:
     """Put `operation` in flight with what this rank brings.
 
     algorithms: the choice by name; "auto" takes the first, or what goes by this name. vector: an exception stands for a
-    rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. k: None
-    takes the largest nnz. partition: how it is called, as a term. follow: length and dtype are the root's, and the
-    other ranks bring no vector.
-    check: raises ValueError or TypeError for what else is wrong, given a sound vector and the number of ranks.
+    rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. follow:
+    length and dtype are the root's, and the other ranks bring no vector. check: raises ValueError or TypeError for what
+    else is wrong, given a sound vector and the number of ranks. terms: further ones; of them k, root and seed are
+    checked here. k: None takes the largest nnz.
     """
     endpoint = endpoint_of(comm, wait_for)
-    if follow and endpoint.rank != root and not isinstance(vector, Exception):
+    if follow and endpoint.rank != terms["root"] and not isinstance(vector, Exception):
         vector = SparseVector.empty(0)
-    error = (
-        _bad_integer("k", k, 2**63)
-        or _bad_integer("root", root, comm.size)
-        or _fault(algorithms, vector, algorithm, check, comm.size)
-    )
+    error = _bad_terms(terms, comm.size) or _fault(algorithms, vector, algorithm, check, comm.size)
     if error is not None or not isinstance(vector, SparseVector):
-        vector, algorithm, k, root = SparseVector.empty(0), "auto", None, None
+        vector, algorithm, terms = SparseVector.empty(0), "auto", {}
     name = algorithm if algorithm in algorithms else next(iter(algorithms))
-    k, root = (None if number is None else int(number) for number in (k, root))  # NumPy's integers among them
-    terms = Terms(operation, name, k=k, root=root, partition=partition)
     if not follow:
-        terms = replace(terms, length=vector.length, dtype=str(vector.dtype), width=vector.width)
-    channel = Channel(endpoint, terms, error)
-    offer = Offer(vector, vector.nnz if k is None else k)
+        terms |= {"length": vector.length, "dtype": str(vector.dtype), "width": vector.width}
+    channel = Channel(endpoint, Terms(operation, name, **terms), error)
+    offer = Offer(vector, vector.nnz if channel.terms.k is None else channel.terms.k)
     return start(all_or_none(channel, algorithms[name](offer, channel)))
 
 
@@ -82,9 +73,15 @@ def _fault(
     return None
 
 
-def _bad_integer(name: str, value: Any, end: int) -> Exception | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return TypeError(f"{name} is {value!r}: expected an integer")
-    return None if 0 <= value < end else ValueError(f"{name} is {value}: expected 0 <= {name} < {end}")
+def _bad_terms(terms: dict[str, Any], size: int) -> Exception | None:
+    """Return what is wrong with the integers among the terms; sound ones become Python's, NumPy's among them."""
+    for name, end in (("k", 2**63), ("root", size), ("seed", 2**63)):
+        value = terms.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            return TypeError(f"{name} is {value!r}: expected an integer")
+        if not 0 <= value < end:
+            return ValueError(f"{name} is {value}: expected 0 <= {name} < {end}")
+        terms[name] = int(value)
+    return None

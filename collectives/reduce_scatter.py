@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from collectives.channel import Channel, Offer
 from collectives.operation import begin
 from collectives.partition import Partition, equal_ranges, given_ranges, hashed_blocks
@@ -58,7 +60,7 @@ def sparse_ireduce_scatter(
 
 def shares(partition: str | Sequence[int], vector: SparseVector, size: int) -> Partition:
     """Return the partition that the caller asked for; TypeError or ValueError when it is none."""
-    if not isinstance(partition, str):
+    if isinstance(partition, Sequence | np.ndarray) and not isinstance(partition, str):
         return given_ranges(partition, vector.length, size)
     if partition not in ("equal", "hashed"):
         raise ValueError(f"partition is {partition!r}: expected 'equal', 'hashed' or {size + 1} bounds")
@@ -67,7 +69,8 @@ def shares(partition: str | Sequence[int], vector: SparseVector, size: int) -> P
 
 def reduce_scatter(partition: str | Sequence[int], offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Let every rank add up its share; see the head of this file."""
-    return (yield from split(offer, channel, shares(partition, offer.vector, channel.size))).vector
+    asked = "equal" if channel.broken else partition  # a rank that failed may have asked for nonsense
+    return (yield from split(offer, channel, shares(asked, offer.vector, channel.size))).vector
 
 
 def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[Offer]:

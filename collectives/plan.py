@@ -1,0 +1,148 @@
+"""Shared supports: agree on the indices once, then sum many sets of values that stand at them.
+
+Sources: ScaleCom (C.-Y. Chen et al., NeurIPS 2020, arXiv 2104.11125) for a leader's support; random-k with a shared
+seed as in S. U. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018 (arXiv 1809.07599).
+
+To make a plan costs an exact sum of rows of width 0 (union), a broadcast of the indices (leader), or a round of small
+messages (random). An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K indices with v bytes each, after
+ceil(lg P) small messages in which the plans are compared.
+
+Differences from the papers: any number of ranks; rows; ranks whose plans differ raise instead of adding up what does
+not belong together.
+"""
+
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from collectives import allreduce, dense, rooted
+from collectives.channel import Channel, Offer
+from collectives.operation import begin
+from collectives.progress import Request
+from collectives.transport import Steps
+from mpicomp.vector import SparseVector
+
+
+class SupportPlan:
+    """Indices that all ranks of a communicator agreed on; made by `union`, `leader` or `random`.
+
+    indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in numbers or in rows. comm: the
+    communicator. Each way to make a plan, and `allreduce`, has a nonblocking twin with MPI's `i`.
+    """
+
+    def __init__(self, support: SparseVector, comm: Any) -> None:
+        self.indices, self.length, self.comm = support.indices, support.length, comm
+        text = self.indices.tobytes() + self.length.to_bytes(8, "little")
+        self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+    @classmethod
+    def union(cls, vector: SparseVector, comm: Any) -> "SupportPlan":
+        """Take every index that a rank brings: the union of the supports.
+
+        vector: of one length on all ranks; its values are not looked at. Raises what `sparse_allreduce` does.
+        """
+        return cls.iunion(vector, comm).wait()
+
+    @classmethod
+    def iunion(cls, vector: SparseVector, comm: Any) -> "Request[SupportPlan]":
+        """Start `union` and return its Request."""
+
+        def union(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
+            return cls((yield from allreduce.auto("auto", offer, channel)), comm)
+
+        return begin("plan_union", {"auto": union}, _bare(vector), comm, "auto")
+
+    @classmethod
+    def leader(cls, vector: SparseVector | None, comm: Any, root: int = 0) -> "SupportPlan":
+        """Take the indices that the root brings.
+
+        vector: on the root; its values are not looked at, nor is what the others give. Raises what `sparse_bcast` does.
+        """
+        return cls.ileader(vector, comm, root).wait()
+
+    @classmethod
+    def ileader(cls, vector: SparseVector | None, comm: Any, root: int = 0) -> "Request[SupportPlan]":
+        """Start `leader` and return its Request."""
+
+        def leader(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
+            return cls((yield from rooted.bcast(root, offer, channel)), comm)
+
+        return begin("plan_leader", {"tree": leader}, _bare(vector), comm, "auto", root=root, follow=True)
+
+    @classmethod
+    def random(cls, length: int, k: int, comm: Any, seed: int = 0) -> "SupportPlan":
+        """Draw `k` of `length` indices, each set as likely as another, from a seed that all ranks share.
+
+        length, k, seed: the same on all ranks; k at most length, seed below 2^63. Raises ValueError or TypeError on a
+        rank whose arguments are bad, and CollectiveError on the others; CollectiveError where they differ.
+        """
+        return cls.irandom(length, k, comm, seed).wait()
+
+    @classmethod
+    def irandom(cls, length: int, k: int, comm: Any, seed: int = 0) -> "Request[SupportPlan]":
+        """Start `random` and return its Request."""
+
+        def check(vector: SparseVector, size: int) -> None:
+            if k > length:
+                raise ValueError(f"k is {k}: expected at most the length, {length}")
+
+        def draw(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
+            if not (yield from channel.agree()):
+                return cls(offer.vector, comm)
+            chosen = np.sort(np.random.default_rng(seed).choice(length, k, replace=False, shuffle=False))
+            return cls(SparseVector(chosen, np.empty((k, 0), np.float32), length), comm)
+
+        return begin("plan_random", {"draw": draw}, _blank(length), comm, "auto", k=k, seed=seed, check=check)
+
+    def allreduce(self, values: Any) -> Any:
+        """Sum values that stand at the plan's indices over all ranks, by MPI's own allreduce.
+
+        values: an array of shape (entries,), or (entries, width) for rows, where entries is the number of indices;
+        float16, float32 or float64, in main memory; see `mpicomp.arrays` for the kinds.
+
+        Returns the sums as a new array of the same kind, shape and dtype.
+
+        Raises ValueError or TypeError on a rank whose array is bad, and CollectiveError on the others; CollectiveError
+        on every rank when the shape, the dtype or the plans differ.
+        """
+        return self.iallreduce(values).wait()
+
+    def iallreduce(self, values: Any) -> Request[Any]:
+        """Start `allreduce` and return its Request; the values are copied first and may be changed at once."""
+        host, brings = dense.outline(values)
+        entries = self.indices.size
+
+        def check(vector: SparseVector, size: int) -> None:
+            if host.ndim not in (1, 2) or len(host) != entries:
+                raise ValueError(f"values have shape {host.shape}: expected ({entries},) or ({entries}, width)")
+
+        steps = {"mpi": partial(dense.mpi, values, host)}
+        return begin("plan_allreduce", steps, brings, self.comm, "auto", check=check, support=self._digest)
+
+    def take(self, array: Any) -> Any:
+        """Return what stands at the plan's indices in a dense array of shape (length,) or (length, width)."""
+        if len(array) != self.length:
+            raise ValueError(f"array has {len(array)} positions: expected {self.length}")
+        return array[self.indices]
+
+    def vector(self, values: Any) -> SparseVector:
+        """Return values, of shape (entries,) or (entries, width), as a sparse vector with the plan's indices."""
+        return SparseVector(self.indices, values, self.length)
+
+    def __repr__(self) -> str:
+        return f"SupportPlan({self.indices.size} of {self.length} indices, {self.comm.size} ranks)"
+
+
+def _bare(vector: Any) -> Any:
+    """Return the support of a vector; anything else as it is, for the operation to complain about."""
+    return vector.support() if isinstance(vector, SparseVector) else vector
+
+
+def _blank(length: Any) -> SparseVector | Exception:
+    """Return the vector of a length that has no entry, or what is wrong with the length."""
+    try:
+        return SparseVector.empty(length)
+    except (TypeError, ValueError) as error:
+        return error

@@ -1,0 +1,160 @@
+"""Shares that are not equal ranges, and sums with the nodes in mind."""
+
+import numpy as np
+import pytest
+from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bring, bring_all, window
+
+from collectives import allreduce, reduce_scatter, sparse_allreduce, sparse_reduce_scatter
+from collectives.partition import hashed_blocks
+from collectives.progress import wait_for
+from collectives.survey import PARTITIONS
+from collectives.transport import endpoint_of
+from mpicomp import CollectiveError, SparseVector
+from mpicomp.vector import add_up
+
+CUTTING = ["auto", *(name for name in allreduce.ALGORITHMS if name not in allreduce.UNSAMPLED)]
+
+
+@pytest.mark.parametrize("algorithm", CUTTING)
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("pattern", ["random", "one_holds_all", "blocks", "same_support", "empty"])
+def test_the_sum_does_not_depend_on_the_partition(comm, pattern, partition, algorithm):
+    vector = bring(pattern, comm.rank, comm.size)
+    total = sparse_allreduce(vector, comm, algorithm=algorithm, partition=partition)
+    assert_same_bits(comm, total)
+    assert_equal(total, sum(window(each) for each in bring_all(pattern, comm.size)))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_hashed_reduce_scatter(comm, pattern):
+    share = sparse_reduce_scatter(bring(pattern, comm.rank, comm.size), comm, partition="hashed")
+    whole = sum(window(each) for each in bring_all(pattern, comm.size))
+    mine = hashed_blocks(LENGTH, comm.size).owners(np.arange(LENGTH)) == comm.rank
+    assert_equal(share, np.where(mine, whole, 0))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_reduce_scatter_between_the_callers_bounds(comm, pattern):
+    bounds = [0, *sorted(np.random.default_rng(comm.size).integers(0, LENGTH, comm.size - 1)), LENGTH]
+    share = sparse_reduce_scatter(bring(pattern, comm.rank, comm.size), comm, partition=bounds)
+    whole = sum(window(each) for each in bring_all(pattern, comm.size))
+    whole[: bounds[comm.rank]] = whole[bounds[comm.rank + 1] :] = 0
+    assert_equal(share, whole)
+
+
+def test_bad_partitions_raise_everywhere(comm):
+    vector, culprit = bring("random", comm.rank, comm.size), comm.size - 1
+    for collective, bad, message in (
+        (sparse_allreduce, "even", "partition is 'even': expected one of"),
+        (sparse_reduce_scatter, "sampled", "partition is 'sampled': expected 'equal', 'hashed' or"),
+        (sparse_reduce_scatter, [0, LENGTH - 1], "bounds from .*: expected"),
+        (sparse_reduce_scatter, 7, "partition is 7"),
+    ):
+        with pytest.raises((ValueError, TypeError) if comm.rank == culprit else CollectiveError, match=message):
+            collective(vector, comm, partition=bad if comm.rank == culprit else "equal")
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_reduce_scatter])
+def test_partitions_that_differ_raise_everywhere(comm, collective):
+    with pytest.raises(
+        CollectiveError, match=r"partition must be the same on all ranks, got equal on rank.*; hashed on"
+    ):
+        collective(
+            bring("random", comm.rank, comm.size), comm, partition="equal" if comm.rank < comm.size - 1 else "hashed"
+        )
+
+
+def hot(rank, length, entries):
+    """Return a vector with 9 of 10 entries in 5 % of its length."""
+    rng = np.random.default_rng(rank)
+    inside = rng.choice(length // 20, entries * 9 // 10, replace=False) + length // 3
+    indices = np.union1d(inside, rng.choice(length, entries // 10, replace=False))
+    return SparseVector(indices, np.ones(indices.size, np.float32), length)
+
+
+@pytest.mark.at_least(3)
+@pytest.mark.parametrize("partition", ["auto", "sampled", "hashed"])
+def test_a_hot_stretch_does_not_fall_to_one_rank(comm, partition, monkeypatch):
+    added = []
+
+    def counting(vectors):
+        added.append(sum(vector.nnz for vector in vectors))
+        return add_up(vectors)
+
+    monkeypatch.setattr(reduce_scatter, "add_up", counting)
+    vector = hot(comm.rank, 1_000_000, 20_000)
+
+    def busiest(partition):
+        sparse_allreduce(vector, comm, algorithm="split_allgather", partition=partition)
+        entries = comm.allgather(added.pop())
+        return max(entries) / np.mean(entries)
+
+    assert busiest("equal") > 0.6 * comm.size
+    assert busiest(partition) <= 1.1
+
+
+def test_the_ranks_of_one_machine_share_a_node(comm):
+    assert endpoint_of(comm, wait_for).nodes == [0] * comm.size
+
+
+@pytest.fixture
+def places(comm):
+    """Return a function that moves the ranks of `comm` to nodes: rank r to the r-th one named, and so on again."""
+    endpoint = None
+
+    def move(names):
+        nonlocal endpoint
+        endpoint = endpoint_of(comm, wait_for)
+        marks = (names * comm.size)[: comm.size]
+        endpoint.nodes = [marks.index(mark) for mark in marks]
+
+    yield move
+    if endpoint is not None:
+        endpoint.nodes = [0] * comm.size
+
+
+@pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
+@pytest.mark.parametrize("algorithm", ["auto", "node_leaders", "node_lanes"])
+@pytest.mark.parametrize("pattern", ["random", "unequal", "one_holds_all", "blocks"])
+def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
+    places(names)
+    total = sparse_allreduce(bring(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
+    assert_same_bits(comm, total)
+    assert_equal(total, sum(window(each) for each in bring_all(pattern, comm.size)))
+
+
+@pytest.mark.parametrize("algorithm", ["node_leaders", "node_lanes"])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_hot_stretches_in_lanes(comm, places, algorithm, partition):
+    places("AABB")
+    vectors = [hot(rank, 100_000, 5000) for rank in range(comm.size)]
+    total = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, partition=partition)
+    np.testing.assert_array_equal(total.to_dense(), sum(vector.to_dense() for vector in vectors))
+
+
+@pytest.mark.exactly(8)
+def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
+    """4 ranks on each of 2 nodes, one support: flat, each rank sends its sums to all; in lanes, once to its peer."""
+    places("AAAABBBB")
+    endpoint = endpoint_of(comm, wait_for)
+    abroad, send = [0], endpoint.send
+
+    def counting(buffer, dest, tag):
+        abroad[0] += buffer.size * (endpoint.nodes[dest] != endpoint.nodes[comm.rank])
+        return send(buffer, dest, tag)
+
+    monkeypatch.setattr(endpoint, "send", counting)
+    vector = SparseVector(np.arange(0, 400_000, 10), np.ones(40_000, np.float32), 400_000)
+
+    def crossing(algorithm):
+        abroad[0] = 0
+        sparse_allreduce(vector, comm, algorithm=algorithm, partition="equal")
+        return comm.allreduce(abroad[0])
+
+    flat, lanes, leaders, auto = map(crossing, ("split_allgather", "node_lanes", "node_leaders", "auto"))
+    once = 2 * (vector.nnz * 4 + vector.length / 8)  # the sum of a node, its indices as a bitmap, from each of the two
+    assert lanes == pytest.approx(once, rel=0.05)
+    assert leaders == pytest.approx(once, rel=0.05)
+    assert abs(auto - lanes) < 4096
+    assert flat > 3 * lanes

@@ -1,0 +1,139 @@
+"""Shared supports."""
+
+import re
+
+import numpy as np
+import pytest
+from cases import LENGTH, PATTERNS, bring, bring_all
+
+from collectives import SupportPlan, traffic
+from mpicomp import CollectiveError, SparseVector
+
+
+def values_of(rank, shape, dtype=np.float32):
+    return np.random.default_rng([77, rank]).integers(-9, 10, shape).astype(dtype)
+
+
+def check_sums(comm, plan):
+    """Check that a plan is the same on all ranks, and that it adds up numbers and rows."""
+    assert len(set(comm.allgather(plan.indices.tobytes()))) == 1
+    for shape in (plan.indices.shape, (*plan.indices.shape, 3)):
+        total = plan.allreduce(values_of(comm.rank, shape))
+        assert (total.dtype, total.shape) == (np.float32, shape)
+        np.testing.assert_array_equal(total, sum(values_of(rank, shape, np.float64) for rank in range(comm.size)))
+
+
+@pytest.mark.parametrize("case", [{}, {"dtype": np.float64, "length": 2**40, "offset": 2**39}], ids=["int32", "int64"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_plan_of_the_union(comm, pattern, case):
+    plan = SupportPlan.union(bring(pattern, comm.rank, comm.size, **case), comm)
+    supports = [vector.indices for vector in bring_all(pattern, comm.size, **case)]
+    np.testing.assert_array_equal(plan.indices, np.unique(np.concatenate(supports)))
+    assert plan.length == case.get("length", LENGTH)
+    check_sums(comm, plan)
+
+
+def test_a_plan_of_a_dense_union_has_no_more_indices_than_the_union(comm):
+    """What an allreduce sends as dense pieces has every index: a plan must not."""
+    mine = np.flatnonzero(np.random.default_rng(comm.rank).random(20_000) < 0.6)
+    plan = SupportPlan.union(SparseVector(mine, np.ones(mine.size), 20_000), comm)
+    supports = [np.flatnonzero(np.random.default_rng(rank).random(20_000) < 0.6) for rank in range(comm.size)]
+    np.testing.assert_array_equal(plan.indices, np.unique(np.concatenate(supports)))
+
+
+@pytest.mark.parametrize("root", ["first", "last"])
+def test_a_plan_of_a_leader(comm, root):
+    root = 0 if root == "first" else comm.size - 1
+    theirs = bring("random", root, comm.size)
+    plan = SupportPlan.leader(theirs if comm.rank == root else None, comm, root)
+    np.testing.assert_array_equal(plan.indices, theirs.indices)
+    assert plan.length == LENGTH
+    check_sums(comm, plan)
+
+
+@pytest.mark.parametrize(("length", "k"), [(100, 0), (0, 0), (100, 100), (100, 7), (2**40, 9), (2**63 - 1, 9)])
+def test_a_plan_of_a_shared_seed(comm, length, k):
+    plan = SupportPlan.random(length, k, comm, seed=5)
+    plan.vector(np.ones(k, np.float32)).validate()
+    assert (plan.indices.size, plan.length) == (k, length)
+    check_sums(comm, plan)
+    if 0 < k < length:
+        assert plan.indices.tolist() != SupportPlan.random(length, k, comm, seed=6).indices.tolist()
+
+
+def test_several_in_flight(comm):
+    one, other = (SupportPlan.irandom(100, 9, comm, seed) for seed in (1, 2))
+    third, fourth = (
+        SupportPlan.iunion(bring("random", comm.rank, comm.size), comm),
+        SupportPlan.ileader(bring("random", 0, comm.size), comm),
+    )
+    fourth, third, other, one = (request.wait() for request in (fourth, third, other, one))
+    sums = [plan.iallreduce(np.full(9, comm.rank + 1.0)) for plan in (one, other)]
+    for request in reversed(sums):
+        np.testing.assert_array_equal(request.wait(), np.full(9, comm.size * (comm.size + 1) / 2))
+    check_sums(comm, third)
+    check_sums(comm, fourth)
+
+
+def test_take_and_vector_go_between_dense_and_planned(comm):
+    plan = SupportPlan.random(50, 5, comm)
+    dense, rows = np.arange(50.0), np.arange(100.0).reshape(50, 2)
+    np.testing.assert_array_equal(plan.take(dense), plan.indices)
+    np.testing.assert_array_equal(plan.vector(plan.take(rows)).to_dense()[plan.indices], rows[plan.indices])
+    assert repr(plan) == f"SupportPlan(5 of 50 indices, {comm.size} ranks)"
+    with pytest.raises(ValueError, match="array has 49 positions: expected 50"):
+        plan.take(dense[1:])
+
+
+def test_a_sum_by_a_plan_sends_only_values(comm):
+    plan = SupportPlan.random(10**6, 10_000, comm)
+    before = traffic(comm).nbytes
+    plan.allreduce(np.ones(10_000, np.float32))
+    floor = 2 * (comm.size - 1) * 40_000 // comm.size
+    assert floor <= traffic(comm).nbytes - before <= floor + 64 * (comm.size - 1)
+
+
+BAD = {
+    "another seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=2), None, "seed must be the same on all ranks"),
+    "another k": (lambda comm: SupportPlan.random(100, 8, comm), None, "k must be the same on all ranks"),
+    "another length": (lambda comm: SupportPlan.random(99, 9, comm), None, "length must be the same on all ranks"),
+    "k above the length": (lambda comm: SupportPlan.random(100, 101, comm), ValueError, "k is 101: expected at most"),
+    "a bad seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=-1), ValueError, "seed is -1: expected 0 <="),
+    "a bad length": (lambda comm: SupportPlan.random(-1, 9, comm), ValueError, "length is -1: expected 0 to"),
+}
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("row", BAD)
+def test_arguments_of_a_seeded_plan(comm, row):
+    call, error, message = BAD[row]
+    mine = call if comm.rank == 1 else lambda comm: SupportPlan.random(100, 9, comm)
+    with pytest.raises(error if error and comm.rank == 1 else CollectiveError, match=re.escape(message)):
+        mine(comm)
+
+
+def test_values_of_another_shape_raise_everywhere(comm):
+    plan, culprit = SupportPlan.random(100, 9, comm), comm.size - 1
+    for bad in (np.ones(8, np.float32), np.ones((9, 1, 1), np.float32), np.float32(3)):
+        values = bad if comm.rank == culprit else np.ones(9, np.float32)
+        with pytest.raises(
+            ValueError if comm.rank == culprit else CollectiveError, match=r"expected \(9,\) or \(9, wi"
+        ):
+            plan.allreduce(values)
+
+
+@pytest.mark.at_least(2)
+def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(comm):
+    plans = [SupportPlan.random(100, 9, comm, seed) for seed in (1, 2)]
+    with pytest.raises(CollectiveError, match="support must be the same on all ranks, got"):
+        plans[comm.rank == 0].allreduce(np.ones(9))
+    with pytest.raises(CollectiveError, match="dtype must be the same on all ranks, got"):
+        plans[0].allreduce(np.ones(9, np.float32 if comm.rank else np.float64))
+
+
+def test_a_bad_vector_for_a_plan_raises_everywhere(comm):
+    bad, culprit = SparseVector(np.array([3, 1, 5], np.int32), np.ones(3), 9), comm.size - 1
+    with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="strictly increasing"):
+        SupportPlan.union(bad if comm.rank == culprit else bring("random", 0, 1), comm)
+    with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="vector is NoneType"):
+        SupportPlan.leader(None, comm)
