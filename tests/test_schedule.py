@@ -1,94 +1,120 @@
+"""Every schedule at every number of ranks from 1 to 1024: all ranks at once, as arrays, where the functions allow it.
+
+That every contribution arrives exactly once is seen by random 64-bit weights: a sum of the weights is the sum of all of
+them only when each went in once.
+"""
+
 import math
 
-from hypothesis import given
-from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from collectives.schedule import (
     butterfly,
     core_size,
     dissemination,
     fold_partner,
+    groups,
     halving,
     rotation,
     tree_children,
     tree_parent,
 )
 
-SIZES = st.integers(1, 300)
+SIZES = range(1, 1025)
 
 
-@given(SIZES)
-def test_the_core_is_the_largest_power_of_two(size):
-    core = core_size(size)
-    assert core <= size < 2 * core
-    assert core & (core - 1) == 0
+def weights(size):
+    return np.random.default_rng(size).integers(0, 2**63, size, np.uint64)
 
 
-@given(SIZES)
-def test_butterfly_partners_agree_and_all_hear_of_all(size):
-    core = core_size(size)
-    rounds = [list(butterfly(rank, core)) for rank in range(core)]
-    heard = [{rank} for rank in range(core)]
-    for step in range(int(math.log2(core))):
-        partners = [mine[step] for mine in rounds]
-        assert all(partners[partner] == rank for rank, partner in enumerate(partners))
-        heard = [heard[rank] | heard[partners[rank]] for rank in range(core)]
-        block = 2 ** (step + 1)
-        assert heard == [set(range(rank // block * block, rank // block * block + block)) for rank in range(core)]
-    assert all(len(known) == core for known in heard)
+def test_the_core_is_the_largest_power_of_two():
+    for size in SIZES:
+        core = core_size(size)
+        assert core <= size < 2 * core
+        assert core & (core - 1) == 0
 
 
-@given(SIZES)
-def test_fold_partners_are_pairs_and_no_rank_beyond_the_core_is_left_out(size):
-    core = core_size(size)
-    partners = [fold_partner(rank, size) for rank in range(size)]
-    assert all(partners[rank] is not None for rank in range(core, size))
-    assert all(partner is None or partners[partner] == rank for rank, partner in enumerate(partners))
-    assert sum(partner is not None for partner in partners) == 2 * (size - core)
+def test_butterfly_partners_agree_and_every_contribution_arrives_once():
+    for core in (2**power for power in range(11)):
+        ranks, held = np.arange(core), weights(core)
+        rounds = list(butterfly(ranks, core))
+        assert len(rounds) == math.log2(core)
+        for step, partners in enumerate(rounds):
+            np.testing.assert_array_equal(partners[partners], ranks)
+            held = held + held[partners]
+            block = 2 ** (step + 1)
+            assert (held == np.repeat(held[::block], block)).all()  # the ranks of a block hold the same
+        assert (held == weights(core).sum()).all()
 
 
-@given(SIZES)
-def test_dissemination_brings_every_block_to_every_rank_once_and_in_order(size):
-    rounds = [list(dissemination(rank, size)) for rank in range(size)]
-    held = [[rank] for rank in range(size)]
-    assert {len(hops) for hops in rounds} == {math.ceil(math.log2(size))}
-    for step in range(len(rounds[0])):
-        hops = [mine[step] for mine in rounds]
-        assert all(hops[hop.source].dest == rank for rank, hop in enumerate(hops))
-        held = [held[rank] + held[hop.source][: hop.blocks] for rank, hop in enumerate(hops)]
-    assert held == [[(rank + i) % size for i in range(size)] for rank in range(size)]
+def test_fold_partners_are_pairs_and_no_rank_beyond_the_core_is_left_out():
+    for size in SIZES:
+        core = core_size(size)
+        partners = [fold_partner(rank, size) for rank in range(size)]
+        assert all(partners[rank] is not None for rank in range(core, size))
+        assert all(partner is None or partners[partner] == rank for rank, partner in enumerate(partners))
+        assert sum(partner is not None for partner in partners) == 2 * (size - core)
 
 
-@given(SIZES)
-def test_halving_leaves_every_core_rank_its_own_share(size):
-    core = core_size(size)
-    for rank in range(core):
-        low, high = 0, core
-        for partner in halving(rank, core):
-            middle = (low + high) // 2
-            low, high = (low, middle) if rank < partner else (middle, high)
-        assert (low, high) == (rank, rank + 1)
-        assert list(halving(rank, core)) == list(butterfly(rank, core))[::-1]
+def test_dissemination_brings_every_block_to_every_rank_once_and_in_order():
+    for size in SIZES:
+        ranks, held = np.arange(size), 1  # the blocks from a rank's own on
+        rounds = list(dissemination(ranks, size))
+        assert len(rounds) == math.ceil(math.log2(size))
+        for hop in rounds:
+            np.testing.assert_array_equal(hop.dest[hop.source], ranks)  # every message has a receiver
+            np.testing.assert_array_equal(hop.source, (ranks + held) % size)  # and begins where this rank's end
+            assert hop.blocks <= held
+            held += hop.blocks
+        assert held == size
 
 
-@given(SIZES, st.data())
-def test_the_tree_reaches_every_rank_once_from_any_root(size, data):
-    root = data.draw(st.integers(0, size - 1))
-    parents = [tree_parent(rank, size, root) for rank in range(size)]
-    children = [list(tree_children(rank, size, root)) for rank in range(size)]
-    assert parents[root] is None
-    assert sorted(child for mine in children for child in mine) == [rank for rank in range(size) if rank != root]
-    assert all(parents[child] == rank for rank, mine in enumerate(children) for child in mine)
-    depth = {root: 0}
-    for _ in range(size):
-        depth |= {child: depth[rank] + 1 for rank in list(depth) for child in children[rank]}
-    assert len(depth) == size
-    assert max(depth.values()) <= math.ceil(math.log2(size))
+def test_halving_leaves_every_core_rank_the_sum_of_its_own_share():
+    for core in (2**power for power in range(11)):
+        ranks, low, high = np.arange(core), np.zeros(core, int), np.full(core, core)
+        held, rounds = weights(core), list(halving(ranks, core))
+        assert len(rounds) == math.log2(core)
+        for partners in rounds:
+            middle, lower = (low + high) // 2, ranks < partners
+            assert (low[partners] == low).all()  # both hold the same range before they halve it
+            low, high = np.where(lower, low, middle), np.where(lower, middle, high)
+            held = held + held[partners]
+        assert (held == weights(core).sum()).all()
+        np.testing.assert_array_equal(low, ranks)
+        np.testing.assert_array_equal(high, ranks + 1)
 
 
-@given(SIZES)
-def test_in_a_rotation_every_rank_meets_every_other_one_and_every_message_has_a_receiver(size):
-    steps = [list(rotation(rank, size)) for rank in range(size)]
-    for rank, mine in enumerate(steps):
-        assert sorted(dest for dest, _ in mine) == [other for other in range(size) if other != rank]
-        assert all(steps[source][step][0] == rank for step, (_, source) in enumerate(mine))
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_the_tree_reaches_every_rank_once_from_any_root(place):
+    for size in SIZES:
+        root = {"first": 0, "middle": size // 2, "last": size - 1}[place]
+        parents = [tree_parent(rank, size, root) for rank in range(size)]
+        children = [list(tree_children(rank, size, root)) for rank in range(size)]
+        assert parents[root] is None
+        assert sorted(child for mine in children for child in mine) == [rank for rank in range(size) if rank != root]
+        assert all(parents[child] == rank for rank, mine in enumerate(children) for child in mine)
+        assert rounds_to(root, children) <= math.ceil(math.log2(size))
+
+
+def rounds_to(rank, children):
+    """Return the rounds of a reduction to `rank`: its children deliver one after the other, the smallest first."""
+    ready = 0
+    for child in children[rank]:
+        ready = 1 + max(ready, rounds_to(child, children))
+    return ready
+
+
+def test_in_a_rotation_every_rank_meets_every_other_one_and_every_message_has_a_receiver():
+    for size in SIZES:
+        ranks, brought = np.arange(size), weights(size)
+        held = brought.copy()
+        for dest, source in rotation(ranks, size):
+            assert (dest[source] == ranks).all()
+            held += brought[source]
+        assert (held == brought.sum()).all()
+
+
+def test_groups_keep_the_order_of_the_ranks():
+    assert groups([0, 0, 2, 0, 2, 5]) == [[0, 1, 3], [2, 4], [5]]
+    assert groups([]) == []

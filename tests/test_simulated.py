@@ -1,0 +1,185 @@
+"""The algorithms themselves over a simulated network: results, and the rounds and messages of the cost table."""
+
+import math
+
+import numpy as np
+import pytest
+from simulated import Network
+
+from collectives import allgather, allreduce, gtopk, reduce_scatter, rooted
+from collectives.channel import Offer
+from collectives.partition import equal_ranges
+from collectives.survey import Survey, look_around
+from mpicomp import SparseVector
+
+SIZES = [*range(1, 34), 48, 63, 64, 65, 100, 127, 128]
+LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
+
+
+def brings(rank, size):
+    """Return a vector with rank + 1 at the rank's own index, 1 at an index that all share, 2 where neighbours meet."""
+    indices = np.unique([rank, size, size + 1 + rank, size + 1 + (rank + 1) % size])
+    values = np.where(indices < size, rank + 1, np.where(indices == size, 1, 2))
+    return SparseVector(indices, values.astype(np.float64), 2 * size + 1)
+
+
+def dense_sum(size):
+    return sum(brings(rank, size).to_dense() for rank in range(size))
+
+
+def check_sum(results, size):
+    """Check that all ranks have the sum, and the same bits of it."""
+    np.testing.assert_array_equal(results[0].to_dense(), dense_sum(size))
+    assert all(result.indices.tobytes() == results[0].indices.tobytes() for result in results)
+    assert all(result.values.tobytes() == results[0].values.tobytes() for result in results)
+
+
+def lower(size):
+    return int(math.log2(size))
+
+
+def upper(size):
+    return math.ceil(math.log2(size))
+
+
+def fold(size):
+    """Rounds more where P is no power of two."""
+    return 0 if size & (size - 1) == 0 else 2
+
+
+def survey_of(size, partition="equal"):
+    return Survey([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1, partition)
+
+
+ROUNDS = {
+    "allgather": upper,
+    "recursive_doubling": lambda size: lower(size) + fold(size),
+    "split_allgather": lambda size: (size > 1) + upper(size),
+    "recursive_halving": lambda size: 2 * lower(size) + fold(size),
+    "dense": lambda size: (size > 1) + upper(size),
+}
+MESSAGES = {
+    "allgather": upper,
+    "recursive_doubling": lambda size: lower(size) + fold(size) / 2,
+    "split_allgather": lambda size: size - 1 + upper(size),
+    "recursive_halving": lambda size: 2 * lower(size) + fold(size) / 2,
+    "dense": lambda size: size - 1 + upper(size),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_an_exact_sum_has_every_contribution_once_and_the_rounds_of_the_table(name):
+    for size in SIZES + [256, 257] * name.startswith("recursive"):
+        network = Network(size)
+        steps = allreduce.ALGORITHMS[name]
+
+        def run(rank, channel, size=size, steps=steps):
+            return steps(Offer(brings(rank, size)), channel, survey_of(size))
+
+        results, rounds = network.run(run, length=2 * size + 1, dtype="float64")
+        assert rounds == ROUNDS[name](size), size
+        check_sum(results, size)
+        assert max(endpoint.traffic.messages for endpoint in network.endpoints) <= math.ceil(MESSAGES[name](size))
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["node_leaders", "node_lanes"])
+def test_sums_over_nodes(name, per_node):
+    for size in SIZES:
+        network = Network(size, nodes=[rank // per_node * per_node for rank in range(size)])
+
+        def run(rank, channel, size=size):
+            return allreduce.ALGORITHMS[name](Offer(brings(rank, size)), channel, survey_of(size))
+
+        results, _ = network.run(run, length=2 * size + 1, dtype="float64")
+        check_sum(results, size)
+
+
+GTOPK_ROUNDS = {
+    "recursive_doubling": lambda size: lower(size) + fold(size),
+    "tree": lambda size: lower(size) + fold(size) + 2 * upper(size),
+    "exact": lambda size: lower(size) + fold(size) + (size > 1) + 2 * upper(size),
+}
+
+
+@pytest.mark.parametrize("name", GTOPK_ROUNDS)
+def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
+    """`tree` and `exact` compare the terms first, over the schedule of recursive doubling."""
+    for size in SIZES + LARGE * (name != "exact"):
+        network = Network(size)
+
+        def run(rank, channel):
+            return gtopk.ALGORITHMS[name](Offer(brings(rank, channel.size), 5), channel)
+
+        results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
+        assert rounds <= GTOPK_ROUNDS[name](size), size
+        assert rounds >= GTOPK_ROUNDS[name](size) - (name == "tree") * upper(size), size
+        kept = results[0][0]
+        assert kept.nnz <= 5
+        assert all(result.indices.tobytes() == kept.indices.tobytes() for result, _ in results)
+        total = kept.to_dense() + sum(rejected.to_dense() for _, rejected in results)
+        np.testing.assert_array_equal(total, dense_sum(size))
+        if name == "exact":
+            assert all(endpoint.reduced == 6 for endpoint in network.endpoints)  # 63 bits of a float64 in digits of 11
+
+
+def test_the_others():
+    for size in SIZES:
+        terms = {"length": 2 * size + 1, "dtype": "float64"}
+
+        def gather(rank, channel):
+            return allgather.dissemination(Offer(brings(rank, channel.size)), channel)
+
+        def split(rank, channel):
+            offer = Offer(brings(rank, channel.size))
+            return reduce_scatter.split(offer, channel, equal_ranges(offer.vector.length, channel.size))
+
+        def reduce(rank, channel):
+            return rooted.reduce(channel.size // 2, Offer(brings(rank, channel.size)), channel)
+
+        def bcast(rank, channel):
+            root = channel.size - 1
+            return rooted.bcast(root, Offer(brings(root, channel.size) if rank == root else channel.nothing()), channel)
+
+        def survey(rank, channel):
+            return look_around(Offer(brings(rank, channel.size)), channel, "auto")
+
+        parts, rounds = Network(size).run(gather, **terms)
+        assert rounds == upper(size)
+        assert [part.indices.tolist() for part in parts[-1]] == [brings(r, size).indices.tolist() for r in range(size)]
+        shares, rounds = Network(size).run(split, **terms)
+        assert rounds == (size > 1)
+        np.testing.assert_array_equal(sum(share.vector.to_dense() for share in shares), dense_sum(size))
+        totals, rounds = Network(size).run(reduce, **terms)
+        assert rounds <= 2 * upper(size)  # the terms, and the tree
+        np.testing.assert_array_equal(totals[size // 2].to_dense(), dense_sum(size))
+        handed, rounds = Network(size).run(bcast, **terms)
+        assert rounds <= 2 * upper(size)
+        assert all(vector.values.tobytes() == brings(size - 1, size).values.tobytes() for vector in handed)
+        surveys, rounds = Network(size).run(survey, **terms)
+        assert rounds == upper(size)
+        assert all(each.counts == [brings(r, size).nnz for r in range(size)] for each in surveys)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
+    """Sums in the order of arrival give another result in every run."""
+    size = 13
+    values = np.random.default_rng(7).standard_normal((size, 50)).astype(np.float32)
+
+    def run(steps):
+        def start(rank, channel):
+            return steps(Offer(SparseVector(np.arange(50), values[rank], 50), 20), channel)
+
+        return start
+
+    def exact(name):
+        return lambda offer, channel: allreduce.ALGORITHMS[name](offer, channel, Survey([50] * size, [], 50, "equal"))
+
+    for steps in [*map(exact, ROUNDS), *gtopk.ALGORITHMS.values()]:
+        outcomes = [
+            Network(size, seed=order).run(run(steps), length=50, dtype="float32", k=20)[0][0] for order in (0, 1 + seed)
+        ]
+        vectors = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]
+        assert vectors[0].values.tobytes() == vectors[1].values.tobytes()
+        assert vectors[0].indices.tobytes() == vectors[1].indices.tobytes()
