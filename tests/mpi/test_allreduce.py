@@ -1,11 +1,8 @@
-import math
-
 import numpy as np
 import pytest
 from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bits, bring, bring_all, window
 
-from collectives import allreduce, sparse_allreduce, traffic
-from collectives.tuning import expected_union
+from collectives import allreduce, sparse_allreduce
 from mpicomp import CollectiveError, SparseVector
 
 ALGORITHMS = list(allreduce.ALGORITHMS)
@@ -51,53 +48,6 @@ def test_two_runs_give_the_same_bits_on_real_numbers(comm, algorithm):
     first, second = (sparse_allreduce(vector, comm, algorithm=algorithm) for _ in range(2))
     assert bits(first) == bits(second)
     assert_same_bits(comm, first)
-
-
-def bytes_sent(comm, algorithm, vector):
-    before = traffic(comm).nbytes
-    sparse_allreduce(vector, comm, algorithm=algorithm)
-    return traffic(comm).nbytes - before
-
-
-def spread(rank, length, k):
-    """Return k entries at independent random places, so that the ranks' shares of them are even."""
-    chosen = np.sort(np.random.default_rng(rank).choice(length, k, replace=False))
-    return SparseVector(chosen, np.ones(k, np.float32), length)
-
-
-@pytest.mark.at_least(2)
-@pytest.mark.parametrize("algorithm", ["allgather", "split_allgather", "dense"])
-def test_bytes_are_those_of_the_cost_table(comm, algorithm):
-    length, k = 2_000_000, 4000  # thin enough for plain indices
-    vectors = [spread(rank, length, k) for rank in range(comm.size)]
-    union = np.unique(np.concatenate([vector.indices for vector in vectors])).size
-    share, entry = (comm.size - 1) / comm.size, 8
-    table = {
-        "allgather": (comm.size - 1) * k * entry,
-        "split_allgather": share * (k + union) * entry,
-        "dense": share * (k * entry + length * 4),
-    }
-    sent = comm.allgather(bytes_sent(comm, algorithm, vectors[comm.rank]))
-    assert np.mean(sent) == pytest.approx(table[algorithm], rel=0.05)
-
-
-@pytest.mark.at_least(8)
-def test_split_allgather_is_near_the_lower_bound(comm):
-    length, k = 400_000, 4000
-    vectors = [spread(rank, length, k) for rank in range(comm.size)]
-    union = np.unique(np.concatenate([vector.indices for vector in vectors])).size
-    sent = comm.allgather(bytes_sent(comm, "split_allgather", vectors[comm.rank]))
-    assert np.mean(sent) <= 1.15 * 8 * (k + union * (comm.size - 2) / comm.size)
-    assert union == pytest.approx(expected_union(length, [k] * comm.size), rel=0.01)
-
-
-@pytest.mark.at_least(2)
-def test_a_dense_union_travels_as_a_bitmap_or_a_range(comm):
-    """Every second position is taken: 4 bytes of value and 2 bits of map an entry, against 8 bytes in plain form."""
-    vector = SparseVector(np.arange(0, 100_000, 2), np.ones(50_000, np.float32), 100_000)
-    rounds = math.ceil(math.log2(comm.size))
-    sent = max(comm.allgather(bytes_sent(comm, "allgather", vector)))
-    assert sent <= (comm.size - 1) * (50_000 * 4 + 100_000 / 8 + 200) + 64 * (comm.size - 1 + rounds)
 
 
 @pytest.mark.at_least(2)

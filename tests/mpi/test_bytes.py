@@ -1,0 +1,198 @@
+"""What the transport counts on every rank, against the formulas of the cost table: within 5 %."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+
+from collectives import (
+    SupportPlan,
+    dense_allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_reduce,
+    sparse_reduce_scatter,
+    traffic,
+)
+from collectives.tuning import expected_union
+from mpicomp import SparseVector
+
+LENGTH, K = 2_000_000, 4000  # thin enough for plain indices
+ENTRY, VALUE = 8, 4  # bytes
+
+
+def spread(rank, length=LENGTH, k=K):
+    """Return k entries at independent random places, so that the shares of them are even."""
+    chosen = np.sort(np.random.default_rng(rank).choice(length, k, replace=False))
+    return SparseVector(chosen, np.ones(k, np.float32), length)
+
+
+def sent_by_all(comm, call):
+    """Return the bytes that every rank sends in a call, in rank order."""
+    before = traffic(comm).nbytes
+    call()
+    return comm.allgather(traffic(comm).nbytes - before)
+
+
+def supports(size):
+    masks = np.zeros((size, LENGTH), bool)
+    for rank in range(size):
+        masks[rank, spread(rank).indices] = True
+    return masks
+
+
+def core_of(size):
+    return 1 << (size.bit_length() - 1)
+
+
+def folded(masks):
+    """Return the supports of the core ranks after the fold, and the entries that fold and unfold send."""
+    size, core = len(masks), core_of(len(masks))
+    union = masks.any(axis=0).sum()
+    held = masks[:core].copy()
+    held[: size - core] |= masks[core:]
+    return held, (size - core) * (K + union)
+
+
+def doubled(held):
+    """Return the entries that all ranks send while they double, starting from these supports."""
+    sent, distance, ranks = 0, 1, np.arange(len(held))
+    while distance < len(held):
+        sent += held.sum()
+        held = held | held[ranks ^ distance]
+        distance *= 2
+    return sent
+
+
+def recursive_doubling(size):
+    held, sent = folded(supports(size))
+    return sent + doubled(held)
+
+
+def recursive_halving(size):
+    held, sent = folded(supports(size))
+    ranks, distance = np.arange(len(held)), len(held) // 2
+    bounds = np.array([LENGTH * rank // len(held) for rank in range(len(held) + 1)])
+    while distance:
+        own = held.copy()
+        for rank in ranks:
+            low = rank // distance * distance
+            own[rank, : bounds[low]] = own[rank, bounds[low + distance] :] = False
+        sent += held.sum() - own.sum()
+        partners = held[ranks ^ distance]
+        for rank in ranks:
+            low = rank // distance * distance
+            partners[rank, : bounds[low]] = partners[rank, bounds[low + distance] :] = False
+        held = own | partners
+        distance //= 2
+    return sent + doubled(held)
+
+
+def union(size):
+    return supports(size).any(axis=0).sum()
+
+
+# Entries that all ranks together send, and the call. f P = P - 1.
+EXACT_SUMS = {
+    "allgather": lambda size: size * (size - 1) * K,
+    "recursive_doubling": recursive_doubling,
+    "split_allgather": lambda size: (size - 1) * (K + union(size)),
+    "recursive_halving": recursive_halving,
+    "dense": lambda size: (size - 1) * (K + LENGTH * VALUE / ENTRY),
+}
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("algorithm", EXACT_SUMS)
+def test_exact_sums(comm, algorithm):
+    vector = spread(comm.rank)
+    sent = sent_by_all(comm, lambda: sparse_allreduce(vector, comm, algorithm=algorithm, partition="equal"))
+    assert sum(sent) == pytest.approx(EXACT_SUMS[algorithm](comm.size) * ENTRY, rel=0.05)
+
+
+OTHERS = {
+    "sparse_allgather": (lambda v, comm: sparse_allgather(v, comm), lambda size: size * (size - 1) * K * ENTRY),
+    "sparse_reduce_scatter": (lambda v, comm: sparse_reduce_scatter(v, comm), lambda size: (size - 1) * K * ENTRY),
+    "sparse_bcast": (lambda v, comm: sparse_bcast(v, comm), lambda size: (size - 1) * K * ENTRY),
+    "gtopk tree": (
+        lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="tree"),
+        lambda size: 2 * (size - 1) * K * ENTRY,
+    ),
+    "gtopk exact": (
+        lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact"),
+        lambda size: (size - 1) * (2 * K * ENTRY + 3 * 2 * 2048 * 8),
+    ),
+    "dense_allreduce": (
+        lambda v, comm: dense_allreduce(np.ones(10_000, np.float32), comm),
+        lambda size: 2 * (size - 1) * 10_000 * VALUE,
+    ),
+    "plan.allreduce": (
+        lambda v, comm: SupportPlan.random(LENGTH, 10_000, comm).allreduce(np.ones(10_000, np.float32)),
+        lambda size: 2 * (size - 1) * 10_000 * VALUE,
+    ),
+}
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_others(comm, name):
+    call, expected = OTHERS[name]
+    vector = spread(comm.rank)
+    sent = sent_by_all(comm, lambda: call(vector, comm))
+    assert sum(sent) == pytest.approx(expected(comm.size), rel=0.05)
+
+
+@pytest.mark.at_least(2)
+def test_a_reduce_sends_the_sum_of_the_subtree_once(comm):
+    vector = SparseVector(np.arange(1000) * 100, np.ones(1000, np.float32), 100_000)
+    sent = sent_by_all(comm, lambda: sparse_reduce(vector, comm))
+    terms = 64 * (comm.size - 1)
+    assert sent[0] == terms
+    assert all(8000 <= nbytes - terms < 8128 for nbytes in sent[1:])
+
+
+@pytest.mark.at_least(8)
+def test_split_allgather_is_near_the_lower_bound(comm):
+    """At a density of 1 %: at least k + K (P-2)/P entries a rank have to travel."""
+    length, k = 400_000, 4000
+    vectors = [spread(rank, length, k) for rank in range(comm.size)]
+    union = np.unique(np.concatenate([vector.indices for vector in vectors])).size
+    sent = sent_by_all(comm, lambda: sparse_allreduce(vectors[comm.rank], comm, algorithm="split_allgather"))
+    assert np.mean(sent) <= 1.15 * 8 * (k + union * (comm.size - 2) / comm.size)
+    assert union == pytest.approx(expected_union(length, [k] * comm.size), rel=0.01)
+
+
+@pytest.mark.at_least(2)
+def test_a_dense_union_travels_as_a_bitmap_or_a_range(comm):
+    """Every second position is taken: 4 bytes of value and 2 bits of map an entry, against 8 bytes in plain form."""
+    vector = SparseVector(np.arange(0, 100_000, 2), np.ones(50_000, np.float32), 100_000)
+    rounds = math.ceil(math.log2(comm.size))
+    sent = max(sent_by_all(comm, lambda: sparse_allreduce(vector, comm, algorithm="allgather")))
+    assert sent <= (comm.size - 1) * (50_000 * 4 + 100_000 / 8 + 200) + 64 * (comm.size - 1 + rounds)
+
+
+@pytest.mark.at_least(2)
+def test_the_survey_is_a_small_part_of_what_travels(comm):
+    """Samples of where the entries stand are at most one for 16 of them, and 16 P a rank."""
+    vector = spread(comm.rank)
+    call = partial(sparse_allreduce, vector, comm, algorithm="split_allgather")
+    sampled, equal = (sum(sent_by_all(comm, partial(call, partition=partition))) for partition in ("auto", "equal"))
+    assert 0 < sampled - equal <= comm.size * (comm.size - 1) * (16 * comm.size * 4 + 128)
+    assert sampled <= 1.05 * equal
+
+
+def test_gtopk_by_recursive_doubling_sends_one_message_a_round(comm):
+    k = 1000
+    length = 100 * k * comm.size  # thin enough for plain indices
+    vector = SparseVector(np.arange(k) * 100 * comm.size + comm.rank, np.ones(k, np.float32), length)
+    before = traffic(comm)
+    gtopk_allreduce(vector, comm, k)
+    after = traffic(comm)
+    core = 1 << (comm.size.bit_length() - 1)
+    in_core, folds = comm.rank < core, comm.rank % core < comm.size - core
+    rounds = int(math.log2(core)) * in_core + folds
+    assert after.messages - before.messages == rounds
+    assert rounds * k * 8 <= after.nbytes - before.nbytes <= rounds * (k * 8 + 64 + 63)
