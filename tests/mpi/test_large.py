@@ -1,0 +1,64 @@
+"""Messages above 2 GiB, whose bytes do not fit a C int."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import sparse_bcast, traffic
+from collectives.progress import wait_for
+from collectives.transport import endpoint_of
+from mpicomp import SparseVector
+
+NEEDED = 12 << 30  # bytes: the row, its message, what arrives, and room for the copies on the way
+
+
+def available():
+    """Return the bytes of memory that are free, or that the container may still take."""
+    text = pathlib.Path("/proc/meminfo").read_text()
+    free = int(re.search(r"MemAvailable: +(\d+)", text)[1]) << 10
+    limit = pathlib.Path("/sys/fs/cgroup/memory.max")
+    stated = limit.read_text().strip() if limit.exists() else "max"
+    return free if stated == "max" else min(free, int(stated))
+
+
+SHORT = MPI.COMM_WORLD.allreduce(int(available() < NEEDED))  # all ranks collect this file, and skip alike
+
+
+@pytest.mark.skipif(SHORT > 0, reason=f"needs {NEEDED >> 30} GiB of free memory")
+@pytest.mark.exactly(2)
+def test_a_message_above_two_gibibytes(comm):
+    """One row of 2^29 + 17 float32: 2 GiB and a little."""
+    width = 2**29 + 17
+    row = np.zeros((1, width), np.float32)
+    row[0, [0, 2**28, -1]] = 1, 2, 3
+    before = traffic(comm).nbytes
+    got = sparse_bcast(SparseVector([5], row, 9) if comm.rank == 0 else None, comm)
+    assert got.values.shape == (1, width)
+    assert got.values[0, [0, 1, 2**28, -2, -1]].tolist() == [1, 0, 2, 0, 3]
+    assert np.count_nonzero(got.values) == 3
+    if comm.rank == 0:
+        assert traffic(comm).nbytes - before > 2**31
+
+
+def test_counts_are_in_lines_that_fit_a_c_int_up_to_128_gib(comm):
+    endpoint = endpoint_of(comm, wait_for)
+    counts = []
+
+    class Recorder:
+        def Isend(self, message, dest, tag):  # noqa: N802
+            counts.append(message[1])
+
+    endpoint_comm, endpoint.comm = endpoint.comm, Recorder()
+    before = endpoint.traffic.nbytes
+    try:
+        huge = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), (127 << 30,), (0,))  # takes no memory
+        endpoint.send(huge, 0, 0)
+    finally:
+        endpoint.comm = endpoint_comm
+        endpoint.traffic.nbytes = before
+        endpoint.traffic.messages -= 1
+    assert counts == [(127 << 30) // 64]
+    assert counts[0] < 2**31

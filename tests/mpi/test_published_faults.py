@@ -1,0 +1,207 @@
+"""The faults of published code, one by one: each test fails on a library that has the fault.
+
+Device buffers that are staged message by message have no test yet: arrays on a device are refused (test_arrays.py).
+What a rank that brings another length, dtype or k gets instead of a hang is the table in test_arguments.py.
+"""
+
+import ast
+import pathlib
+import time
+
+import numpy as np
+import pytest
+from cases import assert_equal, assert_same_bits, bits, bring, bring_all, select, window
+
+import collectives
+from collectives import allreduce, gtopk, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
+from collectives.progress import _engine, wait_for
+from collectives.transport import endpoint_of
+from mpicomp import ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp.vector import merge, top_k
+
+SUMS = pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
+SELECTIONS = pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
+
+
+@SELECTIONS
+def test_powers_of_two_only_and_an_index_past_a_list_at_three(comm, algorithm):
+    """Every number of ranks: this test runs for 3, 5 and 7 as for 4 and 8."""
+    result, rejected = gtopk_allreduce(bring("random", comm.rank, comm.size), comm, 10, algorithm=algorithm)
+    whole = sum(window(vector) for vector in bring_all("random", comm.size))
+    np.testing.assert_array_equal(window(result) + sum(comm.allgather(window(rejected))), whole)
+
+
+def calls_in(package, name):
+    """Return where the sources of a package call a method of this name."""
+    root = pathlib.Path(package.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.lower() == name:
+                yield f"{path.name}:{node.lineno}"
+
+
+def test_a_barrier_every_round():
+    assert not list(calls_in(collectives, "barrier"))
+    assert not list(calls_in(collectives, "ibarrier"))
+
+
+@pytest.mark.exactly(4)
+def test_ranks_that_need_nothing_of_a_late_one_do_not_wait_for_it(comm):
+    """In the first round of a butterfly ranks 2 and 3 meet each other only; rank 0 comes late."""
+    endpoint = endpoint_of(comm, wait_for)
+    if comm.rank == 0:
+        comm.recv(source=2)  # comes only when rank 2 is in its second round
+    before = endpoint.traffic.messages
+    request = collectives.gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 9)
+    if comm.rank == 2:
+        while endpoint.traffic.messages - before < 2:
+            assert not request.test()
+        comm.send(None, 0)
+    request.wait()
+
+
+@SELECTIONS
+def test_equal_k_demanded_on_all_ranks(comm, algorithm):
+    """Each rank brings another number of entries, and some none."""
+    mine = bring("unequal", comm.rank, comm.size)
+    result, _ = gtopk_allreduce(mine, comm, algorithm=algorithm)
+    assert_same_bits(comm, result)
+    assert result.nnz <= max(comm.allgather(mine.nnz))
+
+
+@SUMS
+def test_an_empty_rank_hangs_or_crashes(comm, algorithm):
+    vectors = [
+        vector if rank % 2 else SparseVector.empty(240) for rank, vector in enumerate(bring_all("ties", comm.size))
+    ]
+    total = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm)
+    assert_equal(total, sum(window(vector) for vector in vectors))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first"),
+    [
+        ("dense", 2**24),  # of a larger length it has no room
+        *((name, first) for name in allreduce.ALGORITHMS if name != "dense" for first in (2**24, 2**53, 2**62)),
+    ],
+)
+def test_indices_as_floats(comm, algorithm, first):
+    """Neighbours above 2^24 are one number in float32, above 2^53 in float64."""
+    vector = SparseVector([first, first + 1, first + 3], [1.0, 2.0, 4.0], first + 4)
+    total = sparse_allreduce(vector, comm, algorithm=algorithm)
+    kept = np.flatnonzero(total.values)
+    assert total.indices[kept].tolist() == [first, first + 1, first + 3]
+    assert total.values[kept].tolist() == [comm.size, 2 * comm.size, 4 * comm.size]
+
+
+@pytest.mark.parametrize("algorithm", ["split_allgather", "recursive_halving", "node_lanes"])
+@pytest.mark.parametrize("length", [2**31 - 1, 2**62])
+def test_sums_of_boundaries_that_overflow(comm, algorithm, length):
+    """P times the length is beyond 32 bits, and beyond 64; shares at both ends of the index space."""
+    positions = np.r_[0:200, length - 200 : length]
+    total = sparse_allreduce(
+        SparseVector(positions, np.ones(400, np.float32), length), comm, algorithm=algorithm, partition="sampled"
+    )
+    assert total.indices.tolist() == positions.tolist()
+    assert (total.values == comm.size).all()
+
+
+def test_the_world_in_place_of_the_communicator(comm):
+    """Two halves at once, in reversed order of the ranks, over several collectives."""
+    half = comm.Split(comm.rank % 2, -comm.rank)
+    mine = bring("random", half.rank, half.size)
+    whole = sum(window(vector) for vector in bring_all("random", half.size))
+    for algorithm in allreduce.ALGORITHMS:
+        assert_equal(sparse_allreduce(mine, half, algorithm=algorithm), whole)
+    assert_equal(gtopk_allreduce(mine, half, 9, algorithm="exact")[0], select(whole, 9))
+    half.Free()
+
+
+@SUMS
+def test_sends_that_nobody_waits_for(comm, algorithm, monkeypatch):
+    """Every request of MPI's that a collective makes has ended when it returns."""
+    endpoint, made = endpoint_of(comm, wait_for), []
+    send = endpoint.send
+
+    def recording(buffer, dest, tag):
+        made.append(send(buffer, dest, tag))
+        return made[-1]
+
+    monkeypatch.setattr(endpoint, "send", recording)
+    sparse_allreduce(bring("random", comm.rank, comm.size), comm, algorithm=algorithm)
+    assert comm.size == 1 or made
+    assert all(not sending._request for sending in made)  # MPI sets a request that has ended to null
+    assert not _engine()._in_flight
+
+
+@pytest.mark.parametrize("late", [0, -1])
+@SUMS
+def test_sums_in_the_order_of_arrival(comm, algorithm, late):
+    """Whichever rank comes late, the sum of real numbers has the same bits."""
+    values = np.random.default_rng(comm.rank).standard_normal(300).astype(np.float32)
+    vector = SparseVector(np.arange(300), values, 300)
+    one = sparse_allreduce(vector, comm, algorithm=algorithm)
+    if comm.rank == late % comm.size:
+        time.sleep(0.02)
+    other = sparse_allreduce(vector, comm, algorithm=algorithm)
+    assert bits(one) == bits(other)
+    assert_same_bits(comm, other)
+
+
+@pytest.mark.at_least(2)
+def test_hundreds_of_silently_dense_steps(comm):
+    """The first step of an exchange sends as little as the tenth."""
+    exchange = GradientExchange(comm, TopK(density=0.01), ErrorFeedback(), gtopk_allreduce)
+    gradient, sent = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32), []
+    for _ in range(10):
+        before = traffic(comm).nbytes
+        exchange(gradient)
+        sent.append(traffic(comm).nbytes - before)
+    assert max(sent) <= 1.05 * min(sent) + 1024
+    assert sent[0] < 0.1 * gradient.nbytes * (comm.size - 1)
+
+
+def clearing_rule(dense, k):
+    """Return (result, what all ranks keep) of the published gTop-k over a power of two of ranks.
+
+    A tree to rank 0; afterwards a rank keeps of its own entries those whose indices are not in the result.
+    """
+    held = [top_k(SparseVector.from_dense(vector), k)[0] for vector in dense]
+    brought = held
+    while len(held) > 1:
+        held = [top_k(merge(a, b), k)[0] for a, b in zip(held[::2], held[1::2], strict=True)]
+    kept = [np.where(np.isin(np.arange(dense[0].size), held[0].indices), 0, vector.to_dense()) for vector in brought]
+    return held[0], sum(kept)
+
+
+def leaking(size, length=60, k=6):
+    """Return inputs on which an entry is dropped half-way while its index survives elsewhere: found by search."""
+    for seed in range(100):
+        dense = [np.random.default_rng([seed, rank]).integers(-9, 10, length).astype(float) for rank in range(size)]
+        result, kept = clearing_rule(dense, k)
+        brought = sum(select(vector, k) for vector in dense)
+        if not np.array_equal(result.to_dense() + kept, brought):
+            return dense, brought
+    raise AssertionError("no case leaks")
+
+
+@pytest.mark.exactly(4)
+@pytest.mark.exactly(8)
+@SELECTIONS
+def test_an_entry_dropped_half_way_is_lost_when_its_index_survives_elsewhere(comm, algorithm):
+    """The published rule loses mass on these inputs; ours does not."""
+    k = 6
+    dense, brought = leaking(comm.size, k=k)
+    mine = top_k(SparseVector.from_dense(dense[comm.rank]), k)[0]
+    result, rejected = gtopk_allreduce(mine, comm, k, algorithm=algorithm)
+    kept = comm.allgather(rejected.to_dense())
+    np.testing.assert_array_equal(result.to_dense() + sum(kept), brought)
+
+
+def test_parts_of_variable_length(comm):
+    """An allgather whose parts differ a thousandfold, without a round for the sizes."""
+    mine = SparseVector(np.arange(10 ** (comm.rank % 4)), np.ones(10 ** (comm.rank % 4), np.float32), 5000)
+    before = traffic(comm).messages
+    parts = sparse_allgather(mine, comm)
+    assert [part.nnz for part in parts] == [10 ** (rank % 4) for rank in range(comm.size)]
+    assert traffic(comm).messages - before == (comm.size - 1).bit_length()
