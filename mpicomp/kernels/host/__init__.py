@@ -15,7 +15,6 @@ from mpicomp.kernels.host.merging import accumulate, first_disorder, gather, mer
 from mpicomp.kernels.host.selection import (
     Search,
     above,
-    alone,
     histogram,
     kth_largest,
     raise_not_finite,
@@ -29,7 +28,6 @@ __all__ = [
     "Search",
     "above",
     "accumulate",
-    "alone",
     "first_disorder",
     "from_bitmap",
     "gather",

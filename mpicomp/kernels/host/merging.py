@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import DE_BRUIJN, PLACES, Array, jit
+from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
 
 _TILE = 1 << 16  # positions added up at a time: 256 KiB of float32 stay in the second-level cache
 _BATCH = 1 << 18  # about as many entries are brought together at a time, for the same reason
+_SPARSEST = 1 << 13  # positions an entry from which sorting is faster than tiles: about eight entries a tile
 
 
 def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
@@ -24,10 +25,11 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
     values: shape (entries,), or (entries, width) for rows.
     """
     if values_a.ndim > 1:
-        return _accumulate_rows([indices_a, indices_b], [values_a, values_b])
-    wide_a, wide_b = _wide(values_a), _wide(values_b)
+        return _by_sorting([indices_a, indices_b], [values_a, values_b])
+    wide = _wide_dtype(values_a)
     indices = np.empty(indices_a.size + indices_b.size, indices_a.dtype)
-    values = np.empty(indices.size, wide_a.dtype)
+    values = np.empty(indices.size, wide)
+    wide_a, wide_b = values_a.astype(wide, copy=False), values_b.astype(wide, copy=False)
     count = _merge(indices_a, wide_a, indices_b, wide_b, indices, values)
     return indices[:count], _narrow(values[:count], values_a.dtype)
 
@@ -40,61 +42,74 @@ def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -
     so two vectors give what `merge` gives. float16 is added in float32 and rounded once, at the end.
 
     Indices are sorted, so the vectors are added up tile by tile in a dense tile that fits the cache, next to a bitmap
-    of its entries. A tile begins at the lowest index that is left: time and memory do not depend on the length.
+    of its entries. A tile begins at the lowest index that is left: time and memory do not depend on the length. Rows,
+    and entries too few for tiles, are added in the same order where sorting the indices puts them.
     """
-    if values[0].ndim > 1:
-        return _accumulate_rows(indices, values)
     total = sum(each.size for each in indices)
-    out = np.empty(total, indices[0].dtype), np.empty(total, _wide(values[0][:0]).dtype)
+    if not total:
+        return indices[0], values[0]
+    span = max(int(each[-1]) for each in indices if each.size) - min(int(each[0]) for each in indices if each.size)
+    if values[0].ndim > 1 or span > _SPARSEST * total:
+        return _by_sorting(indices, values)
+    wide = _wide_dtype(values[0])
     size = min(_TILE, -(-length // 4096) * 4096)
-    tile, words, heads = (
-        np.full(size, -0.0, out[1].dtype),
-        np.zeros(size // 64, np.uint64),
-        np.zeros(size // 4096, np.uint64),
-    )
-    count = 0
-    for batch in _batches(indices, values, out[1].dtype):
-        count += int(_accumulate(*batch, tile, words, heads, out[0][count:], out[1][count:]))
-    return out[0][:count], _narrow(out[1][:count], values[0].dtype)
+    buffers = np.full(size, -0.0, wide), np.zeros(size // 64, np.uint64), np.zeros(size // 4096, np.uint64)
+    union, sums, count = np.empty(total, indices[0].dtype), np.empty(total, wide), 0
+    for batch in _batches(indices, values, wide):
+        count += int(_accumulate(*batch, *buffers, union[count:], sums[count:]))
+    return union[:count], _narrow(sums[:count], values[0].dtype)
 
 
 def gather(dense: Array, indices: Array) -> Array:
-    """Return ``dense[indices]``; the indices (int32 or int64) must be in range."""
-    return np.take(dense, indices)
+    """Return ``dense[indices]`` of a 1-d `dense`; the indices (int32 or int64) must be in range."""
+    out = np.empty(indices.size, dense.dtype)
+    bits = FORMATS[dense.dtype].keys
+    _gather(dense.view(bits), indices, out.view(bits))
+    return out
 
 
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
-    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique."""
-    if dense.dtype == np.float16 or values.dtype != dense.dtype:
-        dense[indices] += values
-    else:
+    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
+
+    The sum is rounded once to the dtype of `dense`, whatever that of the values.
+    """
+    if dense.dtype == values.dtype != np.float16:
         _scatter_add(dense, indices, values)
+    else:
+        sums = gather(dense, indices).astype(_wide_dtype(dense)) + values
+        dense[indices] = _narrow(sums, dense.dtype)
 
 
 def first_disorder(indices: Array, length: int) -> int:
     """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
-    if not indices.size or (0 <= indices[0] and indices[-1] < length and _increases(indices)):
+    if not indices.size or (indices[0] >= 0 and indices[-1] < length and _increases(indices)):
         return -1
     return int(_first_disorder(indices, length))
 
 
-def _wide(values: Array) -> Array:
-    """Return the values in the dtype that they are added in."""
-    return values.astype(np.float32) if values.dtype == np.float16 else values
+def _wide_dtype(values: Array) -> np.dtype[Any]:
+    """Return the dtype that values are added in."""
+    return np.promote_types(values.dtype, np.float32)
 
 
-def _narrow(values: Array, dtype: np.dtype[np.floating]) -> Array:
+def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
     with np.errstate(over="ignore"):  # infinite, as sums of the other dtypes that leave their range
         return values.astype(dtype, copy=False)
 
 
-def _accumulate_rows(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
-    """Return what `accumulate` does, for values of shape (entries, width)."""
-    union = np.unique(np.concatenate(indices))
-    total = np.full((union.size, values[0].shape[1]), -0.0, _wide(values[0][:0]).dtype)  # -0.0 + x is x, for -0.0 too
-    for index, value in zip(indices, values, strict=True):
-        total[np.searchsorted(union, index)] += value
-    return union, _narrow(total, values[0].dtype)
+def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
+    """Return what `accumulate` does, for values of any shape and indices at any distance."""
+    together = np.concatenate(indices)
+    order = np.argsort(together, kind="stable")  # runs that are sorted are merged
+    together = together[order]
+    new = np.append(True, together[1:] != together[:-1])[: together.size]
+    places = np.empty(together.size, np.intp)
+    places[order] = np.cumsum(new) - 1
+    union, ends = together[new], np.cumsum([each.size for each in indices])
+    sums = np.full((union.size, *values[0].shape[1:]), -0.0, _wide_dtype(values[0]))  # -0.0 + x is x, for -0.0 as well
+    for value, end in zip(values, ends.tolist(), strict=True):
+        sums[places[end - len(value) : end]] += value
+    return union, _narrow(sums, values[0].dtype)
 
 
 def _batches(
@@ -166,12 +181,13 @@ def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
 def _add_tile(indices, values, starts, ends, base, tile, words, heads):  # type: ignore[no-untyped-def]
     """Add the entries in the tile that begins at `base`; move `starts` behind them.
 
-    A bit of `words` stands for a position, a bit of `heads` for a word: entries may be few and far between.
+    A bit of `words` stands for a position, a bit of `heads` for a word: entries may be few and far between. Unsigned,
+    an index that is out of order and below the tile is as far off as one above it.
     """
-    one, low_bits = np.uint64(1), np.uint64(63)
+    one, low_bits, size = np.uint64(1), np.uint64(63), np.uint64(tile.size)
     for p in range(starts.size):
         i, end = np.uint64(starts[p]), np.uint64(ends[p])
-        while i < end and indices[i] - base < tile.size:
+        while i < end and np.uint64(indices[i] - base) < size:
             place = np.uint64(indices[i] - base)
             word = place >> np.uint64(6)
             tile[place] += values[i]
@@ -203,6 +219,12 @@ def _take_tile(tile, words, heads, base, out_indices, out_values, count):  # typ
                 word ^= lowest
             head ^= lowest_word
     return count
+
+
+@jit
+def _gather(dense, indices, out):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        out[i] = dense[indices[i]]
 
 
 @jit

@@ -18,7 +18,7 @@ Found = tuple[Array, Array]
 
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _CHUNK = 32
-_SAMPLE = 1 << 15  # values looked at for the lower threshold
+_SAMPLE = 1 << 14  # values looked at for the lower threshold
 _SIGMAS = 4
 
 
@@ -31,7 +31,7 @@ def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
     threads: how many read the data at the same time; the result does not depend on it.
 
     A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
-    those, and a radix selection among them is exact. Where the sample misled, and on short vectors, two reads do it: a
+    those, and the selection among them is exact. Where the sample misled, and on short vectors, two reads do it: a
     histogram of the leading 11 bits, then the compaction of what is at or above the bin of the k-th largest.
     """
     form = FORMATS[values.dtype]
@@ -40,8 +40,8 @@ def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
     positions, keys = found or _by_histogram(bits, form, k, threads)
     if positions.size <= k:
         return positions
-    threshold, ties = alone(kth_largest(keys, k, form.width))
-    return positions[select(keys, threshold, ties)]
+    threshold = _kth(keys, k)
+    return positions[select(keys, threshold, k - int(np.count_nonzero(keys > threshold)))]
 
 
 def above(values: Array, threshold: float) -> Array:
@@ -55,7 +55,7 @@ def above(values: Array, threshold: float) -> Array:
     form = FORMATS[values.dtype]
     with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
         floor = np.abs(np.asarray(threshold).astype(values.dtype)).reshape(1).view(form.signed)[0]
-    bits, rest, room, parts = values.view(form.signed), values.size, values.size // 64, []
+    bits, rest, room, parts = values.view(form.signed), values.size, values.size // 64, list[Array]()
     while rest or not parts:
         first = bits.size - rest
         positions, _, rest = _compacted(bits[first:], form, floor, first, room)
@@ -65,7 +65,7 @@ def above(values: Array, threshold: float) -> Array:
 
 
 def histogram(values: Array) -> Array:
-    """Return how many magnitudes of `values` have each head of 11 bits: int64 of 2048 counts, smallest magnitudes first.
+    """Return how many magnitudes of `values` have each head of 11 bits: int64 of 2048 counts, the smallest first.
 
     values: as for `top_k`. The head is that of the bits of `magnitude_keys`: the exponent and what follows it.
     """
@@ -94,17 +94,6 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
     return prefix, k
 
 
-def alone(search: Search) -> tuple[int, int]:
-    """Run a search of `kth_largest` over this rank's keys only."""
-    counts = next(search)
-    try:
-        while True:
-            counts = search.send(counts)
-    except StopIteration as end:
-        threshold, ties = end.value
-        return threshold, ties
-
-
 def select(keys: Array, threshold: int, ties: int) -> Array:
     """Return, in increasing order, where keys are above `threshold`, and where the first `ties` equal to it are."""
     chosen = np.empty(keys.size + 1, np.intp)
@@ -128,15 +117,31 @@ def first_not_finite(values: Array) -> int:
 
 
 def _by_sample(bits: Array, form: Format, k: int, threads: int) -> Found | None:
-    """Return what is at or above a threshold from a sample; None when that is fewer than `k`, or more than expected."""
+    """Return what is at or above a threshold from a sample; None when the sample misled."""
     sample = np.empty(_SAMPLE, form.keys)
     _sample(bits, form.mask, sample)
     share = sample.size * k / bits.size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
-    floor = max(1, alone(kth_largest(sample, rank, form.width))[0]) if rank < sample.size else 1
+    floor = max(1, _kth(sample, rank)) if rank < sample.size else 1
     room = math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / sample.size)
     found = _at_or_above(bits, form, floor, room, threads)
-    return found if found and (found[0].size >= k or floor == 1) else None
+    if found is None:
+        return _with_ties(bits, form, floor, k, room, threads)
+    return found if found[0].size >= k or floor == 1 else None
+
+
+def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: int) -> Found | None:
+    """Return what is above a threshold that more than `room` reach, and the first that reach it; None when too many.
+
+    It is the way for data of few values: zeros and ones, or what was quantised.
+    """
+    over = _at_or_above(bits, form, tie + 1, room, threads) if tie < form.mask else None
+    if over is None or over[0].size >= k:
+        return over
+    positions, keys, _ = _compacted(bits, form, tie, 0, k)
+    positions = np.concatenate([over[0], positions[keys == tie]])
+    order = np.argsort(positions)
+    return positions[order], np.concatenate([over[1], keys[keys == tie]])[order]
 
 
 def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
@@ -154,7 +159,7 @@ def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int)
     if any(rest for _, _, rest in parts):
         return None
     if len(parts) == 1:
-        return parts[0][:2]
+        return parts[0][0], parts[0][1]
     return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
@@ -192,6 +197,10 @@ def _in_pieces(work: Callable[[int, Array], Any], bits: Array, threads: int) -> 
         return list(pool.map(work, starts, pieces))
 
 
+def _kth(keys: Array, k: int) -> int:
+    return int(np.partition(keys, keys.size - k)[keys.size - k])
+
+
 def _bin_of_kth(counts: Array, k: int) -> int:
     """Return the histogram bin that holds the k-th largest key; 0 when there are fewer than `k` keys."""
     from_above = np.cumsum(counts[::-1])
@@ -200,16 +209,17 @@ def _bin_of_kth(counts: Array, k: int) -> int:
 
 @jit
 def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
-    """Fill `keys` from places one in each of as many equal strides, scattered by a fixed linear congruence."""
-    stride, state = bits.size // keys.size, np.uint64(1)
+    """Fill `keys` from one place in each of as many equal strides, scattered by a fixed linear congruence."""
+    state = np.uint64(1)
     for i in range(keys.size):
+        start, end = i * bits.size // keys.size, (i + 1) * bits.size // keys.size
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        keys[i] = bits[i * stride + np.int64(state >> np.uint64(33)) % stride] & mask
+        keys[i] = bits[start + np.int64(state >> np.uint64(33)) % (end - start)] & mask
 
 
 @jit
 def _compact(bits, mask, floor, first, positions, keys):  # type: ignore[no-untyped-def]
-    """Return how many magnitudes are at or above `floor`, and how many were looked at: all, or till the buffer was full.
+    """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer when the buffer is full.
 
     A chunk with one of them is compacted without a branch: every value is stored, and the count moves on past some.
     The bound of the inner loops is not a constant, or they would be unrolled before they are vectorised.

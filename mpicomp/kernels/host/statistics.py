@@ -54,9 +54,9 @@ def moments(values: Array) -> Moments:
 
 @jit
 def _add_blocks(values, totals, numbers):  # type: ignore[no-untyped-def]
-    """Add the blocks of `values`: (absolute, squares, largest, product) in `totals`, (nonzeros, exponents) in `numbers`.
+    """Add up the blocks of `values`.
 
-    What is multiplied is product * 2**exponents.
+    totals: absolute, squares, largest, product. numbers: nonzeros, exponents. The product goes with a power of two.
     """
     sums, counts, wide = np.zeros((4, _LANES)), np.zeros((2, _LANES), np.int64), np.zeros(_LANES)
     for i in range(values.size // _BLOCK):
