@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, Format, jit
+from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format, jit
 
 Search = Generator[Array, Array, tuple[int, int]]
 Found = tuple[Array, Array]
 
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _CHUNK = 32
+_BITS = np.uint32(1) << np.arange(_CHUNK, dtype=np.uint32)
 _SAMPLE = 1 << 14  # values looked at for the lower threshold
 _SIGMAS = 4
 
@@ -210,18 +211,16 @@ def _bin_of_kth(counts: Array, k: int) -> int:
 @jit
 def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
     """Fill `keys` from one place in each of as many equal strides, scattered by a fixed linear congruence."""
-    state = np.uint64(1)
+    stride, state = bits.size / keys.size, np.uint64(1)
     for i in range(keys.size):
-        start, end = i * bits.size // keys.size, (i + 1) * bits.size // keys.size
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        keys[i] = bits[start + np.int64(state >> np.uint64(33)) % (end - start)] & mask
+        keys[i] = bits[np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride)] & mask
 
 
 @jit
 def _compact(bits, mask, floor, first, positions, keys):  # type: ignore[no-untyped-def]
     """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer when the buffer is full.
 
-    A chunk with one of them is compacted without a branch: every value is stored, and the count moves on past some.
     The bound of the inner loops is not a constant, or they would be unrolled before they are vectorised.
     """
     count = np.uint64(0)
@@ -233,12 +232,24 @@ def _compact(bits, mask, floor, first, positions, keys):  # type: ignore[no-unty
         if top >= floor:
             if count + np.uint64(width) > np.uint64(positions.size):
                 return count, _CHUNK * i
+            found = np.uint32(0)
             for j in range(width):
-                key = bits[_CHUNK * i + j] & mask
-                positions[count] = first + _CHUNK * i + j
-                keys[count] = key
-                count += np.uint64(key >= floor)
+                found |= _BITS[j] if bits.dtype.type(bits[_CHUNK * i + j] & mask) >= floor else np.uint32(0)
+            count = _store(bits, mask, first, _CHUNK * i, np.uint64(found), positions, keys, count)
     return count, bits.size
+
+
+@jit
+def _store(bits, mask, first, start, found, positions, keys, count):  # type: ignore[no-untyped-def]
+    """Append what the bits of `found`, counted from `start`, stand for; return the new count."""
+    while found != np.uint64(0):
+        lowest = found & (~found + np.uint64(1))
+        place = np.uint64(start) + PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)]
+        positions[count] = np.uint64(first) + place
+        keys[count] = bits[place] & mask
+        count += np.uint64(1)
+        found ^= lowest
+    return count
 
 
 @jit
