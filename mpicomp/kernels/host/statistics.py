@@ -60,14 +60,23 @@ def _add_blocks(values, totals, numbers):  # type: ignore[no-untyped-def]
     """
     sums, counts, wide = np.zeros((4, _LANES)), np.zeros((2, _LANES), np.int64), np.zeros(_LANES)
     for i in range(values.size // _BLOCK):
-        sums[:3], sums[3], counts[:] = 0, 1, 0
+        _clear(sums, counts)
         _add_rows(values[_BLOCK * i : _BLOCK * i + _BLOCK], sums, counts, wide, wide.view(np.int64))
         _fold(sums, counts)
-        totals[:2] += sums[:2, 0]
+        totals[0] += sums[0, 0]
+        totals[1] += sums[1, 0]
         totals[2] = max(totals[2], sums[2, 0])
         totals[3], shift = math.frexp(totals[3] * sums[3, 0])
         numbers[0] += counts[0, 0]
         numbers[1] += counts[1, 0] + shift
+
+
+@jit
+def _clear(sums, counts):  # type: ignore[no-untyped-def]
+    for j in range(_LANES):  # expressions of whole arrays would take Numba seconds to compile
+        sums[0, j] = sums[1, j] = sums[2, j] = 0
+        sums[3, j] = 1
+        counts[0, j] = counts[1, j] = 0
 
 
 @jit
