@@ -3,7 +3,7 @@
 Sources: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling, split + allgather and split +
 dense allgather; R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005, for halving and doubling.
 
-Rounds and bytes: README.md beside this file. Invariant: each algorithm adds over a tree that depends on the number of
+Rounds and bytes: README.md beside this file. Invariant: each algorithm adds in an order that depends on the number of
 ranks (and where nodes play a part, on their places) alone, and an entry is added up in one place or, bit for bit alike,
 in several: all ranks hold the same bits.
 

@@ -3,7 +3,7 @@
 Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021).
 
 Rounds: one step of P - 1 messages a rank. Bytes sent by a rank: (P-1)/P k s, when its k entries are spread evenly.
-Invariant: an owner adds what the ranks hold of its share over a fixed tree in rank order: the same bits in every run.
+Invariant: an owner adds what the ranks hold of its share in rank order: the same bits in every run.
 
 Differences from the paper: the parts are sent to their owners directly in one step, and each says how long it is; the
 shares are ranges of equal length, hashed blocks, or the caller's own ranges.

@@ -162,12 +162,17 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
 
 
 def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return the sum of one or more vectors, over a fixed tree: neighbours first, then the neighbours' sums."""
-    level = list(vectors)
-    while len(level) > 1:
-        pairs = [merge(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
-        level = pairs + level[len(pairs) * 2 :]
-    return level[0]
+    """Return the sum of one or more vectors of one length and dtype, over the union of their supports.
+
+    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) + ...: what others have elsewhere
+    does not change the bits. float16 is added in float32 and rounded once.
+    """
+    some = [each for each in vectors if each.nnz] or list(vectors[:1])
+    if len(some) < 3:
+        return merge(*some) if len(some) == 2 else some[0]
+    parts = [each.indices for each in some], [each.values for each in some]
+    indices, values = kernels_for(some[0].values).accumulate(*parts, some[0].length)
+    return SparseVector(indices, values, some[0].length)
 
 
 def join(parts: Sequence[SparseVector]) -> SparseVector:

@@ -1,6 +1,7 @@
 """Every kernel against NumPy, compiled and as the Python function that it was compiled from."""
 
 import contextlib
+import math
 
 import numpy as np
 import pytest
@@ -9,15 +10,18 @@ from hypothesis import strategies as st
 from strategies import DTYPES, finite_values
 
 from mpicomp.kernels import host
+from mpicomp.kernels.host import bits, merging, selection, statistics
 
-KERNELS = [name for name in vars(host) if hasattr(getattr(host, name), "py_func")]
+MODULES = [bits, merging, selection, statistics]
+KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
+INDEX_DTYPES = [np.int32, np.int64]
 
 
 @contextlib.contextmanager
 def interpreted(monkeypatch):
-    with monkeypatch.context() as patch, np.errstate(over="ignore"):  # products modulo 2^64 are meant
-        for name in KERNELS:
-            patch.setattr(host, name, getattr(host, name).py_func)
+    with monkeypatch.context() as patch, np.errstate(over="ignore", invalid="ignore"):  # products modulo 2^64 are meant
+        for module, name in KERNELS:
+            patch.setattr(module, name, getattr(module, name).py_func)
         yield
 
 
@@ -39,6 +43,7 @@ def families(dtype, n=3000):
     normal = rng.standard_normal(n)
     return {
         "normal": normal,
+        "laplace": rng.laplace(size=n),
         "cauchy": np.clip(rng.standard_cauchy(n), -1e4, 1e4),
         "zeros": np.zeros(n),
         "all equal": np.full(n, -3.0),
@@ -50,21 +55,22 @@ def families(dtype, n=3000):
         "denormal": tiny * rng.integers(-9, 10, n),
         "negative zeros": np.where(rng.random(n) < 0.9, -0.0, normal),
         "largest": np.finfo(dtype).max * rng.choice([-1, 1], n),
+        "infinite": np.where(rng.random(n) < 0.1, -np.inf, normal),
     }
 
 
 def test_there_are_kernels_to_interpret():
-    assert len(KERNELS) >= 6
+    assert len(KERNELS) >= 15
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", families(np.float32))
-@pytest.mark.parametrize("k", [1, 2, 37, 1500, 2999, 3000, 10**6])
-def test_top_k_is_exact_with_ties_to_the_lowest_position(mode, dtype, family, k):
-    if mode == "interpreted" and k not in (37, 2999):
-        k = 37
+@pytest.mark.parametrize("sample", [64, 512, 10**6])
+def test_top_k_is_exact_with_ties_to_the_lowest_position(mode, monkeypatch, dtype, family, sample):
+    monkeypatch.setattr(selection, "_SAMPLE", sample)
     values = families(dtype)[family].astype(dtype)
-    np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
+    for k in (1, 2, 37, 1500, 2999, 3000, 10**6) if mode == "compiled" else (37,):
+        np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
 
 
 @settings(max_examples=200)
@@ -76,6 +82,37 @@ def test_top_k_on_any_values(data):
     np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
 
 
+def test_top_k_for_every_k(monkeypatch):
+    values = np.round(9 * np.random.default_rng(3).standard_normal(500)).astype(np.float32)
+    for sample in (16, 10**6):
+        monkeypatch.setattr(selection, "_SAMPLE", sample)
+        for k in range(1, 501):
+            np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
+
+
+@pytest.mark.parametrize("family", ["normal", "laplace", "cauchy", "sorted", "quantised", "all equal", "zeros"])
+def test_a_sample_serves_ordinary_data_on_any_number_of_threads(monkeypatch, family):
+    values = families(np.float32, 200_003)[family].astype(np.float32)
+    monkeypatch.setattr(selection, "_by_histogram", None)
+    for k in 1, 200, 2000, 150_000:
+        expected = expected_top_k(values, k)
+        for threads in 1, 2, 3:
+            np.testing.assert_array_equal(host.top_k(values, k, threads=threads), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("seen", [9.0, 0.5])
+def test_top_k_is_exact_when_the_sample_misleads(monkeypatch, seen, threads):
+    monkeypatch.setattr(selection, "_SAMPLE", 64)
+    places = np.empty(64, np.uint32)
+    selection._sample(np.arange(3000, dtype=np.int32), np.int32(2**31 - 1), places)
+    assert (np.diff(places.astype(int)) > 0).all()
+    values = 1 + np.arange(3000, dtype=np.float32)[::-1] / 3000
+    values[places] = seen
+    for k in 5, 100, 1000:
+        np.testing.assert_array_equal(host.top_k(values, k, threads=threads), expected_top_k(values, k))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
@@ -83,35 +120,179 @@ def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     values[[42, 77]] = bad
     assert host.top_k(values, 1).tolist() == [42]
     assert host.top_k(values, 3).tolist() == [42, 77, 99]
+    assert host.above(values, 99).tolist() == [42, 77, 99]
+    assert host.moments(values).not_finite == 42
     with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
         host.raise_not_finite(values)
+    host.raise_not_finite(values[:42])
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
+def test_every_nan_is_a_largest(monkeypatch, pattern):
+    monkeypatch.setattr(selection, "_SAMPLE", 64)
+    values = np.full(3000, pattern, np.uint32).view(np.float32)
+    assert host.top_k(values, 7).tolist() == list(range(7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("family", families(np.float32))
+def test_above_compares_as_numpy_does(mode, dtype, family):
+    values = families(dtype)[family].astype(dtype)
+    for threshold in (0, np.finfo(dtype).smallest_subnormal, 0.1, 1, 3.0, 1e6, np.inf)[
+        :: 1 if mode == "compiled" else 3
+    ]:
+        with np.errstate(over="ignore"):
+            expected = np.flatnonzero(np.abs(values) >= np.asarray(threshold).astype(dtype))
+        np.testing.assert_array_equal(host.above(values, threshold), expected)
+    assert host.above(values[:0], 1).size == 0
+
+
+@pytest.mark.parametrize("threshold", [-1, np.nan])
+def test_above_wants_a_threshold(threshold):
+    with pytest.raises(ValueError, match="expected a number >= 0"):
+        host.above(np.ones(3), threshold)
+
+
+def found_alone(search):
+    counts = next(search)
+    while True:
+        try:
+            counts = search.send(counts)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_histogram_and_kth_largest_and_select(mode, dtype):
+    values = families(dtype, 500)["quantised"].astype(dtype)
+    keys, width = host.magnitude_keys(values)
+    heads = (keys >> keys.dtype.type(width - 11)).astype(np.int64)
+    np.testing.assert_array_equal(host.histogram(values), np.bincount(heads, minlength=2048))
+    for k in 1, 30, 500, 501:
+        threshold, ties = found_alone(host.kth_largest(keys, k, width))
+        assert threshold == (np.sort(keys)[-k] if k <= 500 else 0)
+        assert k > 500 or np.count_nonzero(keys > threshold) + ties == k
+        if threshold:
+            np.testing.assert_array_equal(host.select(keys, threshold, ties), expected_top_k(values, k))
+
+
+def moments_in_the_order_of_the_docstring(values):
+    blocks = np.zeros(-(-max(1, values.size) // 16384) * 16384)
+    blocks[: values.size] = np.abs(values.astype(np.float64))
+    sums = np.zeros(2)
+    for block in blocks.reshape(-1, 256, 64):
+        lanes = np.zeros((2, 64))
+        for row in block:
+            lanes += row, row * row
+        for half in (32, 16, 8, 4, 2, 1):
+            lanes = lanes[:, :half] + lanes[:, half:]
+        sums += lanes[:, 0]
+    return sums.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_moments_are_sums_in_a_fixed_order(mode, dtype):
+    for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["denormal"]:
+        values = families(dtype, 40_000 if mode == "compiled" else 100)[family].astype(dtype)
+        found = host.moments(values)
+        magnitudes = np.abs(values.astype(np.float64))
+        assert [found.absolute, found.squares] == moments_in_the_order_of_the_docstring(values)
+        assert (found.nonzeros, found.largest) == (np.count_nonzero(values), magnitudes.max())
+        logs = math.fsum(math.log(each) for each in magnitudes.tolist() if each)
+        assert found.logs == pytest.approx(logs, rel=1e-13, abs=1e-10)
+        assert found.not_finite == -1
+
+
+def test_moments_of_nothing_and_of_the_largest():
+    assert host.moments(np.empty(0, np.float32)) == (0, 0, 0, 0, 0, -1)
+    largest = np.full(70_000, np.finfo(np.float64).max)
+    assert host.moments(largest).not_finite == -1
+    assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))
+
+
+def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
+    indices = np.sort(rng.choice(among, size, replace=False)).astype(index_dtype)
+    return indices, rng.standard_normal((size, *shape)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["entries", "rows"])
 @pytest.mark.parametrize(("size_a", "size_b"), [(0, 0), (5, 0), (0, 5), (40, 60), (100, 100)])
-def test_merge_adds_where_both_have_an_entry(mode, dtype, index_dtype, size_a, size_b):
+def test_merge_adds_where_both_have_an_entry(mode, dtype, index_dtype, shape, size_a, size_b):
     rng = np.random.default_rng([size_a, size_b])
-    pair = [np.sort(rng.choice(120, size, replace=False)).astype(index_dtype) for size in (size_a, size_b)]
-    values = [rng.standard_normal(size).astype(dtype) for size in (size_a, size_b)]
-    indices, total = host.merge(pair[0], values[0], pair[1], values[1])
-    dense = np.zeros(120, dtype)
-    for where, what in zip(pair, values, strict=True):
+    pair = [draw_sparse(rng, size, 120, index_dtype, shape, dtype) for size in (size_a, size_b)]
+    indices, total = host.merge(*pair[0], *pair[1])
+    dense = np.zeros((120, *shape), dtype)
+    for where, what in pair:
         dense[where] += what
     assert (indices.dtype, total.dtype) == (index_dtype, dtype)
-    np.testing.assert_array_equal(indices, np.union1d(*pair))
+    np.testing.assert_array_equal(indices, np.union1d(pair[0][0], pair[1][0]))
     np.testing.assert_array_equal(total, dense[indices])
+    assert host.merge(*pair[1], *pair[0])[1].tobytes() == total.tobytes()
+
+
+def one_after_the_other(indices, values):
+    """Return the sum that `accumulate` promises, entry by entry."""
+    sums = {}
+    with np.errstate(over="ignore"):
+        for where, what in zip(indices, values, strict=True):
+            wide = what.astype(np.promote_types(what.dtype, np.float32))
+            for index, value in zip(where.tolist(), wide, strict=True):
+                sums[index] = sums[index] + value if index in sums else value
+        return sorted(sums), np.array([sums[index] for index in sorted(sums)]).astype(values[0].dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_add_is_numpys_on_unique_indices(mode, dtype):
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("length", [10_000, 2**31 - 1])
+@pytest.mark.parametrize("parts", [1, 2, 9])
+@pytest.mark.parametrize("way", ["tiles", "batches", "sorting", "rows"])
+def test_accumulate_adds_in_the_order_of_the_vectors(mode, monkeypatch, dtype, index_dtype, length, parts, way):
+    monkeypatch.setattr(merging, "_SPARSEST", 0 if way == "sorting" else 2**31)
+    monkeypatch.setattr(merging, "_BATCH", 100 if way == "batches" else 2**18)
+    rng = np.random.default_rng(parts)
+    among, shape = rng.integers(0, length, 300), (2,) if way == "rows" else ()
+    drawn = [draw_sparse(rng, min(40 * p, 200), np.unique(among), index_dtype, shape, dtype) for p in range(parts)]
+    indices, values = zip(*drawn, strict=True)
+    union, total = host.accumulate(indices, values, length)
+    expected = one_after_the_other(indices, values)
+    assert (union.dtype, total.dtype) == (index_dtype, dtype)
+    assert union.tolist() == expected[0]
+    assert total.tobytes() == expected[1].tobytes()
+
+
+@pytest.mark.parametrize("sparsest", [0, 2**63])
+def test_accumulate_keeps_zeros_and_their_signs_at_any_index(monkeypatch, sparsest):
+    monkeypatch.setattr(merging, "_SPARSEST", sparsest)
+    indices = [np.array(each, np.int64) for each in ([0, 7, 2**63 - 2], [7], [1, 2**63 - 2])]
+    values = [np.array(each, np.float32) for each in ([-0.0, 3, -0.0], [-3], [0, -0.0])]
+    union, total = host.accumulate(indices, values, 2**63 - 1)
+    assert union.tolist() == [0, 1, 7, 2**63 - 2]
+    np.testing.assert_array_equal(total, 0)
+    assert np.signbit(total).tolist() == [True, False, False, True]
+
+
+def test_two_vectors_accumulate_to_what_they_merge_to():
+    rng = np.random.default_rng(5)
+    for dtype in DTYPES:
+        a, b = (draw_sparse(rng, 700, 1500, np.int32, (), dtype) for _ in "ab")
+        merged, accumulated = host.merge(*a, *b), host.accumulate([a[0], b[0]], [a[1], b[1]], 1500)
+        assert [each.tobytes() for each in merged] == [each.tobytes() for each in accumulated]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values_dtype", DTYPES, ids=str)
+def test_gather_and_scatter_add_are_numpys_on_unique_indices(mode, dtype, values_dtype):
     rng = np.random.default_rng(1)
-    indices = np.sort(rng.choice(500, 80, replace=False)).astype(np.int32)
-    values, dense = rng.standard_normal(80).astype(dtype), rng.standard_normal(500).astype(dtype)
-    expected = dense.copy()
-    expected[indices] += values
-    host.scatter_add(dense, indices, values)
-    np.testing.assert_array_equal(dense, expected)
+    for index_dtype in INDEX_DTYPES:
+        indices, values = draw_sparse(rng, 80, 500, index_dtype, (), values_dtype)
+        dense = rng.standard_normal(500).astype(dtype)
+        np.testing.assert_array_equal(host.gather(dense, indices), dense[indices])
+        expected = dense.copy()
+        expected[indices] += values
+        host.scatter_add(dense, indices, values)
+        np.testing.assert_array_equal(dense, expected)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +300,11 @@ def test_scatter_add_is_numpys_on_unique_indices(mode, dtype):
     [([], -1), ([0, 4, 9], -1), ([-1, 4], 0), ([0, 10], 1), ([0, 3, 3], 2), ([5, 4], 1), ([0, 2**31 - 1, 1], 1)],
 )
 def test_first_disorder(mode, indices, position):
-    for dtype in (np.int32, np.int64):
+    for dtype in INDEX_DTYPES:
         assert host.first_disorder(np.array(indices, dtype), 10) == position
 
 
-@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("span", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("share", [0, 0.05, 0.9, 1])
 def test_a_bitmap_gives_its_indices_back(mode, index_dtype, span, share):

@@ -172,6 +172,26 @@ def test_add_up_is_the_dense_sum_and_join_undoes_a_cut(data):
     assert join(parts).values.tobytes() == first.values.tobytes()
 
 
+def test_add_up_adds_in_the_order_of_the_vectors_whatever_they_have_elsewhere():
+    big, one = np.array([1e8], np.float32), np.array([1], np.float32)
+    vectors = [
+        SparseVector([5], big, 10),
+        SparseVector.empty(10),
+        SparseVector([5], one, 10),
+        SparseVector([5], -big, 10),
+    ]
+    assert add_up(vectors).values.tolist() == [0]  # (1e8 + 1) - 1e8: the one is lost
+    assert add_up([vectors[0], vectors[3], vectors[2]]).values.tolist() == [1]
+    more = [SparseVector([3, 5, 7], np.r_[one, each.values, one], 10) for each in vectors if each.nnz]
+    assert add_up(more).values.tolist() == [3, 0, 3]
+    assert add_up([SparseVector.empty(10)] * 3).nnz == 0
+
+
+def test_add_up_rounds_float16_once():
+    parts = [SparseVector([0], np.array([value], np.float16), 1) for value in (2048, 1, 1)]
+    assert add_up(parts).values.tolist() == [2050]  # 2048 + 1 is 2048 in float16
+
+
 def test_filled_has_an_entry_at_every_position_of_the_range():
     piece = SparseVector([5, 7], [1.0, 2.0], 20).filled(4, 9)
     assert piece.indices.tolist() == [4, 5, 6, 7, 8]

@@ -1,0 +1,44 @@
+"""Hot loops over arrays in main memory, compiled by Numba at their first use and cached on disk.
+
+The public functions take arrays and return arrays; the compiled kernels beneath them (a leading underscore) fill the
+buffers that they are given and return a count. No kernel uses fastmath, and every sum has a fixed order, so the results
+are the same in every run.
+
+``selection``   the largest magnitudes, and what is above a threshold
+``statistics``  sums over a gradient, in one read
+``merging``     sums of sparse vectors, and what goes between sparse and dense
+``bits``        magnitudes as integers; indices as bitmaps
+"""
+
+from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, to_bitmap
+from mpicomp.kernels.host.merging import accumulate, first_disorder, gather, merge, scatter_add
+from mpicomp.kernels.host.selection import (
+    Search,
+    above,
+    histogram,
+    kth_largest,
+    raise_not_finite,
+    select,
+    top_k,
+)
+from mpicomp.kernels.host.statistics import Moments, moments
+
+__all__ = [
+    "Moments",
+    "Search",
+    "above",
+    "accumulate",
+    "first_disorder",
+    "from_bitmap",
+    "gather",
+    "histogram",
+    "kth_largest",
+    "magnitude_keys",
+    "merge",
+    "moments",
+    "raise_not_finite",
+    "scatter_add",
+    "select",
+    "to_bitmap",
+    "top_k",
+]

@@ -1,0 +1,83 @@
+"""Magnitudes as integers, and sets of indices as bitmaps.
+
+With the sign bit cleared, the bits of an IEEE 754 number order as its magnitude does, and infinities and NaN come last.
+That makes selection exact, and one kernel serves float16, float32 and float64.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+jit = njit(cache=True, nogil=True)
+
+# Kernels count in uint64 where they store at the count: Numba looks at every signed subscript for a negative one.
+
+# Every 6-bit window of this number is another one, so a product with 2^p has a 6-bit head that tells p.
+DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)
+PLACES = np.zeros(64, np.uint64)
+for _place in range(64):
+    PLACES[(int(DE_BRUIJN) << _place & (1 << 64) - 1) >> 58] = _place
+
+
+class Format(NamedTuple):
+    """What the selection knows about a floating-point format."""
+
+    keys: np.dtype[Any]  # the unsigned integer of the same width
+    signed: np.dtype[Any]  # the signed one: magnitudes fit it, and processors have its maximum and comparison
+    width: int  # bits of a magnitude: all but the sign
+
+    @property
+    def mask(self) -> Any:
+        """All bits of a magnitude, as a signed integer."""
+        return self.signed.type((1 << self.width) - 1)
+
+
+FORMATS = {
+    np.dtype(np.float16): Format(np.dtype(np.uint16), np.dtype(np.int16), 15),
+    np.dtype(np.float32): Format(np.dtype(np.uint32), np.dtype(np.int32), 31),
+    np.dtype(np.float64): Format(np.dtype(np.uint64), np.dtype(np.int64), 63),
+}
+
+
+def magnitude_keys(values: Array) -> tuple[Array, int]:
+    """Return the bits of the magnitudes as unsigned integers that order as the magnitudes do, and how many bits."""
+    form = FORMATS[values.dtype]
+    return values.view(form.keys) & form.keys.type(form.mask), form.width
+
+
+def to_bitmap(indices: Array, first: int, words: Array) -> None:
+    """Set the bits of increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
+    _set_bits(indices, first, words)
+
+
+def from_bitmap(words: Array, first: int, indices: Array) -> int:
+    """Write the numbers of the bits that are set in `words` (uint64), plus `first`, into `indices` in increasing order.
+
+    Returns how many are set; `indices` holds the first of them, as many as it has room for.
+    """
+    return int(_find_bits(words, first, indices))
+
+
+@jit
+def _set_bits(indices, first, words):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        place = np.uint64(indices[i] - first)
+        words[place >> np.uint64(6)] |= np.uint64(1) << (place & np.uint64(63))
+
+
+@jit
+def _find_bits(words, first, indices):  # type: ignore[no-untyped-def]
+    count = np.uint64(0)
+    for i in range(words.size):
+        word = words[i]
+        while word != np.uint64(0):
+            lowest = word & (~word + np.uint64(1))
+            if count < np.uint64(indices.size):
+                indices[count] = first + 64 * i + np.int64(PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)])
+            count += np.uint64(1)
+            word ^= lowest
+    return count

@@ -1,0 +1,251 @@
+"""Sums of sparse vectors, and what goes between sparse and dense ones.
+
+Every sum is in rank order: where lists 0, 2 and 5 have an entry, it is (a0 + a2) + a5, whatever the entries elsewhere.
+float16 is added in float32, and the sum is rounded once.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
+
+_TILE = 1 << 16  # positions added up at a time: 256 KiB of float32 stay in the second-level cache
+_BATCH = 1 << 18  # about as many entries are brought together at a time, for the same reason
+_SPARSEST = 1 << 13  # positions an entry from which sorting is faster than tiles: about eight entries a tile
+
+
+def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
+    """Return the sum of two sparse vectors as (indices, values) over the union of their supports.
+
+    Indices strictly increase in each input and in the output; both pairs have the same dtypes. Where both vectors have
+    an entry the output has ``a + b``, which is the same bits as ``b + a``: the merge is commutative bit for bit.
+    float16 is added in float32 and rounded once, which gives the correctly rounded float16 sum.
+    values: shape (entries,), or (entries, width) for rows.
+    """
+    if values_a.ndim > 1:
+        return _by_sorting([indices_a, indices_b], [values_a, values_b])
+    wide = _wide_dtype(values_a)
+    indices = np.empty(indices_a.size + indices_b.size, indices_a.dtype)
+    values = np.empty(indices.size, wide)
+    wide_a, wide_b = values_a.astype(wide, copy=False), values_b.astype(wide, copy=False)
+    count = _merge(indices_a, wide_a, indices_b, wide_b, indices, values)
+    return indices[:count], _narrow(values[:count], values_a.dtype)
+
+
+def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
+    """Return the sum of one or more sparse vectors as (indices, values) over the union of their supports.
+
+    indices, values: for each vector, what `merge` takes; indices below `length`. An entry stays where a sum is zero.
+    The additions are in the order of the vectors, ((a0 + a1) + a2) + ..., at each index over those that have an entry;
+    so two vectors give what `merge` gives. float16 is added in float32 and rounded once, at the end.
+
+    Indices are sorted, so the vectors are added up tile by tile in a dense tile that fits the cache, next to a bitmap
+    of its entries. A tile begins at the lowest index that is left: time and memory do not depend on the length. Rows,
+    and entries too few for tiles, are added in the same order where sorting the indices puts them.
+    """
+    total = sum(each.size for each in indices)
+    if not total:
+        return indices[0], values[0]
+    span = max(int(each[-1]) for each in indices if each.size) - min(int(each[0]) for each in indices if each.size)
+    if values[0].ndim > 1 or span > _SPARSEST * total:
+        return _by_sorting(indices, values)
+    wide = _wide_dtype(values[0])
+    size = min(_TILE, -(-length // 4096) * 4096)
+    buffers = np.full(size, -0.0, wide), np.zeros(size // 64, np.uint64), np.zeros(size // 4096, np.uint64)
+    union, sums, count = np.empty(total, indices[0].dtype), np.empty(total, wide), 0
+    for batch in _batches(indices, values, wide):
+        count += int(_accumulate(*batch, *buffers, union[count:], sums[count:]))
+    return union[:count], _narrow(sums[:count], values[0].dtype)
+
+
+def gather(dense: Array, indices: Array) -> Array:
+    """Return ``dense[indices]`` of a 1-d `dense`; the indices (int32 or int64) must be in range."""
+    out = np.empty(indices.size, dense.dtype)
+    bits = FORMATS[dense.dtype].keys
+    _gather(dense.view(bits), indices, out.view(bits))
+    return out
+
+
+def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
+
+    The sum is rounded once to the dtype of `dense`, whatever that of the values.
+    """
+    if dense.dtype == values.dtype != np.float16:
+        _scatter_add(dense, indices, values)
+    else:
+        sums = gather(dense, indices).astype(_wide_dtype(dense)) + values
+        dense[indices] = _narrow(sums, dense.dtype)
+
+
+def first_disorder(indices: Array, length: int) -> int:
+    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
+    if not indices.size or (indices[0] >= 0 and indices[-1] < length and _increases(indices)):
+        return -1
+    return int(_first_disorder(indices, length))
+
+
+def _wide_dtype(values: Array) -> np.dtype[Any]:
+    """Return the dtype that values are added in."""
+    return np.promote_types(values.dtype, np.float32)
+
+
+def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore"):  # infinite, as sums of the other dtypes that leave their range
+        return values.astype(dtype, copy=False)
+
+
+def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
+    """Return what `accumulate` does, for values of any shape and indices at any distance."""
+    together = np.concatenate(indices)
+    order = np.argsort(together, kind="stable")  # runs that are sorted are merged
+    together = together[order]
+    new = np.append(True, together[1:] != together[:-1])[: together.size]
+    places = np.empty(together.size, np.intp)
+    places[order] = np.cumsum(new) - 1
+    union, ends = together[new], np.cumsum([each.size for each in indices])
+    sums = np.full((union.size, *values[0].shape[1:]), -0.0, _wide_dtype(values[0]))  # -0.0 + x is x, for -0.0 as well
+    for value, end in zip(values, ends.tolist(), strict=True):
+        sums[places[end - len(value) : end]] += value
+    return union, _narrow(sums, values[0].dtype)
+
+
+def _batches(
+    indices: Sequence[Array], values: Sequence[Array], dtype: np.dtype[Any]
+) -> Iterator[tuple[Array, Array, Array, Array]]:
+    """Yield the entries of one range of indices after the other as (indices, values, starts, ends), list after list.
+
+    Every batch is in the same buffers, which fit the cache. The ranges are between quantiles of the entries, so they
+    are even however the entries are spread.
+    """
+    step = max(1, _BATCH // len(indices))
+    edges = np.sort(np.concatenate([each[step::step] for each in indices]))[:: len(indices)]
+    cuts = np.array([[0, *np.searchsorted(each, edges), each.size] for each in indices])
+    sizes = np.diff(cuts, axis=1)
+    room = int(sizes.sum(axis=0).max())
+    some_indices, some_values = np.empty(room, indices[0].dtype), np.empty(room, dtype)
+    for j in range(edges.size + 1):
+        ends = np.cumsum(sizes[:, j])
+        here = slice(int(ends[-1]))
+        parts = [slice(start, stop) for start, stop in cuts[:, j : j + 2].tolist()]
+        np.concatenate([each[part] for each, part in zip(indices, parts, strict=True)], out=some_indices[here])
+        np.concatenate([each[part] for each, part in zip(values, parts, strict=True)], out=some_values[here])
+        yield some_indices[here], some_values[here], ends - sizes[:, j], ends
+
+
+@jit
+def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: ignore[no-untyped-def]
+    a, b, count = 0, 0, 0
+    while a < indices_a.size and b < indices_b.size:  # without branches: which is lower nobody can predict
+        index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
+        indices[count] = index_a if index_a < index_b else index_b
+        either = value_a if index_a < index_b else value_b
+        values[count] = value_a + value_b if index_a == index_b else either
+        a += index_a <= index_b
+        b += index_b <= index_a
+        count += 1
+    for i in range(a, indices_a.size):
+        indices[count], values[count] = indices_a[i], values_a[i]
+        count += 1
+    for i in range(b, indices_b.size):
+        indices[count], values[count] = indices_b[i], values_b[i]
+        count += 1
+    return count
+
+
+@jit
+def _accumulate(indices, values, starts, ends, tile, words, heads, out_indices, out_values):  # type: ignore[no-untyped-def]
+    """Add up lists that lie one behind the other, and leave the tile and its bitmaps as they were: -0.0 and zeros."""
+    count = np.uint64(0)
+    base = _lowest(indices, starts, ends)
+    while base >= 0:
+        _add_tile(indices, values, starts, ends, base, tile, words, heads)
+        count = _take_tile(tile, words, heads, base, out_indices, out_values, count)
+        base = _lowest(indices, starts, ends)
+    return count
+
+
+@jit
+def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
+    """Return the lowest index that a list has left; -1 when none has any."""
+    lowest = np.int64(-1)
+    for p in range(starts.size):
+        if starts[p] < ends[p] and (lowest < 0 or indices[starts[p]] < lowest):
+            lowest = np.int64(indices[starts[p]])
+    return lowest
+
+
+@jit
+def _add_tile(indices, values, starts, ends, base, tile, words, heads):  # type: ignore[no-untyped-def]
+    """Add the entries in the tile that begins at `base`; move `starts` behind them.
+
+    A bit of `words` stands for a position, a bit of `heads` for a word: entries may be few and far between. Unsigned,
+    an index that is out of order and below the tile is as far off as one above it.
+    """
+    one, low_bits, size = np.uint64(1), np.uint64(63), np.uint64(tile.size)
+    for p in range(starts.size):
+        i, end = np.uint64(starts[p]), np.uint64(ends[p])
+        while i < end and np.uint64(indices[i] - base) < size:
+            place = np.uint64(indices[i] - base)
+            word = place >> np.uint64(6)
+            tile[place] += values[i]
+            words[word] |= one << (place & low_bits)
+            heads[word >> np.uint64(6)] |= one << (word & low_bits)
+            i += one
+        starts[p] = i
+
+
+@jit
+def _take_tile(tile, words, heads, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
+    """Append the entries of the tile in index order and clear it; return the new count."""
+    one, six, top = np.uint64(1), np.uint64(6), np.uint64(58)
+    for h in range(heads.size):
+        head = heads[h]
+        heads[h] = np.uint64(0)
+        while head != np.uint64(0):
+            lowest_word = head & (~head + one)
+            word_at = (np.uint64(h) << six) + PLACES[(lowest_word * DE_BRUIJN) >> top]
+            word = words[word_at]
+            words[word_at] = np.uint64(0)
+            while word != np.uint64(0):
+                lowest = word & (~word + one)
+                place = (word_at << six) + PLACES[(lowest * DE_BRUIJN) >> top]
+                out_indices[count] = base + np.int64(place)
+                out_values[count] = tile[place]
+                tile[place] = -0.0
+                count += one
+                word ^= lowest
+            head ^= lowest_word
+    return count
+
+
+@jit
+def _gather(dense, indices, out):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        out[i] = dense[indices[i]]
+
+
+@jit
+def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        dense[indices[i]] += values[i]
+
+
+@jit
+def _increases(indices):  # type: ignore[no-untyped-def]
+    increases = True
+    for i in range(1, indices.size):
+        increases &= indices[i] > indices[i - 1]
+    return increases
+
+
+@jit
+def _first_disorder(indices, length):  # type: ignore[no-untyped-def]
+    previous = -1
+    for i in range(indices.size):
+        if indices[i] <= previous or indices[i] >= length:
+            return i
+        previous = indices[i]
+    return -1

@@ -1,0 +1,281 @@
+"""The largest magnitudes of a vector, and what is above a threshold: exact, in about one read of the data.
+
+A pass over the data works on chunks of 32 values: their largest magnitude comes from vector instructions, and most
+chunks have nothing above the threshold, so that such a pass runs at the speed of memory.
+"""
+
+import math
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format, jit
+
+Search = Generator[Array, Array, tuple[int, int]]
+Found = tuple[Array, Array]
+
+_DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
+_CHUNK = 32
+_BITS = np.uint32(1) << np.arange(_CHUNK, dtype=np.uint32)
+_SAMPLE = 1 << 14  # values looked at for the lower threshold
+_SIGMAS = 4
+
+
+def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order.
+
+    values: 1-d contiguous float16, float32 or float64. Ties at the threshold go to the lowest positions, and zeros are
+    never selected, so fewer than `k` positions come back when fewer values are non-zero. Returns an intp array.
+    Infinities, and beyond them NaN, count as the largest: where there are any, one is selected.
+    threads: how many read the data at the same time; the result does not depend on it.
+
+    A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
+    those, and the selection among them is exact. Where the sample misled, and on short vectors, two reads do it: a
+    histogram of the leading 11 bits, then the compaction of what is at or above the bin of the k-th largest.
+    """
+    form = FORMATS[values.dtype]
+    bits = values.view(form.signed)
+    found = _by_sample(bits, form, k, threads) if bits.size >= 4 * _SAMPLE else None
+    positions, keys = found or _by_histogram(bits, form, k, threads)
+    if positions.size <= k:
+        return positions
+    threshold = _kth(keys, k)
+    return positions[select(keys, threshold, k - int(np.count_nonzero(keys > threshold)))]
+
+
+def above(values: Array, threshold: float) -> Array:
+    """Return the positions where |values| >= `threshold`, in increasing order, as an intp array; one read of the data.
+
+    values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
+    the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions come back.
+    """
+    if not threshold >= 0:
+        raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
+    form = FORMATS[values.dtype]
+    with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
+        floor = np.abs(np.asarray(threshold).astype(values.dtype)).reshape(1).view(form.signed)[0]
+    bits, rest, room, parts = values.view(form.signed), values.size, values.size // 64, list[Array]()
+    while rest or not parts:
+        first = bits.size - rest
+        positions, _, rest = _compacted(bits[first:], form, floor, first, room)
+        parts.append(positions)
+        room *= 4
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def histogram(values: Array) -> Array:
+    """Return how many magnitudes of `values` have each head of 11 bits: int64 of 2048 counts, the smallest first.
+
+    values: as for `top_k`. The head is that of the bits of `magnitude_keys`: the exponent and what follows it.
+    """
+    form = FORMATS[values.dtype]
+    return _histogram(values.view(form.signed), form)
+
+
+def kth_largest(keys: Array, k: int, width: int) -> Search:
+    """Search the k-th largest of `keys` (unsigned, `width` bits) digit by digit, from the leading one.
+
+    A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 2048
+    counts, and is sent the histogram to go by: its own, or the sum over the ranks. Returns (threshold, ties): the k-th
+    largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys,
+    and none is 0, the threshold is 0: all are above it.
+    """
+    prefix, shift = 0, width
+    while shift > 0:
+        digit = min(_DIGIT, shift)
+        shift -= digit
+        counts: Array = np.zeros(1 << _DIGIT, np.int64)
+        _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
+        counts = yield counts
+        bucket = _bin_of_kth(counts, k)
+        k -= int(counts[bucket + 1 :].sum())
+        prefix = prefix << digit | bucket
+    return prefix, k
+
+
+def select(keys: Array, threshold: int, ties: int) -> Array:
+    """Return, in increasing order, where keys are above `threshold`, and where the first `ties` equal to it are."""
+    chosen = np.empty(keys.size + 1, np.intp)
+    return chosen[: int(_select(keys, keys.dtype.type(threshold), ties, chosen))]
+
+
+def raise_not_finite(values: Array) -> None:
+    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one."""
+    position = first_not_finite(values.reshape(-1))
+    if position >= 0:
+        place = ", ".join(str(int(each)) for each in np.unravel_index(position, values.shape))
+        bad = values.flat[position]
+        raise ValueError(f"values[{place}] is {bad}: expected finite values; skip the step or clip them")
+
+
+def first_not_finite(values: Array) -> int:
+    """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 when there is none."""
+    form = FORMATS[values.dtype]
+    infinity = np.full(1, np.inf, values.dtype).view(form.signed)[0]
+    positions, _, _ = _compacted(values.view(form.signed), form, infinity, 0, 1)
+    return int(positions[0]) if positions.size else -1
+
+
+def _by_sample(bits: Array, form: Format, k: int, threads: int) -> Found | None:
+    """Return what is at or above a threshold from a sample; None when the sample misled."""
+    sample = np.empty(_SAMPLE, form.keys)
+    _sample(bits, form.mask, sample)
+    share = sample.size * k / bits.size
+    rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
+    floor = max(1, _kth(sample, rank)) if rank < sample.size else 1
+    room = math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / sample.size)
+    found = _at_or_above(bits, form, floor, room, threads)
+    if found is None:
+        return _with_ties(bits, form, floor, k, room, threads)
+    return found if found[0].size >= k or floor == 1 else None
+
+
+def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: int) -> Found | None:
+    """Return what is above a threshold that more than `room` reach, and the first that reach it; None when too many.
+
+    It is the way for data of few values: zeros and ones, or what was quantised.
+    """
+    over = _at_or_above(bits, form, tie + 1, room, threads) if tie < form.mask else None
+    if over is None or over[0].size >= k:
+        return over
+    positions, keys, _ = _compacted(bits, form, tie, 0, k)
+    positions = np.concatenate([over[0], positions[keys == tie]])
+    order = np.argsort(positions)
+    return positions[order], np.concatenate([over[1], keys[keys == tie]])[order]
+
+
+def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
+    """Return what is at or above the histogram bin of the k-th largest magnitude."""
+    counts = _histogram(bits, form, threads)
+    floor = max(1, _bin_of_kth(counts, k) << (form.width - _DIGIT))
+    found = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
+    assert found, "the histogram counted fewer magnitudes than there are"
+    return found
+
+
+def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int) -> Found | None:
+    """Return positions and magnitude keys of what is at or above `floor`; None when a thread finds more than `room`."""
+    parts = _in_pieces(lambda start, piece: _compacted(piece, form, floor, start, room), bits, threads)
+    if any(rest for _, _, rest in parts):
+        return None
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1]
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> tuple[Array, Array, int]:
+    """Return positions (counted from `first`) and keys of what is at or above `floor`, and how many bits are left.
+
+    Some are left when more than `room` were found. The buffers take no more memory than what is written to them.
+    """
+    room = min(room, bits.size) + _CHUNK
+    positions, keys = np.empty(room, np.intp), np.empty(room, form.keys)
+    count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, keys)
+    return positions[: int(count)], keys[: int(count)], bits.size - int(seen)
+
+
+def _histogram(bits: Array, form: Format, threads: int = 1) -> Array:
+    def counted(start: int, piece: Array) -> Array:
+        counts = np.zeros(1 << _DIGIT, np.int64)
+        _head_counts(piece, form.mask, form.width - _DIGIT, counts)
+        return counts
+
+    return np.sum(_in_pieces(counted, bits, threads), axis=0)  # type: ignore[no-any-return]
+
+
+def _in_pieces(work: Callable[[int, Array], Any], bits: Array, threads: int) -> list[Any]:
+    """Return ``work(start, piece)`` for each of as many consecutive pieces of `bits` as there are threads.
+
+    Python's threads do: a kernel lets go of the interpreter, and a thread that waits takes no time from another rank.
+    """
+    step = max(1, -(-bits.size // threads))
+    starts = range(0, bits.size, step)
+    pieces = [bits[start : start + step] for start in starts]
+    if threads == 1:
+        return [work(0, bits)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, starts, pieces))
+
+
+def _kth(keys: Array, k: int) -> int:
+    return int(np.partition(keys, keys.size - k)[keys.size - k])
+
+
+def _bin_of_kth(counts: Array, k: int) -> int:
+    """Return the histogram bin that holds the k-th largest key; 0 when there are fewer than `k` keys."""
+    from_above = np.cumsum(counts[::-1])
+    return max(0, counts.size - 1 - int(np.searchsorted(from_above, k)))
+
+
+@jit
+def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
+    """Fill `keys` from one place in each of as many equal strides, scattered by a fixed linear congruence."""
+    stride, state = bits.size / keys.size, np.uint64(1)
+    for i in range(keys.size):
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        keys[i] = bits[np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride)] & mask
+
+
+@jit
+def _compact(bits, mask, floor, first, positions, keys):  # type: ignore[no-untyped-def]
+    """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer when the buffer is full.
+
+    The bound of the inner loops is not a constant, or they would be unrolled before they are vectorised.
+    """
+    count = np.uint64(0)
+    for i in range((bits.size + _CHUNK - 1) // _CHUNK):
+        width = min(_CHUNK, bits.size - _CHUNK * i)
+        top = bits.dtype.type(0)
+        for j in range(width):
+            top = max(top, bits.dtype.type(bits[_CHUNK * i + j] & mask))
+        if top >= floor:
+            if count + np.uint64(width) > np.uint64(positions.size):
+                return count, _CHUNK * i
+            found = np.uint32(0)
+            for j in range(width):
+                found |= _BITS[j] if bits.dtype.type(bits[_CHUNK * i + j] & mask) >= floor else np.uint32(0)
+            count = _store(bits, mask, first, _CHUNK * i, np.uint64(found), positions, keys, count)
+    return count, bits.size
+
+
+@jit
+def _store(bits, mask, first, start, found, positions, keys, count):  # type: ignore[no-untyped-def]
+    """Append what the bits of `found`, counted from `start`, stand for; return the new count."""
+    while found != np.uint64(0):
+        lowest = found & (~found + np.uint64(1))
+        place = np.uint64(start) + PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)]
+        positions[count] = np.uint64(first) + place
+        keys[count] = bits[place] & mask
+        count += np.uint64(1)
+        found ^= lowest
+    return count
+
+
+@jit
+def _head_counts(bits, mask, shift, counts):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        counts[np.uint64(bits[i] & mask) >> np.uint64(shift)] += 1
+
+
+@jit
+def _digit_counts(keys, prefix, shift, digit, counts):  # type: ignore[no-untyped-def]
+    """Count the digit at `shift` of the keys whose leading bits are `prefix`."""
+    lowest = (np.uint64(1) << digit) - np.uint64(1)
+    for i in range(keys.size):
+        head = np.uint64(keys[i]) >> shift
+        if head >> digit == prefix:
+            counts[head & lowest] += 1
+
+
+@jit
+def _select(keys, threshold, ties, chosen):  # type: ignore[no-untyped-def]
+    # The threshold has the dtype of the keys: Numba compares signed with unsigned 64-bit integers as float64.
+    count = np.uint64(0)
+    for i in range(keys.size):
+        equal = keys[i] == threshold
+        chosen[count] = i
+        count += np.uint64(keys[i] > threshold or (equal and ties > 0))
+        ties -= equal
+    return count

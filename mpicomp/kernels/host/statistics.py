@@ -1,0 +1,119 @@
+"""Sums over a gradient in one read, in float64 and in a fixed order: what threshold estimators go by."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from mpicomp.kernels.host.bits import Array, jit
+from mpicomp.kernels.host.selection import first_not_finite
+
+_LANES = 64
+_BLOCK = 256 * _LANES  # a lane's product of 256 significands below 2 stays in range
+_PIECE = 64 * _BLOCK  # values converted at a time, where they have to be
+
+_BIAS, _SUBNORMAL = 1023, 2.0**-1022
+_FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
+
+
+class Moments(NamedTuple):
+    """Sums over the magnitudes of a vector; zeros add to none of them, and `logs` is of natural logarithms.
+
+    Where `not_finite` is not -1 the sums and the largest mean nothing.
+    """
+
+    nonzeros: int
+    absolute: float  # sum of |x|
+    squares: float  # sum of x^2
+    logs: float  # sum of log|x| over the non-zeros
+    largest: float  # max of |x|; 0 for no values
+    not_finite: int  # the first position of a NaN or an infinity; -1 when there is none
+
+
+def moments(values: Array) -> Moments:
+    """Return the moments of `values` (1-d contiguous float16, float32 or float64) in one read.
+
+    The order of the additions is fixed: in blocks of 16384 values lane j of 64 adds up values j, j + 64, ...; the lanes
+    are folded by halves, 32, 16, ..., 1; the blocks are added in order. The last block is filled up with zeros. The
+    sum of logarithms is the logarithm of a product: significands are multiplied and exponents added, which takes one
+    logarithm in all and is more accurate than a sum of rounded ones.
+    """
+    totals, numbers = np.array([0.0, 0.0, 0.0, 1.0]), np.zeros(2, np.int64)
+    wide = np.promote_types(values.dtype, np.float32)
+    full = values.size // _BLOCK * _BLOCK
+    for start in range(0, full, _PIECE):
+        _add_blocks(values[start : min(start + _PIECE, full)].astype(wide, copy=False), totals, numbers)
+    last = np.zeros(_BLOCK, wide)
+    last[: values.size - full] = values[full:]
+    _add_blocks(last, totals, numbers)
+    absolute, squares, largest, product = totals.tolist()
+    nonzeros, exponents = numbers.tolist()
+    not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
+    return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
+
+
+@jit
+def _add_blocks(values, totals, numbers):  # type: ignore[no-untyped-def]
+    """Add up the blocks of `values`.
+
+    totals: absolute, squares, largest, product. numbers: nonzeros, exponents. The product goes with a power of two.
+    """
+    sums, counts, wide = np.zeros((4, _LANES)), np.zeros((2, _LANES), np.int64), np.zeros(_LANES)
+    for i in range(values.size // _BLOCK):
+        _clear(sums, counts)
+        _add_rows(values[_BLOCK * i : _BLOCK * i + _BLOCK], sums, counts, wide, wide.view(np.int64))
+        _fold(sums, counts)
+        totals[0] += sums[0, 0]
+        totals[1] += sums[1, 0]
+        totals[2] = max(totals[2], sums[2, 0])
+        totals[3], shift = math.frexp(totals[3] * sums[3, 0])
+        numbers[0] += counts[0, 0]
+        numbers[1] += counts[1, 0] + shift
+
+
+@jit
+def _clear(sums, counts):  # type: ignore[no-untyped-def]
+    for j in range(_LANES):  # expressions of whole arrays would take Numba seconds to compile
+        sums[0, j] = sums[1, j] = sums[2, j] = 0
+        sums[3, j] = 1
+        counts[0, j] = counts[1, j] = 0
+
+
+@jit
+def _add_rows(block, sums, counts, wide, bits):  # type: ignore[no-untyped-def]
+    absolute, squares, largest, product = sums[0], sums[1], sums[2], sums[3]
+    nonzeros, exponents = counts[0], counts[1]
+    for i in range(block.size // _LANES):
+        for j in range(_LANES):
+            x = abs(np.float64(block[_LANES * i + j]))
+            absolute[j] += x
+            squares[j] += x * x
+            largest[j] = x if x > largest[j] else largest[j]
+            small = (x > 0) & (x < _SUBNORMAL)
+            exponents[j] -= 54 if small else 0
+            wide[j] = x * 2.0**54 if small else x
+        for j in range(_LANES):
+            nonzeros[j] += 0 if bits[j] == 0 else 1
+            exponents[j] += 0 if bits[j] == 0 else (bits[j] >> 52) - _BIAS
+        for j in range(_LANES):
+            bits[j] = bits[j] & _FRACTION | _ONE
+        for j in range(_LANES):
+            product[j] *= wide[j]
+
+
+@jit
+def _fold(sums, counts):  # type: ignore[no-untyped-def]
+    """Fold the lanes by halves into the first one."""
+    for j in range(_LANES):
+        sums[3, j], shift = math.frexp(sums[3, j])
+        counts[1, j] += shift
+    half = _LANES // 2
+    while half:
+        for j in range(half):
+            sums[0, j] += sums[0, j + half]
+            sums[1, j] += sums[1, j + half]
+            sums[2, j] = max(sums[2, j], sums[2, j + half])
+            sums[3, j] *= sums[3, j + half]
+            counts[0, j] += counts[0, j + half]
+            counts[1, j] += counts[1, j + half]
+        half //= 2
