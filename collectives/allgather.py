@@ -19,24 +19,30 @@ from collectives.transport import Steps
 from mpicomp.vector import SparseVector
 
 
-def sparse_allgather(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> list[SparseVector]:
+def sparse_allgather(
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", codec: str = "auto"
+) -> list[SparseVector]:
     """Gather the vectors of all ranks on all ranks.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     comm: an mpi4py intracommunicator.
     algorithm: "auto" or "dissemination".
+    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
+    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
     Returns one SparseVector a rank, in rank order, the same bits on every rank.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_iallgather(vector, comm, algorithm=algorithm).wait()
+    return sparse_iallgather(vector, comm, algorithm=algorithm, codec=codec).wait()
 
 
-def sparse_iallgather(vector: SparseVector, comm: Any, *, algorithm: str = "auto") -> Request[list[SparseVector]]:
+def sparse_iallgather(
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", codec: str = "auto"
+) -> Request[list[SparseVector]]:
     """Start `sparse_allgather` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("sparse_allgather", {"dissemination": dissemination}, vector, comm, algorithm)
+    return begin("sparse_allgather", {"dissemination": dissemination}, vector, comm, algorithm, codec=codec)
 
 
 def dissemination(offer: Offer, channel: Channel) -> Steps[list[SparseVector]]:

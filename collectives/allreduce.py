@@ -29,7 +29,7 @@ from mpicomp.vector import SparseVector, add_up
 
 
 def sparse_allreduce(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto"
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto", codec: str = "auto"
 ) -> SparseVector:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
@@ -40,6 +40,8 @@ def sparse_allreduce(
     partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of where the entries
     stand, "hashed" blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless
     one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges.
+    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
+    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
     Before anything else the ranks tell each other what they bring, in ceil(lg P) small messages (two ranks and "auto":
     not at all).
@@ -50,11 +52,11 @@ def sparse_allreduce(
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_iallreduce(vector, comm, algorithm=algorithm, partition=partition).wait()
+    return sparse_iallreduce(vector, comm, algorithm=algorithm, partition=partition, codec=codec).wait()
 
 
 def sparse_iallreduce(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto"
+    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector]:
     """Start `sparse_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
 
@@ -64,7 +66,8 @@ def sparse_iallreduce(
 
     named = {name: partial(surveyed, name, "equal" if name in UNSAMPLED else partition) for name in ALGORITHMS}
     every = {"auto": partial(auto, partition), **named}
-    return begin("sparse_allreduce", every, vector, comm, algorithm, partition=str(partition), check=check)
+    name = str(partition)
+    return begin("sparse_allreduce", every, vector, comm, algorithm, codec=codec, check=check, partition=name)
 
 
 def auto(partition: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:

@@ -36,13 +36,17 @@ if TYPE_CHECKING:
 Result = tuple[SparseVector, SparseVector]
 
 
-def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto") -> Result:
+def gtopk_allreduce(
+    vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto", codec: str = "auto"
+) -> Result:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
     intracommunicator. k: the same on all ranks; None takes the largest number of entries that a rank brings, of the
     ranks that a step joins (so at the end, of all).
     algorithm: "recursive_doubling" (also "auto"), "tree", or "exact", which gives the true k largest of the sum.
+    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
+    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must
     keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors: nothing is
@@ -52,14 +56,14 @@ def gtopk_allreduce(vector: SparseVector, comm: Any, k: int | None = None, *, al
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when length, dtype, k or algorithm differ. TypeError at once when `comm` is no intracommunicator.
     """
-    return gtopk_iallreduce(vector, comm, k, algorithm=algorithm).wait()
+    return gtopk_iallreduce(vector, comm, k, algorithm=algorithm, codec=codec).wait()
 
 
 def gtopk_iallreduce(
-    vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto"
+    vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[Result]:
     """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, k=k, check=numbers)
+    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, codec=codec, k=k, check=numbers)
 
 
 def numbers(vector: SparseVector, size: int) -> None:

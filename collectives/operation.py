@@ -14,6 +14,7 @@ from collectives.channel import Channel, Offer
 from collectives.progress import Request, start, wait_for
 from collectives.terms import Terms
 from collectives.transport import Steps, endpoint_of
+from mpicomp.codec import CODECS
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ def begin(
     comm: Any,
     algorithm: str,
     *,
+    codec: str = "auto",
     follow: bool = False,
     check: Check | None = None,
     **terms: Any,
@@ -35,21 +37,22 @@ def begin(
     """Put `operation` in flight with what this rank brings.
 
     algorithms: the choice by name; "auto" takes the first, or what goes by this name. vector: an exception stands for a
-    rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. follow:
-    length and dtype are the root's, and the other ranks bring no vector. check: raises ValueError or TypeError for what
+    rank whose own step before the collective failed; it is raised here, and CollectiveError on the others. codec:
+    see `Channel`; ranks may have different ones. follow: length and dtype are the root's, and the other ranks bring no
+    vector. check: raises ValueError or TypeError for what
     else is wrong, given a sound vector and the number of ranks. terms: further ones; of them k, root and seed are
     checked here. k: None takes the largest nnz.
     """
     endpoint = endpoint_of(comm, wait_for)
     if follow and endpoint.rank != terms["root"] and not isinstance(vector, Exception):
         vector = SparseVector.empty(0)
-    error = _bad_terms(terms, comm.size) or _fault(algorithms, vector, algorithm, check, comm.size)
+    error = _bad_terms(terms, comm.size) or _bad_codec(codec) or _fault(algorithms, vector, algorithm, check, comm.size)
     if error is not None or not isinstance(vector, SparseVector):
-        vector, algorithm, terms = SparseVector.empty(0), "auto", {}
+        vector, algorithm, codec, terms = SparseVector.empty(0), "auto", "auto", {}
     name = algorithm if algorithm in algorithms else next(iter(algorithms))
     if not follow:
         terms |= {"length": vector.length, "dtype": str(vector.dtype), "width": vector.width}
-    channel = Channel(endpoint, Terms(operation, name, **terms), error)
+    channel = Channel(endpoint, Terms(operation, name, **terms), error, codec=codec)
     offer = Offer(vector, vector.nnz if channel.terms.k is None else channel.terms.k)
     return start(all_or_none(channel, algorithms[name](offer, channel)))
 
@@ -71,6 +74,11 @@ def _fault(
     except (TypeError, ValueError) as error:
         return error
     return None
+
+
+def _bad_codec(codec: Any) -> Exception | None:
+    known = ["auto", *CODECS]
+    return None if codec in known else ValueError(f"codec is {codec!r}: expected one of {known}")
 
 
 def _bad_terms(terms: dict[str, Any], size: int) -> Exception | None:

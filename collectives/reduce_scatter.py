@@ -24,7 +24,12 @@ from mpicomp.vector import SparseVector, add_up
 
 
 def sparse_reduce_scatter(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str | Sequence[int] = "equal"
+    vector: SparseVector,
+    comm: Any,
+    *,
+    algorithm: str = "auto",
+    partition: str | Sequence[int] = "equal",
+    codec: str = "auto",
 ) -> SparseVector:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
@@ -34,17 +39,24 @@ def sparse_reduce_scatter(
     n r // P <= index < n (r + 1) // P; "hashed": short blocks, so that no rank gets all of a hot stretch
     (`collectives.partition.hashed_blocks(n, P).owners(indices)` tells whose they are); or P + 1 bounds from 0 to n:
     rank r has bounds[r] <= index < bounds[r + 1].
+    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
+    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
     Returns a vector of the same length with the entries of this rank's share only, at their own indices.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_ireduce_scatter(vector, comm, algorithm=algorithm, partition=partition).wait()
+    return sparse_ireduce_scatter(vector, comm, algorithm=algorithm, partition=partition, codec=codec).wait()
 
 
 def sparse_ireduce_scatter(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str | Sequence[int] = "equal"
+    vector: SparseVector,
+    comm: Any,
+    *,
+    algorithm: str = "auto",
+    partition: str | Sequence[int] = "equal",
+    codec: str = "auto",
 ) -> Request[SparseVector]:
     """Start `sparse_reduce_scatter` and return its Request; leave the vector's arrays alone before it has ended."""
     return begin(
@@ -53,6 +65,7 @@ def sparse_ireduce_scatter(
         vector,
         comm,
         algorithm,
+        codec=codec,
         partition=str(partition),
         check=partial(shares, partition),
     )

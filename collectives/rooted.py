@@ -20,44 +20,52 @@ from collectives.transport import Steps
 from mpicomp.vector import SparseVector
 
 
-def sparse_reduce(vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto") -> SparseVector | None:
+def sparse_reduce(
+    vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
+) -> SparseVector | None:
     """Sum the vectors of all ranks on the root, exactly.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     comm: an mpi4py intracommunicator.
     root: the same on all ranks. algorithm: "auto" or "tree".
+    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
+    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
     Returns the sum on the root, and None on the other ranks.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_ireduce(vector, comm, root, algorithm=algorithm).wait()
+    return sparse_ireduce(vector, comm, root, algorithm=algorithm, codec=codec).wait()
 
 
 def sparse_ireduce(
-    vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto"
+    vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector | None]:
     """Start `sparse_reduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("sparse_reduce", {"tree": partial(reduce, root)}, vector, comm, algorithm, root=root)
+    return begin("sparse_reduce", {"tree": partial(reduce, root)}, vector, comm, algorithm, codec=codec, root=root)
 
 
-def sparse_bcast(vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto") -> SparseVector:
+def sparse_bcast(
+    vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
+) -> SparseVector:
     """Hand the root's vector out to all ranks.
 
-    vector: any on the root; what the other ranks give is not looked at (None will do). comm, root, algorithm, and what
-    is raised: as for `sparse_reduce`; length and dtype are the root's.
+    vector: any on the root; what the other ranks give is not looked at (None will do). comm, root, algorithm, codec,
+    and what is raised: as for `sparse_reduce`; length and dtype are the root's.
 
     Returns the root's vector on every rank, the same bits; on the root it is `vector` itself.
     """
-    return sparse_ibcast(vector, comm, root, algorithm=algorithm).wait()
+    return sparse_ibcast(vector, comm, root, algorithm=algorithm, codec=codec).wait()
 
 
 def sparse_ibcast(
-    vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto"
+    vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector]:
     """Start `sparse_bcast` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("sparse_bcast", {"tree": partial(bcast, root)}, vector, comm, algorithm, root=root, follow=True)
+    return begin(
+        "sparse_bcast", {"tree": partial(bcast, root)}, vector, comm, algorithm, codec=codec, root=root, follow=True
+    )
 
 
 def reduce(root: int, offer: Offer, channel: Channel) -> Steps[SparseVector | None]:

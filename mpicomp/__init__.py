@@ -3,7 +3,7 @@
 The collectives that the compressed gradients travel by are in the package `collectives`.
 """
 
-from mpicomp.compressors import Compressor, TopK
+from mpicomp.compressors import Compressor, Quantised, TopK, quantise
 from mpicomp.errors import CodecError, CollectiveError
 from mpicomp.exchange import GradientExchange, Statistics
 from mpicomp.feedback import ErrorFeedback, Feedback, NoFeedback
@@ -19,7 +19,9 @@ __all__ = [
     "Feedback",
     "GradientExchange",
     "NoFeedback",
+    "Quantised",
     "SparseVector",
     "Statistics",
     "TopK",
+    "quantise",
 ]

@@ -1,26 +1,107 @@
 import struct
 
+import fuzz_codec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from strategies import sparse_vectors
+from strategies import DTYPES, sparse_vectors
 
 from mpicomp import CodecError, SparseVector
-from mpicomp.codec import BITMAP, HEADER_NBYTES, RANGE, decode, encode, encoded_nbytes, smallest_format
+from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, encoded_nbytes, plain, quick, smallest
+from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, RANGE
+from mpicomp.codec.values import VALUE_FORMATS
 
 
-@given(st.one_of(sparse_vectors(), sparse_vectors(width=0), sparse_vectors(width=3)), st.booleans())
-def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector, compact):
-    form = smallest_format(vector) if compact else None
-    message = encode(vector, form=form)
-    assert message.size == encoded_nbytes(vector, form) <= encoded_nbytes(vector)
-    back = decode(message)
+def same(back, vector):
     assert (back.length, back.dtype, back.width) == (vector.length, vector.dtype, vector.width)
     assert back.indices.dtype == vector.indices.dtype
     assert back.indices.tobytes() == vector.indices.tobytes()
     assert back.values.tobytes() == vector.values.tobytes()
+
+
+@given(st.one_of(sparse_vectors(), sparse_vectors(width=0), sparse_vectors(width=3)))
+def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector):
+    sizes = []
+    for coding in (plain(vector), quick(vector), smallest(vector)):
+        message = encode(vector, coding=coding)
+        sizes.append(message.size)
+        assert message.size == encoded_nbytes(vector, coding)
+        same(decode(message), vector)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@st.composite
+def positions(draw):
+    """Draw a length and increasing positions: of any density, up to the last index, around the bounds of blocks."""
+    length = draw(st.sampled_from([1, 2, 63, 64, 65, 65_535, 65_536, 65_537, 2**31 - 1, 2**31, 2**40, 2**63 - 1]))
+    near = st.sampled_from([0, 1, 63, 64, 65_535, 65_536, 2 * 65_536, 2**31 - 2, 2**31 - 1, length - 2, length - 1])
+    some = draw(st.lists(st.one_of(near, st.integers(0, length - 1)), max_size=40))
+    run = range(start := draw(st.integers(0, length - 1)), min(length, start + draw(st.integers(0, 200))))
+    step = draw(st.integers(1, 70_000))
+    spread = range(0, min(length, 50 * step), step)
+    chosen = draw(st.sampled_from([[], some, run, spread, [*some, *run, *spread]]))
+    return length, np.unique(np.array([index for index in chosen if 0 <= index < length], np.int64))
+
+
+@given(positions(), st.sampled_from(range(len(INDEX_FORMATS))), st.sampled_from(DTYPES))
+def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
+    length, indices = case
+    vector = SparseVector(indices, np.arange(indices.size).astype(dtype), length)
+    nbytes = INDEX_FORMATS[form].nbytes(vector.indices)
+    if nbytes is None or nbytes > 10**6:
+        return
+    coding = Coding(form, plain(vector).values)
+    message = encode(vector, np.full(nbytes + 9000, 255, np.uint8), coding)
+    same(decode(message), vector)
+
+
+@given(st.data(), st.sampled_from(range(len(VALUE_FORMATS))))
+def test_every_value_format_comes_back_to_the_bit(data, form):
+    own = VALUE_FORMATS[form].dtype
+    short = data.draw(st.sampled_from([np.float16, np.float32]))
+    values = data.draw(
+        hnp.arrays(short, st.integers(0, 100), elements=hnp.from_dtype(np.dtype(short), allow_nan=False))
+    )
+    if data.draw(st.booleans()):
+        values = np.copysign(values[:1].max(initial=0), values)
+    with np.errstate(over="ignore"):
+        values = values.astype(own)
+    vector = SparseVector(np.arange(values.size), values, values.size)
+    if VALUE_FORMATS[form].fits(values):
+        same(decode(encode(vector, coding=Coding(0, form))), vector)
+    same(decode(encode(vector, coding=smallest(vector))), vector)
+
+
+def random_support(density, length=1_000_000):
+    return np.flatnonzero(np.random.default_rng(3).random(length) < density)
+
+
+@pytest.mark.parametrize(("density", "bits"), [(0.001, 12.5), (0.01, 9), (0.125, 8.01)])
+def test_indices_are_near_their_entropy(density, bits):
+    support = random_support(density)
+    vector = SparseVector(support, np.empty((support.size, 0), np.float32), 1_000_000)
+    assert 8 * (encoded_nbytes(vector, smallest(vector)) - HEADER_NBYTES) <= bits * support.size
+
+
+@pytest.mark.parametrize(
+    ("values", "nbytes"),
+    [
+        (np.array([1.5, -2, 3], np.float32), 6),
+        (np.array([1.5, -2, 1e30], np.float64).astype(np.float32), 12),
+        (np.array([1.5, -2.0, 2.0**100], np.float32), 6),  # bfloat16 numbers, beyond the range of float16
+        (np.array([0.1, 0.2], np.float32), 8),
+        (np.array([0.1, 0.2], np.float64), 16),
+        (np.array([0.1, 0.2], np.float32).astype(np.float64), 8),
+        (np.full(1000, -0.1, np.float64), 8 + 128),
+        (np.full(1000, 0.1, np.float16) * (-1) ** np.arange(1000).astype(np.float16), 8 + 128),
+    ],
+)
+def test_values_take_the_shortest_format_that_loses_nothing(values, nbytes):
+    vector = SparseVector(np.arange(values.size), values, values.size)
+    assert encoded_nbytes(vector, smallest(vector)) == HEADER_NBYTES + 8 + nbytes
+    same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
 def test_the_layout_is_the_documented_one():
@@ -44,6 +125,13 @@ def test_64_bit_indices_and_bytes_behind_the_message():
         encode(vector, np.empty(10, np.uint8))
 
 
+def test_a_range_without_values_is_refused():
+    """Eight bytes could claim any number of entries."""
+    message = struct.pack("<2sBBIqqqq", b"MV", 1, RANGE | 1 << 4, 1, 2**62, 2**61, 40, 0)
+    with pytest.raises(CodecError, match="8 bytes of indices in format 2 do not hold"):
+        decode(np.frombuffer(message, np.uint8))
+
+
 def broken(last_two=(5, 8), **changes):
     """Return a sound message of 3 entries with fields of its header, or the last two indices, replaced."""
     fields = {"magic": b"MV", "version": 1, "index": 0, "value": 1, "row": 0, "length": 9, "nnz": 3, "nbytes": 60}
@@ -61,14 +149,16 @@ def test_the_sound_one_is_sound():
     [
         ({"magic": b"MX"}, "got magic b'MX', version 1: expected b'MV', version 1"),
         ({"version": 2}, "version 2: expected b'MV', version 1"),
-        ({"index": 4}, "got index format 4"),
-        ({"index": 1}, "16 bytes of indices in format 1 do not hold 3 entries with int32 indices"),
+        ({"index": 6}, "got index format 6"),
+        ({"index": 1}, "16 bytes of indices in format 1 do not hold 3 entries for int32"),
         ({"index": 2}, "16 bytes of indices in format 2 do not hold 3 entries"),
         ({"index": 3}, "16 bytes of indices in format 3 do not hold 3 entries"),
-        ({"value": 3}, "value format 3"),
+        ({"index": 4}, "16 bytes of indices in format 4 do not hold 3 entries"),
+        ({"index": 5}, "16 bytes of indices in format 5 do not hold 3 entries"),
+        ({"value": 11}, "value format 11"),
         ({"length": -1}, "for length -1"),
         ({"length": 2}, "got 3 entries for length 2"),
-        ({"length": 2**31}, "in format 0 do not hold 3 entries with int64 indices"),
+        ({"length": 2**31}, "in format 0 do not hold 3 entries for int64"),
         ({"nnz": -1}, "got -1 entries"),
         ({"nnz": 4}, "the header says 60 bytes for 4 entries"),
         ({"nnz": 1}, "24 bytes of indices in format 0 do not hold 1 entries"),
@@ -85,16 +175,29 @@ def test_a_header_that_lies_is_refused(changes, message):
         decode(broken(**changes))
 
 
-def test_the_smallest_format_goes_by_the_true_count():
+def test_the_quick_coding_goes_by_the_true_count():
     values = np.ones(1000, np.float32)
     run = SparseVector(np.arange(5000, 6000), values, 10**6)
-    assert smallest_format(run) == RANGE
-    assert encoded_nbytes(run, RANGE) == 32 + 8 + 4000
+    assert quick(run).indices == RANGE
+    assert encoded_nbytes(run, quick(run)) == 32 + 8 + 4000
     dense = SparseVector(np.arange(5000, 13000, 8), values, 10**6)
-    assert smallest_format(dense) == BITMAP
-    assert encoded_nbytes(dense, BITMAP) == 32 + 16 + 8 * 125 + 4000
+    assert quick(dense).indices == BITMAP
+    assert encoded_nbytes(dense, quick(dense)) == 32 + 16 + 8 * 125 + 4000
     spread = SparseVector(np.arange(0, 10**6, 1000), values, 10**6)
-    assert encoded_nbytes(spread, smallest_format(spread)) == encoded_nbytes(spread) == 32 + 4000 + 4000
+    assert encoded_nbytes(spread, quick(spread)) == encoded_nbytes(spread) == 32 + 4000 + 4000
+
+
+def test_the_smallest_coding_goes_by_the_true_count():
+    def form_of(indices, length):
+        return smallest(SparseVector(indices, np.ones(len(indices), np.float32), length)).indices
+
+    assert form_of(range(5000, 6000), 10**6) == RANGE
+    assert form_of(range(5000, 13000, 2), 10**6) == BITMAP
+    assert form_of(random_support(0.01), 10**6) == ELIAS_FANO
+    assert form_of([0, 5, 2**40, 2**62], 2**63 - 1) == 1  # plain: what EF spares is less than its head
+    close = np.sort(np.random.default_rng(1).choice(70_000, 200, replace=False)) + (1 << 30)
+    assert form_of(close, 2**31 - 1) == ELIAS_FANO
+    assert smallest(SparseVector(range(50), np.empty((50, 0)), 50)).indices == BITMAP  # no values, so no range
 
 
 @pytest.mark.parametrize(
@@ -110,6 +213,18 @@ def test_the_smallest_format_goes_by_the_true_count():
         (BITMAP, (-3, 64, 0b11), 2),
         (BITMAP, (2**62, 2**62 + 5, 0b11), 2),
         (BITMAP, (8, 64, 0b11), 2),
+        (BLOCKS, (0, 0, 2), 2),  # the offsets are missing
+        (BLOCKS, (0, 0, 3, 0), 2),  # three entries in the blocks for two
+        (BLOCKS, (1, 0, 2, 0), 2),
+        (BLOCKS, (-1, 0, 2, 0), 2),
+        (BLOCKS, (0, 2**50, 2, 0), 2),
+        (BLOCKS, (2**47, 2**47, 2, 0), 2),
+        (ELIAS_FANO, (0, 8, 0, 0), 2),  # no high bits
+        (ELIAS_FANO, (0, 8, 0, 0, 0b11), 2),  # does not end at the end of its span
+        (ELIAS_FANO, (0, 8, 0, 0, 0b1011), 2),  # three ones for two entries
+        (ELIAS_FANO, (0, 8, 0, 0, 0b1), 2),
+        (ELIAS_FANO, (0, 1, 0, 0, 0b11), 2),
+        (ELIAS_FANO, (2**62, 2**62 + 5, 0, 0, 0b11), 2),
     ],
 )
 def test_a_range_or_bitmap_that_lies_is_refused(form, section, nnz):
@@ -131,9 +246,11 @@ def test_any_bytes_decode_or_raise_codec_error(noise, with_magic):
     message = noise.copy()
     if with_magic and message.size >= 3:
         message[:3] = list(b"MV\x01")
-    try:
-        vector = decode(message)
-    except CodecError:
-        return
-    assert vector.values.nbytes + HEADER_NBYTES <= message.size
-    assert vector.nnz <= 8 * message.size
+    fuzz_codec.decodes_or_raises(message)
+
+
+def test_mutated_messages_decode_or_raise_codec_error():
+    """Ten thousand sound messages with bits turned, ends cut off, fields replaced; the script runs millions."""
+    counts = fuzz_codec.run(10_000, seed=0)
+    assert counts["refused"] > 5000
+    assert counts["decoded"] > 500

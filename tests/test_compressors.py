@@ -1,7 +1,11 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import sparse_vectors
 
-from mpicomp import TopK
+from mpicomp import ErrorFeedback, Quantised, SparseVector, TopK, quantise
+from mpicomp.codec import HEADER_NBYTES, encoded_nbytes, smallest
 
 
 @pytest.mark.parametrize(
@@ -68,3 +72,50 @@ def test_the_first_value_that_is_not_finite_is_named(bad):
 def test_bad_gradients_raise(bad, error):
     with pytest.raises(error):
         TopK(k=1).compress(np.array(bad))
+
+
+@given(st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.sampled_from(["float16", "bfloat16", "sign"]))
+def test_quantised_values_and_error_are_the_vector(vector, form):
+    quantised, error = quantise(vector, form)
+    assert quantised.dtype == error.dtype == vector.dtype
+    assert quantised.indices.tobytes() == error.indices.tobytes() == vector.indices.tobytes()
+    back = quantised.values.astype(np.float64) + error.values
+    scale = np.maximum(np.abs(vector.values), np.abs(quantised.values)).astype(np.float64)
+    assert (np.abs(back - vector.values) <= np.finfo(vector.dtype).eps * scale).all()
+    again, nothing = quantise(quantised, form)
+    if form != "sign":  # the mean of equal magnitudes need not be one of them, to the bit
+        assert again.values.tobytes() == quantised.values.tobytes()
+        assert not nothing.values.any()
+    assert (np.signbit(quantised.values) == np.signbit(vector.values)).all()
+
+
+@pytest.mark.parametrize(("form", "nbytes"), [("float16", 2000), ("bfloat16", 2000), ("sign", 8 + 128)])
+def test_quantised_values_travel_in_a_shorter_format(form, nbytes):
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    quantised, error = quantise(SparseVector(np.arange(1000), values, 1000), form)
+    assert encoded_nbytes(quantised, smallest(quantised)) == HEADER_NBYTES + 8 + nbytes
+    if form != "sign":  # value and quantised value are close: the error is exact
+        assert ((quantised.values + error.values) == values).all()
+        assert np.abs(error.values / values).max() <= (2**-11 if form == "float16" else 2**-8)
+
+
+def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
+    values = np.array([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8 + 2**-20), 3.4e38, -3.4e38, 0.0, -0.0], np.float32)
+    quantised, _ = quantise(SparseVector(np.arange(7), values, 7), "bfloat16")
+    largest = 2.0**127 * (2 - 2**-7)
+    assert quantised.values.tolist() == [1, 1 + 2**-6, -(1 + 2**-7), largest, -largest, 0, 0]
+    assert np.signbit(quantised.values).tolist() == [False, False, True, False, True, False, True]
+
+
+def test_feedback_keeps_what_quantisation_loses():
+    compressor, feedback = Quantised(TopK(k=3), "sign"), ErrorFeedback()
+    gradient = np.array([1.0, -2, 4, 0.5, -6])
+    corrected = feedback.correct(gradient)
+    sent = compressor.compress(corrected)
+    assert sent.values.tolist() == [-4, 4, -4]
+    assert compressor.error.values.tolist() == [2, 0, -2]
+    feedback.keep(corrected, sent, None)
+    np.testing.assert_array_equal(feedback.residual + sent.to_dense(), gradient)
+    assert repr(compressor) == "Quantised(TopK(k=3), 'sign')"
+    with pytest.raises(ValueError, match="form is 'int8': expected one of"):
+        Quantised(TopK(k=3), "int8")

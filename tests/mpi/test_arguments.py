@@ -48,6 +48,7 @@ BAD_VECTORS = {
 BAD_KEYWORDS = {
     "k below 0": ({"k": -1}, ValueError, "k is -1: expected 0 <= k < "),
     "k no integer": ({"k": 2.5}, TypeError, "k is 2.5: expected an integer"),
+    "codec": ({"codec": "zip"}, ValueError, "codec is 'zip': expected one of ['auto', 'plain', 'quick', 'smallest']"),
     "algorithm": (
         {"algorithm": "tree-ish"},
         ValueError,

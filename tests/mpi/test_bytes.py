@@ -175,6 +175,20 @@ def test_a_dense_union_travels_as_a_bitmap_or_a_range(comm):
 
 
 @pytest.mark.at_least(2)
+@pytest.mark.parametrize(("codec", "nbytes"), [("plain", 8), ("quick", 8), ("smallest", 4 + 11 / 8)])
+def test_a_coded_index_takes_eleven_bits_at_a_density_of_a_five_hundredth(comm, codec, nbytes):
+    """The entropy is log2(500) + 1.44 = 10.4 bits. Each rank may take another codec."""
+    values = np.random.default_rng(9).standard_normal(K).astype(np.float32)
+    vector = SparseVector(spread(comm.rank).indices, values, LENGTH)
+    parts = []
+    sent = sent_by_all(comm, lambda: parts.extend(sparse_allgather(vector, comm, codec=codec)))
+    assert np.mean(sent) == pytest.approx((comm.size - 1) * K * nbytes, rel=0.02)
+    assert all(part.values.tobytes() == values.tobytes() for part in parts)
+    mixed = sparse_allgather(vector, comm, codec="plain" if comm.rank else "smallest")
+    assert [part.indices.tobytes() for part in mixed] == [part.indices.tobytes() for part in parts]
+
+
+@pytest.mark.at_least(2)
 def test_the_survey_is_a_small_part_of_what_travels(comm):
     """Samples of where the entries stand are at most one for 16 of them, and 16 P a rank."""
     vector = spread(comm.rank)

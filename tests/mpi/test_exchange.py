@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
-from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, NoFeedback, TopK
+from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, NoFeedback, Quantised, TopK
 
 COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
 LENGTH = 301
@@ -33,6 +33,21 @@ def test_mass_is_conserved_over_steps(comm, collective, dtype):
         given += sum(gradients(rank, step) for rank in range(comm.size))
         owed = sum(comm.allgather(exchange.feedback.residual.astype(np.float64)))
         np.testing.assert_array_equal(applied + owed, given)
+
+
+@pytest.mark.parametrize("form", ["float16", "bfloat16", "sign"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_quantised_gradients_lose_nothing_either(comm, collective, form):
+    """Up to the rounding of float64: the scale of the signs is a mean."""
+    compressor, send = Quantised(TopK(density=0.05), form), partial(collective, codec="smallest")
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(), send, average=False)
+    applied, given = np.zeros(LENGTH), np.zeros(LENGTH)
+    for step in range(4):
+        scaled = gradients(comm.rank, step, np.float64) / 7
+        applied += exchange(scaled)
+        given += sum(gradients(rank, step, np.float64) / 7 for rank in range(comm.size))
+        owed = sum(comm.allgather(exchange.feedback.residual))
+        np.testing.assert_allclose(applied + owed, given, rtol=0, atol=1e-13 * comm.size)
 
 
 def test_the_mean_is_the_sum_over_the_ranks_divided(comm):

@@ -20,6 +20,7 @@ from collectives import (
 )
 from collectives.survey import PARTITIONS
 from mpicomp import SparseVector
+from mpicomp.codec import CODECS
 
 # No shrinking and no clock: the ranks have to go through the same cases.
 together = settings(
@@ -92,11 +93,11 @@ def same_everywhere(comm, *vectors):
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
 def test_an_exact_sum(comm, algorithm):
     @together
-    @given(contributions(comm.size, rows=True), st.sampled_from(PARTITIONS))
-    def holds(vectors, partition):
+    @given(contributions(comm.size, rows=True), st.sampled_from(PARTITIONS), st.sampled_from(["auto", *CODECS]))
+    def holds(vectors, partition, codec):
         if algorithm in ("auto", "dense") and vectors[0].length >= 2**40:
             vectors = [SparseVector(each.indices - 2**40, each.values, each.length - 2**40) for each in vectors]
-        call = {"algorithm": algorithm, "partition": partition}
+        call = {"algorithm": algorithm, "partition": partition, "codec": codec}
         one, again = (sparse_allreduce(vectors[comm.rank], comm, **call) for _ in range(2))
         same_everywhere(comm, one, again)
 
@@ -113,9 +114,9 @@ def test_an_exact_sum(comm, algorithm):
 @pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
 def test_gtopk(comm, algorithm):
     @together
-    @given(contributions(comm.size), st.sampled_from([None, 0, 1, 2, 5, 10**6]))
-    def holds(vectors, k):
-        call = {"k": k, "algorithm": algorithm}
+    @given(contributions(comm.size), st.sampled_from([None, 0, 1, 2, 5, 10**6]), st.sampled_from(["auto", *CODECS]))
+    def holds(vectors, k, codec):
+        call = {"k": k, "algorithm": algorithm, "codec": codec}
         (one, kept), (again, _) = (gtopk_allreduce(vectors[comm.rank], comm, **call) for _ in range(2))
         same_everywhere(comm, one, again)
         rejected = sum(comm.allgather(dense(kept)))

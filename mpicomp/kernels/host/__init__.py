@@ -8,9 +8,11 @@ are the same in every run.
 ``statistics``  sums over a gradient, in one read
 ``merging``     sums of sparse vectors, and what goes between sparse and dense
 ``bits``        magnitudes as integers; indices as bitmaps
+``coding``      indices at the fewest bits
 """
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, to_bitmap
+from mpicomp.kernels.host.coding import from_elias_fano, to_elias_fano
 from mpicomp.kernels.host.merging import accumulate, first_disorder, gather, merge, scatter_add
 from mpicomp.kernels.host.selection import (
     Search,
@@ -30,6 +32,7 @@ __all__ = [
     "accumulate",
     "first_disorder",
     "from_bitmap",
+    "from_elias_fano",
     "gather",
     "histogram",
     "kth_largest",
@@ -40,5 +43,6 @@ __all__ = [
     "scatter_add",
     "select",
     "to_bitmap",
+    "to_elias_fano",
     "top_k",
 ]

@@ -1,0 +1,135 @@
+"""SparseVector <-> one contiguous message that describes itself.
+
+Layout, little-endian: a header of 32 bytes, the indices, the values. The indices take a multiple of 8 bytes.
+
+    offset 0   2s   magic "MV"
+           2   u8   version (1)
+           3   u8   index format (`indices`), plus 16 times the value format (`values`)
+           4   u32  0 where an index stands for a number; 1 + width where it stands for a row
+           8   i64  length of the vector
+          16   i64  entries
+          24   i64  bytes of the whole message, header included
+
+A decoder believes nothing that it has not checked: the sizes are compared with each other and with the buffer before
+anything behind the header is read, and a message of M bytes holds at most 8 M entries: rows of width 0, which have no
+values, do not travel as a range. No format loses a bit.
+"""
+
+import math
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.codec import values as value_formats
+from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
+from mpicomp.codec.values import VALUE_FORMATS
+from mpicomp.errors import CodecError
+from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
+
+Buffer = NDArray[np.uint8]
+
+MAGIC, VERSION = b"MV", 1
+
+_HEADER = struct.Struct("<2sBBIqqq")
+HEADER_NBYTES = _HEADER.size
+
+
+class Coding(NamedTuple):
+    """How a vector is written: an index format and a value format, by number."""
+
+    indices: int
+    values: int
+
+
+def plain(vector: SparseVector) -> Coding:
+    """Return the coding that copies the arrays as they are: the fastest one."""
+    return Coding(INT32 if vector.indices.dtype == np.int32 else INT64, value_formats.as_they_are(vector.values))
+
+
+def quick(vector: SparseVector) -> Coding:
+    """Return the smallest coding among the plain one, a range and a bitmap: what is dense is not sent as sparse."""
+    return _with_indices(vector, plain(vector), (RANGE, BITMAP))
+
+
+def smallest(vector: SparseVector) -> Coding:
+    """Return the coding that makes the smallest message."""
+    coding = Coding(plain(vector).indices, value_formats.smallest(vector.values.reshape(-1)))
+    return _with_indices(vector, coding, range(len(INDEX_FORMATS)))
+
+
+CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
+
+
+def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
+    """Return the size in bytes of the message for `vector` in a coding; None is the plain one."""
+    indices, values = coding or plain(vector)
+    return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector.indices) or 0) + _values_nbytes(vector, values)
+
+
+def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | None = None) -> Buffer:
+    """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
+
+    out: uint8, at least `encoded_nbytes(vector, coding)` long, else ValueError. coding: one that fits the vector, as
+    `plain`, `quick` and `smallest` return it; None is the plain one.
+    """
+    coding = coding or plain(vector)
+    nbytes = encoded_nbytes(vector, coding)
+    if out is None:
+        out = np.empty(nbytes, np.uint8)
+    elif out.size < nbytes:
+        raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
+    formats = coding.indices | coding.values << 4
+    row = 0 if vector.width is None else 1 + vector.width
+    _HEADER.pack_into(out.data, 0, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
+    middle = nbytes - _values_nbytes(vector, coding.values)
+    INDEX_FORMATS[coding.indices].write(vector.indices, out[HEADER_NBYTES:middle])
+    VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), out[middle:nbytes])
+    return out[:nbytes]
+
+
+def decode(message: Buffer) -> SparseVector:
+    """Return the vector that `message` (uint8) holds, as views of it where it can; bytes behind it are ignored.
+
+    Raises CodecError for a header that `encode` does not write, and for what the constructor of SparseVector refuses.
+    It does not look at every entry: that is `SparseVector.validate`.
+    """
+    if message.size < HEADER_NBYTES:
+        raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
+    magic, version, formats, row, length, nnz, nbytes = _HEADER.unpack_from(message.data)
+    if magic != MAGIC or version != VERSION:
+        raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
+    form, value_code = formats & 15, formats >> 4
+    if form >= len(INDEX_FORMATS) or value_code >= len(VALUE_FORMATS):
+        raise CodecError(f"got index format {form} and value format {value_code}: both must be known to version 1")
+    if not 0 <= nnz <= length <= MAX_LENGTH:
+        raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
+    shape = (nnz, row - 1) if row else (nnz,)
+    middle = nbytes - VALUE_FORMATS[value_code].nbytes(math.prod(shape))
+    if nbytes > message.size or middle < HEADER_NBYTES or middle % 8:
+        raise CodecError(f"the header says {nbytes} bytes for {nnz} entries, and {message.size} bytes are there")
+    section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
+    unbounded = form == RANGE and middle == nbytes and nnz  # no values: 8 bytes could claim any number of entries
+    indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype)
+    if indices is None:
+        raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
+    try:
+        values = VALUE_FORMATS[value_code].read(message[middle:nbytes], math.prod(shape))
+        return SparseVector(indices, values.reshape(shape), length)
+    except ValueError as error:
+        raise CodecError(f"the message holds no vector: {error}") from error
+
+
+def _with_indices(vector: SparseVector, coding: Coding, candidates: "range | tuple[int, ...]") -> Coding:
+    """Return the coding with the smallest index format among its own and the candidates."""
+
+    def nbytes(form: int) -> float:
+        size = INDEX_FORMATS[form].nbytes(vector.indices)
+        return math.inf if size is None or (form == RANGE and vector.width == 0) else size
+
+    return coding._replace(indices=min((coding.indices, *candidates), key=nbytes))
+
+
+def _values_nbytes(vector: SparseVector, form: int) -> int:
+    return VALUE_FORMATS[form].nbytes(vector.values.size)

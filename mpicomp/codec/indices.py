@@ -1,0 +1,243 @@
+"""Index formats: where the entries of a vector stand, as bytes.
+
+    0  plain, int32: 4 N                       for lengths up to 2^31 - 1
+    1  plain, int64: 8 N                       for lengths above
+    2  range: the first index: 8               when the indices are consecutive: a dense piece
+    3  bitmap: first index, span S, S bits in 64-bit words: 16 + S / 8
+    4  blocks: first and last block of 65536 positions, the entries of each block as u32, the offsets in it as u16:
+       16 + 4 B + 2 N
+    5  Elias-Fano: first index, span S; with l = floor(log2(S / N)) the l low bits of each index from the first on,
+       then S >> l zeros among N ones that stand for the high bits: at most 16 + N (3 + l) / 8, half a bit an index
+       above the entropy of a random set
+
+A format says how many bytes it takes, fills a section of a message, and reads one. A section is a multiple of 8 bytes.
+Whoever reads believes nothing that has not been checked: the size of the section is that of the format for N entries,
+or `read` returns None.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import kernels_for
+from mpicomp.vector import MAX_LENGTH
+
+Array = NDArray[Any]
+Buffer = NDArray[np.uint8]
+
+INT32, INT64, RANGE, BITMAP, BLOCKS, ELIAS_FANO = range(6)
+
+_BLOCK = 16  # bits of an offset in a block
+
+
+class IndexFormat(Protocol):
+    """One way to write the indices of a vector."""
+
+    def nbytes(self, indices: Array) -> int | None:
+        """Return the bytes that increasing indices take, None where the format is not for them."""
+        ...
+
+    def write(self, indices: Array, section: Buffer) -> None:
+        """Fill the section: all of it, zeros among it."""
+        ...
+
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """Return `count` indices of a dtype, or int64 where they do not fit it; None for what is no such section."""
+        ...
+
+
+class Plain:
+    """Formats 0 and 1."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def nbytes(self, indices: Array) -> int | None:
+        """See `IndexFormat.nbytes`."""
+        return _padded(indices.nbytes) if indices.dtype == self.dtype else None
+
+    def write(self, indices: Array, section: Buffer) -> None:
+        """See `IndexFormat.write`."""
+        section[indices.nbytes :] = 0
+        section[: indices.nbytes].view(self.dtype)[:] = indices
+
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """See `IndexFormat.read`; a view of the section."""
+        sound = dtype == self.dtype and section.size == _padded(count * dtype.itemsize)
+        return section[: count * dtype.itemsize].view(dtype) if sound else None
+
+
+class Range:
+    """Format 2."""
+
+    def nbytes(self, indices: Array) -> int | None:
+        """See `IndexFormat.nbytes`."""
+        return 8 if indices.size and _span(indices) == indices.size else None
+
+    def write(self, indices: Array, section: Buffer) -> None:
+        """See `IndexFormat.write`."""
+        section.view(np.int64)[0] = indices[0]
+
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """See `IndexFormat.read`."""
+        if section.size != 8 or not count:
+            return None
+        first = int(section.view(np.int64)[0])
+        if not 0 <= first <= MAX_LENGTH - count:
+            return None
+        return np.arange(first, first + count, dtype=_room_for(first + count, dtype))
+
+
+class Bitmap:
+    """Format 3."""
+
+    def nbytes(self, indices: Array) -> int | None:
+        """See `IndexFormat.nbytes`."""
+        return 16 + 8 * _words(_span(indices))
+
+    def write(self, indices: Array, section: Buffer) -> None:
+        """See `IndexFormat.write`."""
+        first = _write_span(indices, section)
+        kernels_for(section).to_bitmap(indices, first, section[16:].view(np.uint64))
+
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """See `IndexFormat.read`."""
+        bounds = _read_span(section)
+        if bounds is None or section.size != 16 + 8 * _words(bounds[1]):
+            return None
+        first, span = bounds
+        indices: Array = np.empty(count, _room_for(first + span, dtype))
+        found = kernels_for(section).from_bitmap(section[16:].view(np.uint64), first, indices)
+        return indices if found == count and (not count or indices[-1] < first + span) else None
+
+
+class Blocks:
+    """Format 4."""
+
+    def nbytes(self, indices: Array) -> int | None:
+        """See `IndexFormat.nbytes`."""
+        if not indices.size:
+            return 16
+        return 16 + self._section(int(indices[0]) >> _BLOCK, int(indices[-1]) >> _BLOCK, indices.size)
+
+    @staticmethod
+    def _section(first: int, last: int, count: int) -> int:
+        return _padded(4 * (last - first + 1)) + _padded(2 * count)
+
+    def write(self, indices: Array, section: Buffer) -> None:
+        """See `IndexFormat.write`."""
+        section[:] = 0
+        if not indices.size:
+            return
+        first, last = int(indices[0]) >> _BLOCK, int(indices[-1]) >> _BLOCK
+        section[:16].view(np.int64)[:] = first, last
+        edges = np.searchsorted(indices, np.arange(first + 1, last + 1, dtype=np.int64) << _BLOCK)
+        section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = np.diff(edges, prepend=0, append=indices.size)
+        offsets = 16 + _padded(4 * (last - first + 1))
+        section[offsets : offsets + 2 * indices.size].view(np.uint16)[:] = indices & 0xFFFF
+
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """See `IndexFormat.read`."""
+        if section.size < 16:
+            return None
+        first, last = (int(number) for number in section[:16].view(np.int64))
+        if not count:
+            return np.empty(0, dtype) if section.size == 16 else None
+        if not 0 <= first <= last <= MAX_LENGTH >> _BLOCK or section.size != 16 + self._section(first, last, count):
+            return None
+        entries = section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)
+        if int(entries.sum(dtype=np.uint64)) != count:
+            return None
+        blocks = np.arange(first, last + 1, dtype=_room_for((last + 1) << _BLOCK, dtype)) << _BLOCK
+        offsets = 16 + _padded(entries.nbytes)
+        indices: Array = np.repeat(blocks, entries)
+        indices |= section[offsets : offsets + 2 * count].view(np.uint16)
+        return indices
+
+
+class EliasFano:
+    """Format 5."""
+
+    def nbytes(self, indices: Array) -> int | None:
+        """See `IndexFormat.nbytes`."""
+        return 16 + 8 * sum(self._words(indices.size, _span(indices)))
+
+    @staticmethod
+    def _low_bits(count: int, span: int) -> int:
+        return max(0, (span // max(1, count)).bit_length() - 1)
+
+    def _words(self, count: int, span: int) -> tuple[int, int]:
+        """Return the words of the low bits, one to spare, and of the high bits."""
+        low_bits = self._low_bits(count, span)
+        return _words(count * low_bits) + 1, _words(count + (span >> low_bits))
+
+    def write(self, indices: Array, section: Buffer) -> None:
+        """See `IndexFormat.write`."""
+        first = _write_span(indices, section)
+        span = _span(indices)
+        lows, _ = self._words(indices.size, span)
+        words = section[16:].view(np.uint64)
+        low_bits = self._low_bits(indices.size, span)
+        kernels_for(section).to_elias_fano(indices, first, low_bits, words[:lows], words[lows:])
+
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """See `IndexFormat.read`."""
+        bounds = _read_span(section)
+        if bounds is None or not count <= bounds[1]:
+            return None
+        first, span = bounds
+        lows, highs = self._words(count, span)
+        if section.size != 16 + 8 * (lows + highs):
+            return None
+        low_bits, words = self._low_bits(count, span), section[16:].view(np.uint64)
+        # What the words can say at most: 64 zeros more than there are steps, and all low bits set.
+        indices: Array = np.empty(count, _room_for(first + span + (128 << low_bits), dtype))
+        found = kernels_for(section).from_elias_fano(words[:lows], words[lows:], first, low_bits, indices)
+        if found != count or (count and indices[-1] != first + span - 1):
+            return None
+        return indices
+
+
+INDEX_FORMATS: tuple[IndexFormat, ...] = (
+    Plain(np.int32),
+    Plain(np.int64),
+    Range(),
+    Bitmap(),
+    Blocks(),
+    EliasFano(),
+)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _words(bits: int) -> int:
+    return -(-bits // 64)
+
+
+def _span(indices: Array) -> int:
+    """Return how many positions the entries stretch over."""
+    return int(indices[-1]) - int(indices[0]) + 1 if indices.size else 0
+
+
+def _write_span(indices: Array, section: Buffer) -> int:
+    """Fill a section with the first index, the span, and zeros; return the first index."""
+    first = int(indices[0]) if indices.size else 0
+    section[:16].view(np.int64)[:] = first, _span(indices)
+    section[16:] = 0
+    return first
+
+
+def _read_span(section: Buffer) -> tuple[int, int] | None:
+    """Return the first index and the span that a section begins with; None where they cannot be."""
+    if section.size < 16:
+        return None
+    first, span = (int(number) for number in section[:16].view(np.int64))
+    return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else None
+
+
+def _room_for(end: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype, or int64 where indices below `end` do not fit it."""
+    return dtype if end - 1 <= np.iinfo(dtype).max else np.dtype(np.int64)

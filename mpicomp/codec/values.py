@@ -1,0 +1,149 @@
+"""Value formats: what stands at the indices of a vector, as bytes. None of them loses a bit.
+
+    0, 1, 2   float16, float32, float64 as they are
+    3, 4      float32 that are all float16, or bfloat16, numbers: 2 N
+    5, 6, 7   float64 that are all float32, float16, or bfloat16, numbers: 4 N, 2 N, 2 N
+    8, 9, 10  float16, float32, float64 of one magnitude: the magnitude as float64, and a sign bit each: 8 + N / 8
+
+To make values fit a shorter format is `mpicomp.compressors.Quantised`: there the sender gets the error back.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import VALUE_DTYPES
+
+Array = NDArray[Any]
+Buffer = NDArray[np.uint8]
+
+_SAMPLE = 64  # values that are looked at before all of them are
+
+
+class ValueFormat(Protocol):
+    """One way to write values of a dtype."""
+
+    dtype: np.dtype[Any]
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes that so many values take."""
+        ...
+
+    def fits(self, values: Array) -> bool:
+        """Say whether values (1-d, of the dtype) come back to the bit."""
+        ...
+
+    def write(self, values: Array, section: Buffer) -> None:
+        """Fill the section with values that fit."""
+        ...
+
+    def read(self, section: Buffer, count: int) -> Array:
+        """Return so many values from a section of the right size; a view of it where that is possible."""
+        ...
+
+
+class Stored:
+    """Formats 0 to 7: the values of one dtype, stored as numbers of another one."""
+
+    def __init__(self, dtype: Any, stored: Any) -> None:
+        self.dtype, self.stored = np.dtype(dtype), np.dtype(stored)
+
+    def nbytes(self, count: int) -> int:
+        """See `ValueFormat.nbytes`."""
+        return count * int(self.stored.itemsize)
+
+    def fits(self, values: Array) -> bool:
+        """See `ValueFormat.fits`."""
+        return self.dtype == self.stored or bool((self._back(self._shortened(values)) == values).all())
+
+    def write(self, values: Array, section: Buffer) -> None:
+        """See `ValueFormat.write`."""
+        section.view(self.stored)[:] = self._shortened(values)
+
+    def read(self, section: Buffer, count: int) -> Array:
+        """See `ValueFormat.read`."""
+        return self._back(section.view(self.stored))
+
+    def _shortened(self, values: Array) -> Array:
+        with np.errstate(over="ignore"):  # what overflows does not come back, so it does not fit
+            return values.astype(self.stored, copy=False)
+
+    def _back(self, stored: Array) -> Array:
+        with np.errstate(invalid="ignore"):  # signalling NaN in a broken message
+            return stored.astype(self.dtype, copy=False)
+
+
+class StoredBfloat16(Stored):
+    """Formats 4 and 7: bfloat16 is the upper half of a float32, and NumPy has no name for it."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__(dtype, np.uint16)
+
+    def _shortened(self, values: Array) -> Array:
+        with np.errstate(over="ignore"):
+            halves: Array = values.astype(np.float32).view(np.uint32) >> np.uint32(16)
+        return halves.astype(np.uint16)
+
+    def _back(self, stored: Array) -> Array:
+        wide: Array = stored.astype(np.uint32) << np.uint32(16)
+        return super()._back(wide.view(np.float32))
+
+
+class Signs:
+    """Formats 8 to 10."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def nbytes(self, count: int) -> int:
+        """See `ValueFormat.nbytes`."""
+        return 8 + 8 * -(-count // 64)
+
+    def fits(self, values: Array) -> bool:
+        """See `ValueFormat.fits`."""
+        return bool(values.size and np.isfinite(values[0]) and (np.abs(values) == abs(values[0])).all())
+
+    def write(self, values: Array, section: Buffer) -> None:
+        """See `ValueFormat.write`."""
+        section[:] = 0
+        section[:8].view(np.float64)[0] = abs(values[0])
+        signs = np.packbits(np.signbit(values), bitorder="little")
+        section[8 : 8 + signs.size] = signs
+
+    def read(self, section: Buffer, count: int) -> Array:
+        """See `ValueFormat.read`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            magnitude = section[:8].view(np.float64).astype(self.dtype)[0]
+        signs = np.unpackbits(section[8:], count=count, bitorder="little").view(np.bool_)
+        values: Array = np.where(signs, -magnitude, magnitude)
+        return values
+
+
+VALUE_FORMATS: tuple[ValueFormat, ...] = (
+    *(Stored(dtype, dtype) for dtype in VALUE_DTYPES),
+    Stored(np.float32, np.float16),
+    StoredBfloat16(np.float32),
+    Stored(np.float64, np.float32),
+    Stored(np.float64, np.float16),
+    StoredBfloat16(np.float64),
+    *(Signs(dtype) for dtype in VALUE_DTYPES),
+)
+
+
+def as_they_are(values: Array) -> int:
+    """Return the format that stores values in their own dtype."""
+    return VALUE_DTYPES.index(values.dtype)
+
+
+def smallest(values: Array) -> int:
+    """Return the format that stores values (1-d) in the fewest bytes, to the bit."""
+    fitting = [
+        (form.nbytes(values.size), number)
+        for number, form in enumerate(VALUE_FORMATS)
+        if form.dtype == values.dtype and form.fits(values[:_SAMPLE])
+    ]
+    for _, number in sorted(fitting):
+        if VALUE_FORMATS[number].fits(values):
+            return number
+    return as_they_are(values)

@@ -1,0 +1,17 @@
+"""What every compressor can do."""
+
+from typing import Any, Protocol
+
+from mpicomp.vector import SparseVector
+
+
+class Compressor(Protocol):
+    """Pick the entries of a dense vector that travel."""
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the selected entries of `corrected`, the gradient with the residual added.
+
+        gradient: the new gradient alone, for the methods that look at both. An exact zero is never selected. Raises
+        ValueError naming the first value that is not finite; the compressor is then as it was before.
+        """
+        ...

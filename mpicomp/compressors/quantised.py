@@ -1,0 +1,79 @@
+"""Quantisation: what another compressor selects travels with fewer bits a value, and the error stays with the sender.
+
+Sources: one magnitude and signs: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit stochastic gradient descent",
+Interspeech 2014, with one scale for all entries. float16 and bfloat16: rounded to nearest, ties to even.
+
+The quantised values keep their dtype, so what the ranks add up is added up exactly as before; `codec="smallest"` sees
+that they fit a shorter format and writes them in it. Sums of quantised values need not fit: they travel in full.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.protocol import Compressor
+from mpicomp.vector import SparseVector
+
+Array = NDArray[Any]
+
+
+def _to_float16(values: Array) -> Array:
+    limit = np.finfo(np.float16).max
+    return np.clip(values, -limit, limit).astype(np.float16).astype(values.dtype)
+
+
+def _to_bfloat16(values: Array) -> Array:
+    limit = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
+    bits = np.clip(values, -limit, limit).astype(np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+    nearest: Array = np.clip(rounded.view(np.float32), -limit, limit).astype(values.dtype)
+    return nearest
+
+
+def _to_signs(values: Array) -> Array:
+    scale = np.abs(values).mean(dtype=np.float64) if values.size else 0.0
+    return np.copysign(np.asarray(scale, values.dtype), values)
+
+
+_ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_signs}
+
+
+def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVector]:
+    """Return (quantised, error): the vector with values that fit a shorter format, and what it lost, at every index.
+
+    form: "float16", "bfloat16", or "sign" (the mean magnitude, and the signs). Values beyond the range of a format are
+    cut to its largest. quantised + error is the vector, up to the rounding of the error to the dtype of the values;
+    that is exact where value and quantised value are within a factor of two of each other (Sterbenz' lemma).
+
+    Raises ValueError for another form.
+    """
+    if form not in _ROUNDINGS:
+        raise ValueError(f"form is {form!r}: expected one of {list(_ROUNDINGS)}")
+    rounded = _ROUNDINGS[form](vector.values)
+    return (
+        SparseVector(vector.indices, rounded, vector.length),
+        SparseVector(vector.indices, vector.values - rounded, vector.length),
+    )
+
+
+class Quantised:
+    """Compress by another compressor, then quantise what it selects.
+
+    compressor: any. form: "float16", "bfloat16" or "sign", else ValueError. Feedback keeps the error, because it keeps
+    what was corrected and not sent. `error` is that of the last call, None before any.
+    """
+
+    def __init__(self, compressor: Compressor, form: str) -> None:
+        quantise(SparseVector.empty(0), form)
+        self.compressor, self.form = compressor, form
+        self.error: SparseVector | None = None
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the quantised entries; see `Compressor.compress`."""
+        quantised, self.error = quantise(self.compressor.compress(corrected, gradient=gradient), self.form)
+        return quantised
+
+    def __repr__(self) -> str:
+        return f"Quantised({self.compressor!r}, {self.form!r})"

@@ -1,0 +1,64 @@
+"""Indices at the fewest bits: Elias-Fano coding.
+
+Source: P. Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21(2), 1974; R. M.
+Fano, MIT memorandum 61, 1971. With N increasing numbers below U, each takes about 2 + log2(U / N) bits, half a bit
+above the entropy of a random set: its low bits stand as they are, one number's behind the other's; its high bits are
+the number of zeros before its one in a second string of bits.
+"""
+
+import numpy as np
+
+from mpicomp.kernels.host.bits import DE_BRUIJN, PLACES, Array, jit
+
+
+def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs: Array) -> None:
+    """Write increasing `indices`, counted from `first`, into `lows` and `highs`: uint64, zeros; low bits first.
+
+    lows has one word more than the N * low_bits bits fill; highs one bit for each index and for each step of high bits.
+    """
+    _to_elias_fano(indices, first, low_bits, lows, highs)
+
+
+def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indices: Array) -> int:
+    """Fill `indices` with what `to_elias_fano` wrote; return how many stand there, one more where more bits are set.
+
+    Whatever the words hold, nothing is read or written out of range; what comes out may then not increase.
+    """
+    return int(_from_elias_fano(lows, highs, first, low_bits, indices))
+
+
+@jit
+def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-untyped-def]
+    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
+    width = np.uint64(low_bits)
+    mask = (one << width) - one
+    for i in range(indices.size):
+        number = np.uint64(indices[i] - first)
+        place = (number >> width) + np.uint64(i)
+        highs[place >> six] |= one << (place & last)
+        at = np.uint64(i) * width
+        word, shift, low = at >> six, at & last, number & mask
+        lows[word] |= low << shift
+        lows[word + one] |= (low >> one) >> (last - shift)  # two shifts: one by 64 is not defined
+
+
+@jit
+def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-untyped-def]
+    one, six, last, top = np.uint64(1), np.uint64(6), np.uint64(63), np.uint64(58)
+    width, size = np.uint64(low_bits), np.uint64(indices.size)
+    mask = (one << width) - one
+    i, at = np.uint64(0), np.uint64(0)
+    for w in range(highs.size):
+        ones = highs[w]
+        while ones != np.uint64(0):
+            if i == size:
+                return i + one
+            lowest = ones & (~ones + one)
+            place = (np.uint64(w) << six) + PLACES[(lowest * DE_BRUIJN) >> top]
+            word, shift = at >> six, at & last
+            low = ((lows[word] >> shift) | ((lows[word + one] << one) << (last - shift))) & mask
+            indices[i] = np.int64(((place - i) << width) | low) + first
+            ones ^= lowest
+            at += width
+            i += one
+    return i

@@ -1,0 +1,77 @@
+"""Feed the decoder with broken messages:  python tests/fuzz_codec.py [how many] [seed]
+
+Sound messages in every format, with bits turned, bytes and fields of the header replaced, ends cut off or put on; and
+noise. Whatever comes, `decode` returns a vector no larger than its message can hold, or raises CodecError.
+"""
+
+import sys
+from collections import Counter
+
+import numpy as np
+
+from mpicomp import CodecError, SparseVector
+from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, plain
+from mpicomp.codec.indices import INDEX_FORMATS
+from mpicomp.codec.values import VALUE_FORMATS
+
+FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (32, 8), (40, 8))
+NASTY = np.array([0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64)
+
+
+def sound_message(rng):
+    """Return a message in a random format that fits a random vector."""
+    length = int(rng.choice([1, 70, 1000, 70_000, 2**31 + 5, 2**62]))
+    count = int(rng.integers(0, min(length, 60) + 1))
+    indices = np.unique(rng.integers(0, length, count)) if rng.random() < 0.5 else np.arange(count)
+    width = rng.choice([None, 0, 3])
+    values = np.full(indices.size if width is None else (indices.size, width), 1.5, rng.choice(["f2", "f4", "f8"]))
+    vector = SparseVector(indices, values, length)
+    own = [
+        number for number, form in enumerate(VALUE_FORMATS) if form.dtype == vector.dtype and form.fits(values.ravel())
+    ]
+    sizes = [form.nbytes(vector.indices) for form in INDEX_FORMATS]
+    small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
+    coding = Coding(int(rng.choice(small or [plain(vector).indices])), int(rng.choice(own)))
+    return encode(vector, coding=coding).copy()
+
+
+def mutate(message, rng):
+    """Return a message with one to three faults."""
+    for _ in range(rng.integers(1, 4)):
+        kind = rng.integers(5)
+        if kind == 0 and message.size:
+            message[rng.integers(message.size)] ^= np.uint8(1 << rng.integers(8))
+        elif kind == 1 and message.size >= HEADER_NBYTES + 16:
+            at, nbytes = FIELDS[rng.integers(len(FIELDS))]
+            nasty = NASTY[rng.integers(NASTY.size)] if rng.random() < 0.5 else rng.integers(-(2**63), 2**63 - 1)
+            message[at : at + nbytes] = np.array([nasty], np.int64).view(np.uint8)[:nbytes]
+        elif kind == 2:
+            message = message[: rng.integers(message.size + 1)].copy()
+        elif kind == 3:
+            message = np.concatenate([message, rng.integers(0, 256, rng.integers(1, 40), np.uint8)])
+        elif message.size > HEADER_NBYTES:
+            start = int(rng.integers(HEADER_NBYTES, message.size))
+            message[start:] = rng.integers(0, 256, message.size - start, np.uint8)
+    return message
+
+
+def decodes_or_raises(message):
+    """Decode a message that ends at the end of its buffer, and check what comes out; return what happened."""
+    try:
+        vector = decode(message)
+    except CodecError:
+        return "refused"
+    assert vector.nnz <= 8 * message.size, "more entries than the message can hold"
+    assert vector.values.nbytes <= 64 * message.size, "more values than the message can hold"
+    return "decoded"
+
+
+def run(count, seed):
+    """Return how often a message was refused and decoded."""
+    rng = np.random.default_rng(seed)
+    return Counter(decodes_or_raises(mutate(sound_message(rng), rng)) for _ in range(count))
+
+
+if __name__ == "__main__":
+    count, seed = (int(text) for text in (sys.argv[1:] + ["1000000", "0"][len(sys.argv) - 1 :]))
+    print(f"{count} messages from seed {seed}: {dict(run(count, seed))}")
