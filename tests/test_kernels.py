@@ -180,11 +180,11 @@ def moments_in_the_order_of_the_docstring(values):
     blocks = np.zeros(-(-max(1, values.size) // 16384) * 16384)
     blocks[: values.size] = np.abs(values.astype(np.float64))
     sums = np.zeros(2)
-    for block in blocks.reshape(-1, 256, 64):
-        lanes = np.zeros((2, 64))
+    for block in blocks.reshape(-1, 64, 256):
+        lanes = np.zeros((2, 256))
         for row in block:
             lanes += row, row * row
-        for half in (32, 16, 8, 4, 2, 1):
+        for half in (128, 64, 32, 16, 8, 4, 2, 1):
             lanes = lanes[:, :half] + lanes[:, half:]
         sums += lanes[:, 0]
     return sums.tolist()

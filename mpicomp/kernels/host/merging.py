@@ -53,10 +53,10 @@ def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -
         return _by_sorting(indices, values)
     wide = _wide_dtype(values[0])
     size = min(_TILE, -(-length // 4096) * 4096)
-    buffers = np.full(size, -0.0, wide), np.zeros(size // 64, np.uint64), np.zeros(size // 4096, np.uint64)
+    tile, words = np.full(size, -0.0, wide), np.zeros(size // 64, np.uint64)
     union, sums, count = np.empty(total, indices[0].dtype), np.empty(total, wide), 0
     for batch in _batches(indices, values, wide):
-        count += int(_accumulate(*batch, *buffers, union[count:], sums[count:]))
+        count += int(_accumulate(*batch, tile, words, union[count:], sums[count:]))
     return union[:count], _narrow(sums[:count], values[0].dtype)
 
 
@@ -107,8 +107,9 @@ def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Arra
     places[order] = np.cumsum(new) - 1
     union, ends = together[new], np.cumsum([each.size for each in indices])
     sums = np.full((union.size, *values[0].shape[1:]), -0.0, _wide_dtype(values[0]))  # -0.0 + x is x, for -0.0 as well
-    for value, end in zip(values, ends.tolist(), strict=True):
-        sums[places[end - len(value) : end]] += value
+    with np.errstate(over="ignore"):
+        for value, end in zip(values, ends.tolist(), strict=True):
+            sums[places[end - len(value) : end]] += value
     return union, _narrow(sums, values[0].dtype)
 
 
@@ -156,13 +157,13 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
 
 
 @jit
-def _accumulate(indices, values, starts, ends, tile, words, heads, out_indices, out_values):  # type: ignore[no-untyped-def]
-    """Add up lists that lie one behind the other, and leave the tile and its bitmaps as they were: -0.0 and zeros."""
+def _accumulate(indices, values, starts, ends, tile, words, out_indices, out_values):  # type: ignore[no-untyped-def]
+    """Add up lists that lie one behind the other; leave the tile and its bitmap as they were: -0.0, and zeros."""
     count = np.uint64(0)
     base = _lowest(indices, starts, ends)
     while base >= 0:
-        _add_tile(indices, values, starts, ends, base, tile, words, heads)
-        count = _take_tile(tile, words, heads, base, out_indices, out_values, count)
+        _add_tile(indices, values, starts, ends, base, tile, words)
+        count = _take_tile(tile, words, base, out_indices, out_values, count)
         base = _lowest(indices, starts, ends)
     return count
 
@@ -178,46 +179,44 @@ def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_tile(indices, values, starts, ends, base, tile, words, heads):  # type: ignore[no-untyped-def]
-    """Add the entries in the tile that begins at `base`; move `starts` behind them.
+def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore[no-untyped-def]
+    """Add the entries in the tile that begins at `base`, list after list; move `starts` behind them.
 
-    A bit of `words` stands for a position, a bit of `heads` for a word: entries may be few and far between. Unsigned,
-    an index that is out of order and below the tile is as far off as one above it.
+    Unsigned, an index that is out of order and below the tile is as far off as one above it.
     """
-    one, low_bits, size = np.uint64(1), np.uint64(63), np.uint64(tile.size)
+    one, size = np.uint64(1), np.uint64(tile.size)
     for p in range(starts.size):
         i, end = np.uint64(starts[p]), np.uint64(ends[p])
         while i < end and np.uint64(indices[i] - base) < size:
             place = np.uint64(indices[i] - base)
-            word = place >> np.uint64(6)
             tile[place] += values[i]
-            words[word] |= one << (place & low_bits)
-            heads[word >> np.uint64(6)] |= one << (word & low_bits)
+            words[place >> np.uint64(6)] |= one << (place & np.uint64(63))
             i += one
         starts[p] = i
 
 
 @jit
-def _take_tile(tile, words, heads, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
-    """Append the entries of the tile in index order and clear it; return the new count."""
+def _take_tile(tile, words, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
+    """Append the entries of the tile in index order, and clear what held them; return the new count."""
     one, six, top = np.uint64(1), np.uint64(6), np.uint64(58)
-    for h in range(heads.size):
-        head = heads[h]
-        heads[h] = np.uint64(0)
+    for h in range(words.size // 64):
+        head = np.uint64(0)
+        for w in range(64):  # which words are not empty: found without a branch, as most may be
+            head |= np.uint64(words[64 * h + w] != np.uint64(0)) << np.uint64(w)
         while head != np.uint64(0):
             lowest_word = head & (~head + one)
-            word_at = (np.uint64(h) << six) + PLACES[(lowest_word * DE_BRUIJN) >> top]
-            word = words[word_at]
-            words[word_at] = np.uint64(0)
+            head ^= lowest_word
+            at = (np.uint64(h) << six) + PLACES[(lowest_word * DE_BRUIJN) >> top]
+            word = words[at]
+            words[at] = np.uint64(0)
             while word != np.uint64(0):
                 lowest = word & (~word + one)
-                place = (word_at << six) + PLACES[(lowest * DE_BRUIJN) >> top]
+                word ^= lowest
+                place = (at << six) + PLACES[(lowest * DE_BRUIJN) >> top]
                 out_indices[count] = base + np.int64(place)
                 out_values[count] = tile[place]
                 tile[place] = -0.0
                 count += one
-                word ^= lowest
-            head ^= lowest_word
     return count
 
 

@@ -26,9 +26,9 @@ _SIGMAS = 4
 def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order.
 
-    values: 1-d contiguous float16, float32 or float64. Ties at the threshold go to the lowest positions, and zeros are
-    never selected, so fewer than `k` positions come back when fewer values are non-zero. Returns an intp array.
-    Infinities, and beyond them NaN, count as the largest: where there are any, one is selected.
+    values: 1-d contiguous float16, float32 or float64. k: at least 1. Ties at the threshold go to the lowest positions,
+    and zeros are never selected, so fewer than `k` positions come back when fewer values are non-zero. Returns an intp
+    array. Infinities, and beyond them NaN, count as the largest: where there are any, one is selected.
     threads: how many read the data at the same time; the result does not depend on it.
 
     A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
@@ -188,15 +188,14 @@ def _histogram(bits: Array, form: Format, threads: int = 1) -> Array:
 def _in_pieces(work: Callable[[int, Array], Any], bits: Array, threads: int) -> list[Any]:
     """Return ``work(start, piece)`` for each of as many consecutive pieces of `bits` as there are threads.
 
-    Python's threads do: a kernel lets go of the interpreter, and a thread that waits takes no time from another rank.
+    Python's own threads serve: a kernel runs without the interpreter's lock, and a thread that waits leaves its core.
     """
-    step = max(1, -(-bits.size // threads))
-    starts = range(0, bits.size, step)
-    pieces = [bits[start : start + step] for start in starts]
-    if threads == 1:
+    if threads == 1 or not bits.size:
         return [work(0, bits)]
+    step = -(-bits.size // threads)
+    starts = range(0, bits.size, step)
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, starts, pieces))
+        return list(pool.map(work, starts, [bits[start : start + step] for start in starts]))
 
 
 def _kth(keys: Array, k: int) -> int:

@@ -8,11 +8,11 @@ import numpy as np
 from mpicomp.kernels.host.bits import Array, jit
 from mpicomp.kernels.host.selection import first_not_finite
 
-_LANES = 64
-_BLOCK = 256 * _LANES  # a lane's product of 256 significands below 2 stays in range
+_LANES = 256
+_BLOCK = 64 * _LANES
 _PIECE = 64 * _BLOCK  # values converted at a time, where they have to be
 
-_BIAS, _SUBNORMAL = 1023, 2.0**-1022
+_BIAS = 1023
 _FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
 
 
@@ -33,10 +33,10 @@ class Moments(NamedTuple):
 def moments(values: Array) -> Moments:
     """Return the moments of `values` (1-d contiguous float16, float32 or float64) in one read.
 
-    The order of the additions is fixed: in blocks of 16384 values lane j of 64 adds up values j, j + 64, ...; the lanes
-    are folded by halves, 32, 16, ..., 1; the blocks are added in order. The last block is filled up with zeros. The
-    sum of logarithms is the logarithm of a product: significands are multiplied and exponents added, which takes one
-    logarithm in all and is more accurate than a sum of rounded ones.
+    The order of the additions is fixed: in blocks of 16384 values lane j of 256 adds up values j, j + 256, ...; the
+    lanes are folded by halves, 128, 64, ..., 1; the blocks are added in order. The last block is filled up with zeros.
+    The sum of logarithms is the logarithm of a product: significands are multiplied and exponents added, which takes
+    one logarithm in all and is more accurate than a sum of rounded ones.
     """
     totals, numbers = np.array([0.0, 0.0, 0.0, 1.0]), np.zeros(2, np.int64)
     wide = np.promote_types(values.dtype, np.float32)
@@ -58,10 +58,11 @@ def _add_blocks(values, totals, numbers):  # type: ignore[no-untyped-def]
 
     totals: absolute, squares, largest, product. numbers: nonzeros, exponents. The product goes with a power of two.
     """
-    sums, counts, wide = np.zeros((4, _LANES)), np.zeros((2, _LANES), np.int64), np.zeros(_LANES)
+    sums, counts = np.empty((4, _LANES)), np.empty((2, _LANES), np.int64)
     for i in range(values.size // _BLOCK):
         _clear(sums, counts)
-        _add_rows(values[_BLOCK * i : _BLOCK * i + _BLOCK], sums, counts, wide, wide.view(np.int64))
+        for j in range(_BLOCK // _LANES):
+            _add_row(values[_BLOCK * i + _LANES * j : _BLOCK * i + _LANES * (j + 1)], sums, counts)
         _fold(sums, counts)
         totals[0] += sums[0, 0]
         totals[1] += sums[1, 0]
@@ -80,33 +81,35 @@ def _clear(sums, counts):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_rows(block, sums, counts, wide, bits):  # type: ignore[no-untyped-def]
+def _add_row(row, sums, counts):  # type: ignore[no-untyped-def]
+    """Add one value to each lane. A loop with fewer arrays than all of them is vectorised with less ado."""
     absolute, squares, largest, product = sums[0], sums[1], sums[2], sums[3]
     nonzeros, exponents = counts[0], counts[1]
-    for i in range(block.size // _LANES):
-        for j in range(_LANES):
-            x = abs(np.float64(block[_LANES * i + j]))
-            absolute[j] += x
-            squares[j] += x * x
-            largest[j] = x if x > largest[j] else largest[j]
-            small = (x > 0) & (x < _SUBNORMAL)
-            exponents[j] -= 54 if small else 0
-            wide[j] = x * 2.0**54 if small else x
-        for j in range(_LANES):
-            nonzeros[j] += 0 if bits[j] == 0 else 1
-            exponents[j] += 0 if bits[j] == 0 else (bits[j] >> 52) - _BIAS
-        for j in range(_LANES):
-            bits[j] = bits[j] & _FRACTION | _ONE
-        for j in range(_LANES):
-            product[j] *= wide[j]
+    for j in range(_LANES):
+        x = abs(np.float64(row[j]))
+        absolute[j] += x
+        squares[j] += x * x
+    for j in range(_LANES):
+        x = abs(np.float64(row[j]))
+        largest[j] = x if x > largest[j] else largest[j]
+        nonzeros[j] += 1 if x > 0 else 0
+    for j in range(_LANES):
+        magnitude = abs(np.float64(row[j]))
+        x = magnitude if magnitude > 0 else np.float64(1)
+        product[j], shift = _split(product[j] * (x * 2.0**54 if x < 1 else x * 2.0**-54))  # normal, and in range
+        exponents[j] += shift + (-54 if x < 1 else 54)
+
+
+@jit
+def _split(x):  # type: ignore[no-untyped-def]
+    """Return the significand, 1 <= m < 2, and the exponent of a positive number that is not subnormal."""
+    bits = np.float64(x).view(np.int64)
+    return np.int64(bits & _FRACTION | _ONE).view(np.float64), (bits >> 52) - _BIAS
 
 
 @jit
 def _fold(sums, counts):  # type: ignore[no-untyped-def]
     """Fold the lanes by halves into the first one."""
-    for j in range(_LANES):
-        sums[3, j], shift = math.frexp(sums[3, j])
-        counts[1, j] += shift
     half = _LANES // 2
     while half:
         for j in range(half):
