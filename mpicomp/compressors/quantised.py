@@ -34,7 +34,8 @@ def _to_bfloat16(values: Array) -> Array:
 
 def _to_signs(values: Array) -> Array:
     scale = np.abs(values).mean(dtype=np.float64) if values.size else 0.0
-    return np.copysign(np.asarray(scale, values.dtype), values)
+    signed: Array = np.copysign(np.asarray(scale, values.dtype), values)
+    return signed
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_signs}
