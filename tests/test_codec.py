@@ -213,6 +213,7 @@ def test_the_smallest_coding_goes_by_the_true_count():
         (BITMAP, (-3, 64, 0b11), 2),
         (BITMAP, (2**62, 2**62 + 5, 0b11), 2),
         (BITMAP, (8, 64, 0b11), 2),
+        (BITMAP, (0, 1, 0b11), 2),
         (BLOCKS, (0, 0, 2), 2),  # the offsets are missing
         (BLOCKS, (0, 0, 3, 0), 2),  # three entries in the blocks for two
         (BLOCKS, (1, 0, 2, 0), 2),

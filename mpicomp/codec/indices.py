@@ -104,7 +104,7 @@ class Bitmap:
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
         bounds = _read_span(section)
-        if bounds is None or section.size != 16 + 8 * _words(bounds[1]):
+        if bounds is None or count > bounds[1] or section.size != 16 + 8 * _words(bounds[1]):
             return None
         first, span = bounds
         indices: Array = np.empty(count, _room_for(first + span, dtype))
@@ -184,7 +184,7 @@ class EliasFano:
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
         bounds = _read_span(section)
-        if bounds is None or not count <= bounds[1]:
+        if bounds is None or count > bounds[1]:
             return None
         first, span = bounds
         lows, highs = self._words(count, span)
