@@ -17,9 +17,9 @@ from typing import Any
 
 from collectives import tuning
 from collectives.channel import Channel, Offer
-from collectives.operation import begin
+from collectives.operation import Algorithm, begin, sound
 from collectives.partition import Ranges, equal_ranges
-from collectives.patterns import add, doubling, folded, hand_down, reduce_up
+from collectives.patterns import add, agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
 from collectives.schedule import halving
@@ -43,8 +43,8 @@ def sparse_allreduce(
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
     (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
-    Before anything else the ranks tell each other what they bring, in ceil(lg P) small messages (two ranks and "auto":
-    not at all).
+    Before anything else the ranks tell each other what they bring, in ceil(lg P) small messages; "auto" does without
+    for up to 4 ranks (`collectives.tuning.without_survey`).
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero stay in
     it; "dense" has every position as an entry. It may share memory with `vector`.
@@ -59,32 +59,44 @@ def sparse_iallreduce(
     vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector]:
     """Start `sparse_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-
-    def check(vector: SparseVector, size: int) -> None:
-        if partition not in PARTITIONS:
-            raise ValueError(f"partition is {partition!r}: expected one of {list(PARTITIONS)}")
-
-    named = {name: partial(surveyed, name, "equal" if name in UNSAMPLED else partition) for name in ALGORITHMS}
-    every = {"auto": partial(auto, partition), **named}
-    name = str(partition)
-    return begin("sparse_allreduce", every, vector, comm, algorithm, codec=codec, check=check, partition=name)
+    every: dict[str, Algorithm[SparseVector]] = {"auto": auto, **{name: partial(named, name) for name in ALGORITHMS}}
+    terms: dict[str, Any] = {"partition": partition}
+    return begin("sparse_allreduce", every, vector, comm, algorithm, codec=codec, prepare=with_partition, **terms)
 
 
-def auto(partition: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Run what the survey suggests; two ranks need none."""
-    if channel.size <= 2:
-        return (yield from recursive_doubling(offer, channel, Survey([], [], offer.vector.length, partition)))
-    return (yield from surveyed(None, partition, offer, channel))
+def with_partition(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
+    """Return the vector if it is sound, and so is the partition among the terms."""
+    if not (isinstance(terms["partition"], str) and terms["partition"] in PARTITIONS):
+        raise ValueError(f"partition is {terms['partition']!r}: expected one of {list(PARTITIONS)}")
+    return sound(vector, terms, size)
 
 
-def surveyed(name: str | None, partition: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Look around, and run the algorithm: the schedules of two would not meet, so all ranks have to know it first."""
-    survey = yield from look_around(offer, channel, partition)
+def auto(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Run what the survey suggests; few ranks need none."""
+    name = tuning.without_survey(node_sizes(channel))
+    if name is None:
+        return (yield from surveyed(None, offer, channel))
+    return (yield from ALGORITHMS[name](offer, channel, Survey([], [], offer.vector.length)))
+
+
+def named(name: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Run what the caller named, once it is clear that all ranks did: the schedules of two would not meet.
+
+    Where "auto" begins with recursive doubling, the terms are first compared over its schedule.
+    """
+    if tuning.without_survey(node_sizes(channel)) == "recursive_doubling" and not (yield from agreed(channel)):
+        return offer.vector
+    return (yield from surveyed(name, offer, channel))
+
+
+def surveyed(name: str | None, offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Look around, and run the algorithm that was named, or that fits what is seen."""
+    survey = yield from look_around(offer, channel, sampling=name not in UNSAMPLED)
     if channel.broken:
         return offer.vector
     if name is None:
-        nodes = [len(ranks) for ranks in channel.nodes()]
-        name = tuning.choose_allreduce(survey.length, survey.counts, offer.vector.value_nbytes, nodes)
+        value_nbytes = offer.vector.value_nbytes
+        name = tuning.choose_allreduce(survey.length, survey.counts, value_nbytes, node_sizes(channel))
     return (yield from ALGORITHMS[name](offer, channel, survey))
 
 
@@ -140,7 +152,7 @@ def node_leaders(offer: Offer, channel: Channel, survey: Survey) -> Steps[Sparse
     total = yield from reduce_up(offer, node, add)
     if node.rank == 0:
         leaders = channel.among([ranks[0] for ranks in nodes])
-        total = Offer((yield from auto(survey.partition, counted(total.vector), leaders)))
+        total = Offer((yield from auto(counted(total.vector), leaders)))
     return (yield from hand_down(total, node)).vector
 
 
@@ -156,9 +168,14 @@ def node_lanes(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVe
     share = yield from split(offer, node, partition)
     if node.rank < lanes:
         lane = channel.among([ranks[node.rank] for ranks in nodes])
-        share = Offer((yield from auto(survey.partition, counted(share.vector), lane)))
+        share = Offer((yield from auto(counted(share.vector), lane)))
     shares = yield from node.gather(share)
     return partition.unite([theirs.vector for theirs in shares[:lanes]])
+
+
+def node_sizes(channel: Channel) -> list[int]:
+    """Return the number of ranks on each node."""
+    return [len(ranks) for ranks in channel.nodes()]
 
 
 def counted(vector: SparseVector) -> Offer:

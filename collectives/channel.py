@@ -76,6 +76,11 @@ class Channel:
         return schedule.groups([self.endpoint.nodes[rank] for rank in self._ranks])
 
     @property
+    def root(self) -> int:
+        """The root that the ranks agreed on."""
+        return self.terms.root or 0
+
+    @property
     def broken(self) -> bool:
         """Whether this rank knows that the operation cannot be done."""
         return self.state.broken

@@ -4,7 +4,7 @@ Rounds: MPI's, after ceil(lg P) rounds of 64 bytes a rank in which the terms are
 mismatch, it corrupts or hangs. Bytes sent by a rank: at least 2 (P-1)/P n v for n values of v bytes.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,26 +35,31 @@ def dense_allreduce(array: Any, comm: Any) -> Any:
 
 def dense_iallreduce(array: Any, comm: Any) -> Request[Any]:
     """Start `dense_allreduce` and return its Request; the array is copied first and may be changed at once."""
-    host, brings = outline(array)
-    return begin("dense_allreduce", {"mpi": partial(mpi, array, host)}, brings, comm, "auto")
+    return begin_reduction("dense_allreduce", array, comm, lambda host: SparseVector.empty(host.size, host.dtype))
 
 
-def mpi(array: Any, host: NDArray[Any], offer: Offer, channel: Channel) -> Steps[Any]:
-    """Compare the terms, await this operation's turn, and let MPI reduce a copy of `host`, the view of `array`."""
-    brought = np.array(host, np.promote_types(host.dtype, np.float32), order="C").reshape(-1)
-    with channel.turn() as turn:
-        if not (yield from channel.agree()):
-            return None
-        yield (turn,)
-        reduction = channel.endpoint.reduce(brought)
-    yield (reduction,)
-    return like(reduction.total.astype(host.dtype, copy=False).reshape(host.shape), array)
+def begin_reduction(
+    operation: str, array: Any, comm: Any, outline: Callable[[NDArray[Any]], SparseVector], **terms: Any
+) -> Request[Any]:
+    """Put a sum by MPI's own allreduce in flight.
 
+    outline: returns the vector without an entry that stands for the array in the terms; ValueError for a wrong shape.
+    """
+    copies: list[NDArray[Any]] = []
 
-def outline(array: Any) -> tuple[NDArray[Any], SparseVector | Exception]:
-    """Return the view of an array, and the empty vector of its length and dtype that stands for it in the terms."""
-    try:
+    def copied(array: Any, terms: dict[str, Any], size: int) -> SparseVector:
         host = to_host(array)
-        return host, SparseVector.empty(host.size, host.dtype)
-    except Exception as error:  # whatever it is: the other ranks have to hear of it
-        return np.empty(0, np.float32), error
+        vector = outline(host)
+        copies.append(np.array(host, np.promote_types(host.dtype, np.float32), order="C"))
+        return vector
+
+    def mpi(offer: Offer, channel: Channel) -> Steps[Any]:
+        with channel.turn() as turn:
+            if not (yield from channel.agree()):
+                return None
+            yield (turn,)
+            reduction = channel.endpoint.reduce(copies[0].reshape(-1))
+        yield (reduction,)
+        return like(reduction.total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape), array)
+
+    return begin(operation, {"mpi": mpi}, array, comm, "auto", prepare=copied, **terms)

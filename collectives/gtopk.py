@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.channel import Channel, Offer
-from collectives.operation import begin
+from collectives.operation import begin, sound
 from collectives.partition import equal_ranges
-from collectives.patterns import add, doubling, folded, hand_down, reduce_up
+from collectives.patterns import agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
 from collectives.transport import Steps
@@ -63,13 +63,16 @@ def gtopk_iallreduce(
     vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[Result]:
     """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, codec=codec, k=k, check=numbers)
+    terms: dict[str, Any] = {} if k is None else {"k": k}
+    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, codec=codec, prepare=numbers, **terms)
 
 
-def numbers(vector: SparseVector, size: int) -> None:
-    """Raise ValueError for a vector of rows: they have no magnitude to select by."""
-    if vector.width is not None:
-        raise ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
+def numbers(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
+    """Return the vector if it is sound; raise ValueError for rows, which have no magnitude to select by."""
+    checked = sound(vector, terms, size)
+    if checked.width is not None:
+        raise ValueError(f"vector has rows of {checked.width} values: gTop-k selects numbers; take sparse_allreduce")
+    return checked
 
 
 class Selection:
@@ -93,12 +96,6 @@ def recursive_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
     core = partial(doubling, channel=channel, combine=mine.combine)
     result = yield from folded(mine.offer, channel, mine.combine, core)
     return result.vector, mine.rejected
-
-
-def agreed(channel: Channel) -> Steps[bool]:
-    """Compare the terms over the schedule of the default, so that ranks which named different algorithms meet."""
-    yield from folded(Offer(channel.nothing()), channel, add, partial(doubling, channel=channel, combine=add))
-    return not channel.broken
 
 
 def tree(offer: Offer, channel: Channel) -> Steps[Result]:

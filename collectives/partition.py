@@ -104,16 +104,22 @@ def hashed_blocks(length: int, size: int) -> Blocks:
     return Blocks(size, max(1, min(LONGEST_BLOCK, length // (size * BLOCKS_A_SHARE))))
 
 
-def given_ranges(bounds: Sequence[int], length: int, size: int) -> Ranges:
-    """Return the ranges between the caller's bounds; ValueError or TypeError where they do not cover the indices."""
-    ranges = Ranges(tuple(index(bound) for bound in bounds))
-    if len(ranges.bounds) != size + 1 or (ranges.bounds[0], ranges.bounds[-1]) != (0, length):
-        raise ValueError(
-            f"partition has {len(ranges.bounds)} bounds from {ranges.bounds[:1]} to {ranges.bounds[-1:]}: "
-            f"expected {size + 1}, one more than ranks, from 0 to the length {length}"
-        )
-    if any(start > end for start, end in pairwise(ranges.bounds)):
-        raise ValueError("partition has bounds that decrease: expected each at least the one before")
+def given_ranges(bounds: Any, length: int, size: int) -> Ranges:
+    """Return the ranges between the caller's bounds, any iterable of integers.
+
+    Raises ValueError or TypeError where they do not cover the indices.
+    """
+    try:
+        ranges = Ranges(tuple(index(bound) for bound in bounds))
+    except TypeError as error:
+        raise TypeError(f"partition is {bounds!r}: expected {size + 1} integers ({error})") from None
+    found = ranges.bounds
+    if len(found) != size + 1 or (found[0], found[-1]) != (0, length):
+        ends = f" from {found[0]} to {found[-1]}" if found else ""
+        raise ValueError(f"partition has {len(found)} bounds{ends}: expected {size + 1} from 0 to the length {length}")
+    for start, end in pairwise(found):
+        if start > end:
+            raise ValueError(f"partition has bounds that decrease, {start} before {end}: expected them in order")
     return ranges
 
 

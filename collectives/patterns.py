@@ -1,6 +1,7 @@
 """Rounds that several algorithms share: over any number of ranks, for any way to combine what two ranks hold."""
 
 from collections.abc import Callable
+from functools import partial
 
 from collectives.channel import Channel, Offer
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
@@ -43,6 +44,15 @@ def doubling(offer: Offer, channel: Channel, combine: Combine) -> Steps[Offer]:
         block *= 2
         offer = combine(offer, (yield from channel.exchange(offer, partner)), block)
     return offer
+
+
+def agreed(channel: Channel) -> Steps[bool]:
+    """Compare the terms over the schedule of recursive doubling; return whether all ranks can go on.
+
+    So ranks that take recursive doubling as the default meet those that named another algorithm.
+    """
+    yield from folded(Offer(channel.nothing()), channel, add, partial(doubling, channel=channel, combine=add))
+    return not channel.broken
 
 
 def reduce_up(offer: Offer, channel: Channel, combine: Combine, root: int = 0) -> Steps[Offer]:

@@ -11,15 +11,16 @@ Differences from the papers: any number of ranks; rows; ranks whose plans differ
 not belong together.
 """
 
-from functools import partial
+import math
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives import allreduce, dense, rooted
 from collectives.channel import Channel, Offer
-from collectives.operation import begin
+from collectives.operation import begin, sound
 from collectives.progress import Request
 from collectives.transport import Steps
 from mpicomp.vector import SparseVector
@@ -33,9 +34,12 @@ class SupportPlan:
     """
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
-        self.indices, self.length, self.comm = support.indices, support.length, comm
-        text = self.indices.tobytes() + self.length.to_bytes(8, "little")
-        self._digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+        """Make a plan of a support that is the same on all ranks: `union`, `leader` and `random` see to that."""
+        self.indices, self.length, self.comm = support.indices.copy(), support.length, comm
+        self.indices.flags.writeable = False
+        digest = blake2b(self.length.to_bytes(8, "little"), digest_size=8)
+        digest.update(self.indices.data)
+        self._digest = int.from_bytes(digest.digest(), "little")
 
     @classmethod
     def union(cls, vector: SparseVector, comm: Any) -> "SupportPlan":
@@ -50,9 +54,9 @@ class SupportPlan:
         """Start `union` and return its Request."""
 
         def union(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
-            return cls((yield from allreduce.auto("auto", offer, channel)), comm)
+            return cls((yield from allreduce.auto(offer, channel)), comm)
 
-        return begin("plan_union", {"auto": union}, _bare(vector), comm, "auto")
+        return begin("SupportPlan.union", {"auto": union}, vector, comm, "auto", prepare=_bare)
 
     @classmethod
     def leader(cls, vector: SparseVector | None, comm: Any, root: int = 0) -> "SupportPlan":
@@ -67,9 +71,10 @@ class SupportPlan:
         """Start `leader` and return its Request."""
 
         def leader(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
-            return cls((yield from rooted.bcast(root, offer, channel)), comm)
+            return cls((yield from rooted.bcast(offer, channel)), comm)
 
-        return begin("plan_leader", {"tree": leader}, _bare(vector), comm, "auto", root=root, follow=True)
+        steps = {"tree": leader}
+        return begin("SupportPlan.leader", steps, vector, comm, "auto", prepare=_bare, root=root, follow=True)
 
     @classmethod
     def random(cls, length: int, k: int, comm: Any, seed: int = 0) -> "SupportPlan":
@@ -84,17 +89,20 @@ class SupportPlan:
     def irandom(cls, length: int, k: int, comm: Any, seed: int = 0) -> "Request[SupportPlan]":
         """Start `random` and return its Request."""
 
-        def check(vector: SparseVector, size: int) -> None:
-            if k > length:
-                raise ValueError(f"k is {k}: expected at most the length, {length}")
+        def blank(nothing: None, terms: dict[str, Any], size: int) -> SparseVector:
+            vector = SparseVector.empty(length)
+            if terms["k"] > vector.length:
+                raise ValueError(f"k is {terms['k']}: expected at most the length, {vector.length}")
+            return vector
 
         def draw(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
             if not (yield from channel.agree()):
                 return cls(offer.vector, comm)
-            chosen = np.sort(np.random.default_rng(seed).choice(length, k, replace=False, shuffle=False))
-            return cls(SparseVector(chosen, np.empty((k, 0), np.float32), length), comm)
+            rng, whole = np.random.default_rng(channel.terms.seed), offer.vector.length
+            chosen = np.sort(rng.choice(whole, offer.k, replace=False, shuffle=False))
+            return cls(SparseVector(chosen, np.empty((offer.k, 0), np.float32), whole), comm)
 
-        return begin("plan_random", {"draw": draw}, _blank(length), comm, "auto", k=k, seed=seed, check=check)
+        return begin("SupportPlan.random", {"draw": draw}, None, comm, "auto", prepare=blank, k=k, seed=seed)
 
     def allreduce(self, values: Any) -> Any:
         """Sum values that stand at the plan's indices over all ranks, by MPI's own allreduce.
@@ -111,21 +119,26 @@ class SupportPlan:
 
     def iallreduce(self, values: Any) -> Request[Any]:
         """Start `allreduce` and return its Request; the values are copied first and may be changed at once."""
-        host, brings = dense.outline(values)
         entries = self.indices.size
 
-        def check(vector: SparseVector, size: int) -> None:
+        def outline(host: NDArray[Any]) -> SparseVector:
             if host.ndim not in (1, 2) or len(host) != entries:
                 raise ValueError(f"values have shape {host.shape}: expected ({entries},) or ({entries}, width)")
+            return SparseVector.empty(entries, host.dtype, host.shape[1] if host.ndim == 2 else None)
 
-        steps = {"mpi": partial(dense.mpi, values, host)}
-        return begin("plan_allreduce", steps, brings, self.comm, "auto", check=check, support=self._digest)
+        return dense.begin_reduction("SupportPlan.allreduce", values, self.comm, outline, support=self._digest)
 
     def take(self, array: Any) -> Any:
-        """Return what stands at the plan's indices in a dense array of shape (length,) or (length, width)."""
-        if len(array) != self.length:
-            raise ValueError(f"array has {len(array)} positions: expected {self.length}")
-        return array[self.indices]
+        """Return what stands at the plan's indices in a dense array.
+
+        array: of shape (length, width) for rows; of any other shape with `length` values, taken in C order. Raises
+        ValueError for another one.
+        """
+        if math.prod(array.shape) == self.length:
+            return array.reshape(-1)[self.indices]
+        if len(array.shape) == 2 and array.shape[0] == self.length:
+            return array[self.indices]
+        raise ValueError(f"array has shape {tuple(array.shape)}: expected {self.length} values, or rows of them")
 
     def vector(self, values: Any) -> SparseVector:
         """Return values, of shape (entries,) or (entries, width), as a sparse vector with the plan's indices."""
@@ -135,14 +148,6 @@ class SupportPlan:
         return f"SupportPlan({self.indices.size} of {self.length} indices, {self.comm.size} ranks)"
 
 
-def _bare(vector: Any) -> Any:
-    """Return the support of a vector; anything else as it is, for the operation to complain about."""
-    return vector.support() if isinstance(vector, SparseVector) else vector
-
-
-def _blank(length: Any) -> SparseVector | Exception:
-    """Return the vector of a length that has no entry, or what is wrong with the length."""
-    try:
-        return SparseVector.empty(length)
-    except (TypeError, ValueError) as error:
-        return error
+def _bare(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
+    """Return the support of a vector: its values are not looked at."""
+    return sound(vector.support() if isinstance(vector, SparseVector) else vector, terms, size)

@@ -64,6 +64,8 @@ class Request(Generic[T]):
             self._result, self.done = end.value, True
         except Exception as error:
             self._steps.close()
+            if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+                error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True
         return True

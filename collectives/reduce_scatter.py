@@ -10,14 +10,11 @@ shares are ranges of equal length, hashed blocks, or the caller's own ranges.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
-
 from collectives.channel import Channel, Offer
-from collectives.operation import begin
-from collectives.partition import Partition, equal_ranges, given_ranges, hashed_blocks
+from collectives.operation import begin, sound
+from collectives.partition import Partition, Ranges, equal_ranges, given_ranges, hashed_blocks
 from collectives.progress import Request
 from collectives.transport import Steps
 from mpicomp.vector import SparseVector, add_up
@@ -59,31 +56,30 @@ def sparse_ireduce_scatter(
     codec: str = "auto",
 ) -> Request[SparseVector]:
     """Start `sparse_reduce_scatter` and return its Request; leave the vector's arrays alone before it has ended."""
-    return begin(
-        "sparse_reduce_scatter",
-        {"split": partial(reduce_scatter, partition)},
-        vector,
-        comm,
-        algorithm,
-        codec=codec,
-        partition=str(partition),
-        check=partial(shares, partition),
-    )
+    steps = {"split": reduce_scatter}
+    terms: dict[str, Any] = {"partition": partition}
+    return begin("sparse_reduce_scatter", steps, vector, comm, algorithm, codec=codec, prepare=divided, **terms)
 
 
-def shares(partition: str | Sequence[int], vector: SparseVector, size: int) -> Partition:
-    """Return the partition that the caller asked for; TypeError or ValueError when it is none."""
-    if isinstance(partition, Sequence | np.ndarray) and not isinstance(partition, str):
-        return given_ranges(partition, vector.length, size)
-    if partition not in ("equal", "hashed"):
-        raise ValueError(f"partition is {partition!r}: expected 'equal', 'hashed' or {size + 1} bounds")
-    return equal_ranges(vector.length, size) if partition == "equal" else hashed_blocks(vector.length, size)
+def divided(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
+    """Return the vector if it is sound, and write the partition that the caller asked for as text in the terms."""
+    checked = sound(vector, terms, size)
+    if not isinstance(terms["partition"], str):
+        ranges = given_ranges(terms["partition"], checked.length, size)
+        terms["partition"] = " ".join(map(str, ranges.bounds))
+    elif terms["partition"] not in ("equal", "hashed"):
+        raise ValueError(f"partition is {terms['partition']!r}: expected 'equal', 'hashed' or {size + 1} bounds")
+    return checked
 
 
-def reduce_scatter(partition: str | Sequence[int], offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def reduce_scatter(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Let every rank add up its share; see the head of this file."""
-    asked = "equal" if channel.broken else partition  # a rank that failed may have asked for nonsense
-    return (yield from split(offer, channel, shares(asked, offer.vector, channel.size))).vector
+    asked, length = channel.terms.partition or "equal", offer.vector.length  # a rank that failed asks for nothing
+    if asked == "hashed":
+        shares: Partition = hashed_blocks(length, channel.size)
+    else:
+        shares = equal_ranges(length, channel.size) if asked == "equal" else Ranges(tuple(map(int, asked.split())))
+    return (yield from split(offer, channel, shares)).vector
 
 
 def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[Offer]:

@@ -9,7 +9,6 @@ reduce sends the sum of its subtree once; a broadcast the vector once to each ch
 Differences from the paper: any root and any number of ranks; vectors of unequal size; a mismatch raises everywhere.
 """
 
-from functools import partial
 from typing import Any
 
 from collectives.channel import Channel, Offer
@@ -43,7 +42,7 @@ def sparse_ireduce(
     vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector | None]:
     """Start `sparse_reduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("sparse_reduce", {"tree": partial(reduce, root)}, vector, comm, algorithm, codec=codec, root=root)
+    return begin("sparse_reduce", {"tree": reduce}, vector, comm, algorithm, codec=codec, root=root)
 
 
 def sparse_bcast(
@@ -51,7 +50,8 @@ def sparse_bcast(
 ) -> SparseVector:
     """Hand the root's vector out to all ranks.
 
-    vector: any on the root; what the other ranks give is not looked at (None will do). comm, root, algorithm, codec,
+    vector: any on the root; what the other ranks give is not looked at (None will do;
+    an exception says that the rank failed). comm, root, algorithm, codec,
     and what is raised: as for `sparse_reduce`; length and dtype are the root's.
 
     Returns the root's vector on every rank, the same bits; on the root it is `vector` itself.
@@ -63,21 +63,19 @@ def sparse_ibcast(
     vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector]:
     """Start `sparse_bcast` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin(
-        "sparse_bcast", {"tree": partial(bcast, root)}, vector, comm, algorithm, codec=codec, root=root, follow=True
-    )
+    return begin("sparse_bcast", {"tree": bcast}, vector, comm, algorithm, codec=codec, root=root, follow=True)
 
 
-def reduce(root: int, offer: Offer, channel: Channel) -> Steps[SparseVector | None]:
+def reduce(offer: Offer, channel: Channel) -> Steps[SparseVector | None]:
     """Compare the terms, and add up towards the root."""
     if not (yield from channel.agree()):
         return None
-    total = yield from reduce_up(offer, channel, add, root)
-    return total.vector if channel.rank == root else None
+    total = yield from reduce_up(offer, channel, add, channel.root)
+    return total.vector if channel.rank == channel.root else None
 
 
-def bcast(root: int, offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def bcast(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Compare the terms, and hand down what the root brings."""
     if not (yield from channel.agree()):
         return offer.vector
-    return (yield from hand_down(offer, channel, root)).vector
+    return (yield from hand_down(offer, channel, channel.root)).vector

@@ -31,7 +31,7 @@ class Survey:
     counts: list[int]
     samples: list[NDArray[np.integer]]
     length: int
-    partition: str
+    partition: str = "auto"
 
     def shares(self, size: int) -> Partition:
         """Return the shares of `size` owners."""
@@ -45,10 +45,11 @@ class Survey:
         return choose(self.samples, self.counts, self.length, size)
 
 
-def look_around(offer: Offer, channel: Channel, partition: str) -> Steps[Survey]:
+def look_around(offer: Offer, channel: Channel, *, sampling: bool = True) -> Steps[Survey]:
     """Tell every rank what this one brings, and hear the same of all. ceil(lg P) rounds of small messages."""
-    vector = offer.vector.support()
-    chosen = sample(vector.indices, channel.rank, channel.size) if partition != "equal" else vector.indices[:0]
+    partition = channel.terms.partition or "auto"
+    vector, sampling = offer.vector.support(), sampling and partition != "equal"
+    chosen = sample(vector.indices, channel.rank, channel.size) if sampling else vector.indices[:0]
     told = Offer(SparseVector(chosen, vector.values[: chosen.size], vector.length), offer.vector.nnz)
     heard = yield from channel.gather(told)
     return Survey([each.k for each in heard], [each.vector.indices for each in heard], vector.length, partition)

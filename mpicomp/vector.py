@@ -16,6 +16,7 @@ from mpicomp.arrays import kernels_for, to_values, to_vector
 Array = NDArray[Any]
 
 MAX_LENGTH = 2**63 - 1
+WIDEST = 2**32 - 2  # values in a row: they are counted in 32 bits in a message
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
@@ -44,15 +45,16 @@ class SparseVector:
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
         keep = object.__setattr__
         keep(self, "length", _checked_length(length))
-        keep(self, "values", _checked_values(np.asarray(values)))
-        keep(self, "indices", _checked_indices(np.asarray(indices), self.length))
+        keep(self, "values", _checked_values(_unmasked(values)))
+        keep(self, "indices", _checked_indices(_unmasked(indices), self.length))
         if self.indices.size != len(self.values):
             raise ValueError(f"got {self.indices.size} indices and {len(self.values)} values: expected as many of each")
 
     @classmethod
     def empty(cls, length: int, dtype: DTypeLike = np.float32, width: int | None = None) -> "SparseVector":
         """Return the vector of `length` positions without an entry; of rows when a width is given."""
-        return cls(np.empty(0, index_dtype(length)), np.empty((0,) if width is None else (0, width), dtype), length)
+        indices = np.empty(0, index_dtype(_checked_length(length)))
+        return cls(indices, np.empty((0,) if width is None else (0, width), dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -60,6 +62,21 @@ class SparseVector:
         dense = to_vector(array)
         positions = np.flatnonzero(dense)
         return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
+
+    @classmethod
+    def from_entries(cls, indices: ArrayLike, values: ArrayLike, length: int) -> "SparseVector":
+        """Return the vector of entries in any order, repeated ones added up: of the tokens of a batch, say.
+
+        indices, values, length: as for the constructor, but for the order. Repeated entries are added in the order in
+        which they come, float16 in float32.
+        """
+        places, given = _unmasked(indices), _checked_values(_unmasked(values))
+        if places.ndim != 1 or len(places) != len(given):
+            raise ValueError(f"got indices of shape {places.shape} and {len(given)} values: expected as many of each")
+        union, where = np.unique(places, return_inverse=True)
+        sums = np.zeros((union.size, *given.shape[1:]), np.promote_types(given.dtype, np.float32))
+        np.add.at(sums, where, given)
+        return cls(union if union.size else union.astype(np.int32), sums.astype(given.dtype), length)
 
     @classmethod
     def from_rows(cls, array: Any) -> "SparseVector":
@@ -202,7 +219,15 @@ def _checked_length(length: Any) -> int:
 def _checked_values(values: Array) -> Array:
     if values.ndim not in (1, 2):
         raise ValueError(f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows")
+    if values.ndim == 2 and values.shape[1] > WIDEST:
+        raise ValueError(f"rows have {values.shape[1]} values: expected at most {WIDEST}")
     return np.ascontiguousarray(to_values(values))
+
+
+def _unmasked(array: ArrayLike) -> Array:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
+    return np.asarray(array)
 
 
 def _checked_indices(indices: Array, length: int) -> Array:

@@ -24,6 +24,19 @@ def test_what_a_rank_with_an_error_brought_is_not_compared():
     assert said == "sparse_allgather raised on all 3 ranks, nothing was changed. rank 0: ValueError: no"
 
 
+def test_where_the_operation_differs_the_rest_is_not_compared():
+    said = verdict("sparse_bcast", [report(), report(operation="sparse_bcast", k=None, length=3)])
+    assert said.endswith(
+        "operation must be the same on all ranks, got gtopk_allreduce on rank 0; sparse_bcast on rank 1"
+    )
+
+
+def test_plans_that_differ():
+    assert verdict("x", [report(support=5), report(support=7), report(support=5)]).endswith(
+        "the plans differ: one on ranks 0, 2, another on rank 1"
+    )
+
+
 def test_every_term_has_its_part_in_the_digest():
     others = [replace(SOUND, **{field.name: 7}) for field in fields(Terms)]
     assert len({SOUND.digest, *(terms.digest for terms in others)}) == 1 + len(others)

@@ -180,9 +180,9 @@ def test_the_quick_coding_goes_by_the_true_count():
     run = SparseVector(np.arange(5000, 6000), values, 10**6)
     assert quick(run).indices == RANGE
     assert encoded_nbytes(run, quick(run)) == 32 + 8 + 4000
-    dense = SparseVector(np.arange(5000, 13000, 8), values, 10**6)
+    dense = SparseVector(np.arange(5000, 9000, 4), values, 10**6)
     assert quick(dense).indices == BITMAP
-    assert encoded_nbytes(dense, quick(dense)) == 32 + 16 + 8 * 125 + 4000
+    assert encoded_nbytes(dense, quick(dense)) == 32 + 16 + 8 * 63 + 4000
     spread = SparseVector(np.arange(0, 10**6, 1000), values, 10**6)
     assert encoded_nbytes(spread, quick(spread)) == encoded_nbytes(spread) == 32 + 4000 + 4000
 

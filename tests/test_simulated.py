@@ -135,14 +135,14 @@ def test_the_others():
             return reduce_scatter.split(offer, channel, equal_ranges(offer.vector.length, channel.size))
 
         def reduce(rank, channel):
-            return rooted.reduce(channel.size // 2, Offer(brings(rank, channel.size)), channel)
+            return rooted.reduce(Offer(brings(rank, channel.size)), channel)
 
         def bcast(rank, channel):
             root = channel.size - 1
-            return rooted.bcast(root, Offer(brings(root, channel.size) if rank == root else channel.nothing()), channel)
+            return rooted.bcast(Offer(brings(root, channel.size) if rank == root else channel.nothing()), channel)
 
         def survey(rank, channel):
-            return look_around(Offer(brings(rank, channel.size)), channel, "auto")
+            return look_around(Offer(brings(rank, channel.size)), channel)
 
         parts, rounds = Network(size).run(gather, **terms)
         assert rounds == upper(size)
@@ -150,10 +150,10 @@ def test_the_others():
         shares, rounds = Network(size).run(split, **terms)
         assert rounds == (size > 1)
         np.testing.assert_array_equal(sum(share.vector.to_dense() for share in shares), dense_sum(size))
-        totals, rounds = Network(size).run(reduce, **terms)
+        totals, rounds = Network(size).run(reduce, root=size // 2, **terms)
         assert rounds <= 2 * upper(size)  # the terms, and the tree
         np.testing.assert_array_equal(totals[size // 2].to_dense(), dense_sum(size))
-        handed, rounds = Network(size).run(bcast, **terms)
+        handed, rounds = Network(size).run(bcast, root=size - 1, **terms)
         assert rounds <= 2 * upper(size)
         assert all(vector.values.tobytes() == brings(size - 1, size).values.tobytes() for vector in handed)
         surveys, rounds = Network(size).run(survey, **terms)

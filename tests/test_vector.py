@@ -140,6 +140,35 @@ def test_rows():
         SparseVector([0, 3], [[1, 2, 3], [4, 5, np.nan]], 9).validate()
 
 
+def test_entries_in_any_order_are_sorted_and_added_up():
+    tokens, gradients = [7, 3, 7, 0], np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
+    rows = SparseVector.from_entries(tokens, gradients, 10)
+    rows.validate()
+    assert rows.indices.tolist() == [0, 3, 7]
+    assert rows.values.tolist() == [[7, 8], [3, 4], [6, 8]]
+    assert SparseVector.from_entries([], np.empty(0, np.float16), 3).nnz == 0
+    assert SparseVector.from_entries([1, 1, 1], np.array([2048, 1, 1], np.float16), 3).values.tolist() == [2050]
+    with pytest.raises(ValueError, match=r"got indices of shape \(2,\) and 1 values"):
+        SparseVector.from_entries([1, 2], [1.0], 3)
+    with pytest.raises(ValueError, match="index 3 is out of range"):
+        SparseVector.from_entries([3, 1], [1.0, 2.0], 3)
+
+
+def test_masked_arrays_are_refused():
+    with pytest.raises(TypeError, match="got a masked array"):
+        SparseVector([1, 2], np.ma.array([1.0, 2.0], mask=[False, True]), 3)
+    with pytest.raises(TypeError, match="got a masked array"):
+        SparseVector(np.ma.array([1, 2], mask=[False, True]), [1.0, 2.0], 3)
+
+
+def test_lengths_are_checked_in_words():
+    for bad in (None, "x"):
+        with pytest.raises(TypeError, match="expected an integer"):
+            SparseVector.empty(bad)
+    with pytest.raises(ValueError, match="rows have 4294967296 values: expected at most 4294967294"):
+        SparseVector.empty(3, np.float32, 2**32)
+
+
 @given(sparse_vectors(), st.integers(0, 60))
 def test_top_k_splits_a_vector(vector, k):
     kept, dropped = top_k(vector, k)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from collectives.cli import info
+from collectives.cli import bench, info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -12,5 +12,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="what this installation is made of, and whether the launcher and MPI fit together")
-    parser.parse_args(arguments)
-    return info.run(sys.stdout)
+    bench.add_to(commands)
+    options = parser.parse_args(arguments)
+    return bench.run(options, sys.stdout) if options.command == "bench" else info.run(sys.stdout)

@@ -49,8 +49,14 @@ def plain(vector: SparseVector) -> Coding:
 
 
 def quick(vector: SparseVector) -> Coding:
-    """Return the smallest coding among the plain one, a range and a bitmap: what is dense is not sent as sparse."""
-    return _with_indices(vector, plain(vector), (RANGE, BITMAP))
+    """Return the plain coding, or one that costs next to no time for what is dense.
+
+    That is a range, or a bitmap where it takes at most a quarter of the plain indices: below, to find its bits takes
+    longer than to copy what it spares.
+    """
+    coding = _with_indices(vector, plain(vector), (RANGE, BITMAP))
+    small = 4 * (INDEX_FORMATS[coding.indices].nbytes(vector.indices) or 0) <= vector.indices.nbytes
+    return coding if small else plain(vector)
 
 
 def smallest(vector: SparseVector) -> Coding:

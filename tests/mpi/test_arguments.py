@@ -1,6 +1,8 @@
 """The table of wrong arguments: what each raises, where. Nobody hangs, and the next collective works."""
 
+import gc
 import re
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -10,6 +12,7 @@ from cases import assert_same_bits, bring
 from mpi4py import MPI
 
 from collectives import (
+    SupportPlan,
     allreduce,
     dense_allreduce,
     gtopk,
@@ -234,3 +237,76 @@ def test_whatever_an_array_raises_reaches_the_other_ranks(comm):
     culprit = comm.size - 1
     mine = Unreadable() if comm.rank == culprit else np.ones(4)
     expect(comm, culprit, OSError, "the file is gone", lambda: dense_allreduce(mine, comm))
+
+
+class UnprintableError(RuntimeError):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+STRANGE = {
+    "algorithm list": (sparse_allreduce, SOUND, {"algorithm": ["dense"]}, ValueError),
+    "algorithm array": (gtopk_allreduce, SOUND, {"algorithm": np.arange(3)}, ValueError),
+    "algorithm dict": (sparse_reduce, SOUND, {"algorithm": {}}, ValueError),
+    "codec set": (sparse_allgather, SOUND, {"codec": {"plain"}}, ValueError),
+    "root array": (sparse_bcast, SOUND, {"root": np.array([0, 1])}, TypeError),
+    "root none": (sparse_bcast, SOUND, {"root": None}, TypeError),
+    "root time": (sparse_reduce, SOUND, {"root": np.timedelta64(0)}, TypeError),
+    "k time": (gtopk_allreduce, SOUND, {"k": np.timedelta64(1)}, TypeError),
+    "unprintable": (sparse_allreduce, UnprintableError(), {}, UnprintableError),
+    "stop iteration": (gtopk_allreduce, StopIteration("the loader is empty"), {}, StopIteration),
+    "dense error": (dense_allreduce, OSError("the disk is full"), {}, OSError),
+    "no room": (dense_allreduce, np.broadcast_to(np.float32(1), (2**45,)), {}, MemoryError),
+    "spoilt": ("union", None, {}, ValueError),
+}
+
+
+@pytest.mark.parametrize("row", STRANGE)
+def test_whatever_one_rank_gives_the_others_hear_of_it(comm, row):
+    collective, vector, options, error = STRANGE[row]
+    sound = np.ones(3, np.float32) if collective is dense_allreduce else SOUND
+    if collective == "union":
+        indices = np.array([3, 5, 8], np.int32)
+        collective, vector = SupportPlan.union, SparseVector(indices, np.ones(3), LENGTH)
+        indices[-1] = 1000  # after it was made
+    culprit = comm.rank == comm.size - 1
+    with pytest.raises(error if culprit else CollectiveError):
+        collective(vector if culprit else sound, comm, **(options if culprit else {}))
+    result, _ = gtopk_allreduce(bring("random", comm.rank, comm.size), comm)
+    assert_same_bits(comm, result)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int16])
+def test_a_root_may_be_any_integer_type(comm, kind):
+    """The distance to an unsigned root wraps round where it is not made Python's integer first."""
+    root = kind(comm.size - 1)
+    total = sparse_reduce(SOUND, comm, root)
+    assert (total is not None) == (comm.rank == comm.size - 1)
+    handed = sparse_bcast(total, comm, root)
+    assert handed.values.tolist() == [comm.size] * 3
+    assert SupportPlan.leader(SOUND if comm.rank == root else None, comm, root).indices.tolist() == [3, 5, 8]
+
+
+@pytest.mark.parametrize("vector", ["bad", "good"])
+def test_an_error_leaves_no_cycle_that_holds_the_vector(comm, vector):
+    def fail():
+        values = np.ones(3) * (np.nan if vector == "bad" else 1)
+        alive = weakref.ref(values)
+        with pytest.raises((ValueError, CollectiveError)):
+            sparse_allreduce(SparseVector([1, 2, 3], values, 9), comm, algorithm="auto" if vector == "bad" else "x")
+        return alive
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+def test_ranks_that_call_different_collectives_are_told_that_and_no_more(comm):
+    if comm.size < 2:
+        return
+    with pytest.raises(CollectiveError, match="operation must be the same") as caught:
+        SupportPlan.leader(SOUND, comm) if comm.rank else sparse_bcast(SOUND, comm)
+    assert "width" not in str(caught.value)

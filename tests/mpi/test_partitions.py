@@ -42,16 +42,52 @@ def test_a_reduce_scatter_between_the_callers_bounds(comm, pattern):
     assert_equal(share, whole)
 
 
-def test_bad_partitions_raise_everywhere(comm):
+class Broken:
+    def __repr__(self):
+        raise OSError("this cannot be printed")
+
+    def __getitem__(self, place):
+        raise KeyError(place)
+
+
+BAD_PARTITIONS = [
+    (sparse_allreduce, "even", ValueError, "partition is 'even': expected one of"),
+    (sparse_allreduce, np.array([0, 50, LENGTH]), ValueError, r"partition is array\(.*: expected one of"),
+    (sparse_allreduce, np.array(["equal"]), ValueError, r"partition is array\(.*: expected one of"),
+    (sparse_allreduce, Broken(), OSError, "this cannot be printed"),
+    (sparse_reduce_scatter, "sampled", ValueError, "partition is 'sampled': expected 'equal', 'hashed' or"),
+    (sparse_reduce_scatter, [0, LENGTH - 1], ValueError, "partition has 2 bounds from 0 to 239: expected"),
+    (sparse_reduce_scatter, [], ValueError, "partition has 0 bounds: expected"),
+    (sparse_reduce_scatter, 7, TypeError, "partition is 7: expected .* integers"),
+    (sparse_reduce_scatter, None, TypeError, "partition is None: expected .* integers"),
+    (sparse_reduce_scatter, [0.0, LENGTH], TypeError, "partition is .*: expected .* integers"),
+    (sparse_reduce_scatter, np.array(5), TypeError, "partition is .*: expected .* integers"),
+    (sparse_reduce_scatter, Broken(), KeyError, "0"),
+]
+
+
+@pytest.mark.parametrize(("collective", "bad", "error", "message"), BAD_PARTITIONS, ids=range(len(BAD_PARTITIONS)))
+def test_bad_partitions_raise_everywhere(comm, collective, bad, error, message):
     vector, culprit = bring("random", comm.rank, comm.size), comm.size - 1
-    for collective, bad, message in (
-        (sparse_allreduce, "even", "partition is 'even': expected one of"),
-        (sparse_reduce_scatter, "sampled", "partition is 'sampled': expected 'equal', 'hashed' or"),
-        (sparse_reduce_scatter, [0, LENGTH - 1], "bounds from .*: expected"),
-        (sparse_reduce_scatter, 7, "partition is 7"),
-    ):
-        with pytest.raises((ValueError, TypeError) if comm.rank == culprit else CollectiveError, match=message):
-            collective(vector, comm, partition=bad if comm.rank == culprit else "equal")
+    with pytest.raises(error if comm.rank == culprit else CollectiveError, match=message):
+        collective(vector, comm, partition=bad if comm.rank == culprit else "equal")
+
+
+def test_bounds_are_compared_as_numbers_whatever_holds_them(comm):
+    bounds = [LENGTH * rank // comm.size for rank in range(comm.size + 1)]
+    kinds = [list, tuple, np.array, lambda some: [np.int64(each) for each in some], iter]
+    mine = kinds[comm.rank % len(kinds)](bounds)
+    share = sparse_reduce_scatter(bring("random", comm.rank, comm.size), comm, partition=mine)
+    whole = sum(window(each) for each in bring_all("random", comm.size))
+    np.testing.assert_array_equal(sum(comm.allgather(window(share))), whole)
+
+
+@pytest.mark.at_least(3)
+def test_bounds_that_differ_raise_however_they_are_printed(comm):
+    bounds = np.array([LENGTH * rank // comm.size for rank in range(comm.size + 1)])
+    bounds[1] -= comm.rank == 1
+    with np.printoptions(threshold=2, edgeitems=1), pytest.raises(CollectiveError, match="partition must be the same"):
+        sparse_reduce_scatter(bring("random", comm.rank, comm.size), comm, partition=bounds)
 
 
 @pytest.mark.at_least(2)

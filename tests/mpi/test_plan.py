@@ -81,8 +81,22 @@ def test_take_and_vector_go_between_dense_and_planned(comm):
     np.testing.assert_array_equal(plan.take(dense), plan.indices)
     np.testing.assert_array_equal(plan.vector(plan.take(rows)).to_dense()[plan.indices], rows[plan.indices])
     assert repr(plan) == f"SupportPlan(5 of 50 indices, {comm.size} ranks)"
-    with pytest.raises(ValueError, match="array has 49 positions: expected 50"):
+    np.testing.assert_array_equal(plan.take(dense.reshape(5, 10)), plan.indices)
+    with pytest.raises(ValueError, match=r"array has shape \(49,\): expected 50 values, or rows of them"):
         plan.take(dense[1:])
+
+
+def test_a_plan_is_its_own(comm):
+    """The caller may reuse the buffer that the indices came from."""
+    buffer = np.array([3, 5, 8], np.int32)
+    vector = SparseVector(buffer, np.ones(3), 100)
+    plans = SupportPlan.leader(vector, comm), SupportPlan.union(vector, comm)
+    buffer[:] = 10, 20, 30
+    for plan in plans:
+        assert plan.indices.tolist() == [3, 5, 8]
+        with pytest.raises(ValueError, match="read-only"):
+            plan.indices[0] = 1
+        np.testing.assert_array_equal(plan.allreduce(np.ones(3)), [comm.size] * 3)
 
 
 def test_a_sum_by_a_plan_sends_only_values(comm):
@@ -99,6 +113,9 @@ BAD = {
     "another length": (lambda comm: SupportPlan.random(99, 9, comm), None, "length must be the same on all ranks"),
     "k above the length": (lambda comm: SupportPlan.random(100, 101, comm), ValueError, "k is 101: expected at most"),
     "a bad seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=-1), ValueError, "seed is -1: expected 0 <="),
+    "no seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=None), TypeError, "seed is None: expected an int"),
+    "no k": (lambda comm: SupportPlan.random(100, None, comm), TypeError, "k is None: expected an integer"),
+    "no length": (lambda comm: SupportPlan.random(None, 9, comm), TypeError, "length is None: expected an integer"),
     "a bad length": (lambda comm: SupportPlan.random(-1, 9, comm), ValueError, "length is -1: expected 0 to"),
 }
 
@@ -125,8 +142,10 @@ def test_values_of_another_shape_raise_everywhere(comm):
 @pytest.mark.at_least(2)
 def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(comm):
     plans = [SupportPlan.random(100, 9, comm, seed) for seed in (1, 2)]
-    with pytest.raises(CollectiveError, match="support must be the same on all ranks, got"):
+    with pytest.raises(CollectiveError, match="the plans differ: one on rank 0, another on rank"):
         plans[comm.rank == 0].allreduce(np.ones(9))
+    with pytest.raises(CollectiveError, match="width must be the same on all ranks, got"):
+        plans[0].allreduce(np.ones(9) if comm.rank else np.ones((9, 1)))
     with pytest.raises(CollectiveError, match="dtype must be the same on all ranks, got"):
         plans[0].allreduce(np.ones(9, np.float32 if comm.rank else np.float64))
 

@@ -1,0 +1,192 @@
+"""`mpicomp bench kernels`: the host kernels against what NumPy and PyTorch offer, and against one read of the data."""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cli.bench.floor import read_once
+from collectives.cli.bench.timing import Call, Row, compare
+from mpicomp.codec import Coding, decode, encode, plain
+from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO
+from mpicomp.kernels import host
+from mpicomp.vector import SparseVector
+
+Array = NDArray[Any]
+Sparse = tuple[Array, Array]
+
+
+def rows(length: int, repeats: int) -> Iterator[Row]:
+    """Yield every comparison, for gradients of `length` values; some on shorter or longer vectors of their own."""
+    rng = np.random.default_rng(0)
+    yield from top_k_rows(rng, min(length, 1_000_000), 3 * repeats)
+    if length > 1_000_000:
+        yield from top_k_rows(rng, length, repeats)
+    yield from hard_rows(rng, length, repeats)
+    yield from pass_rows(rng, length, repeats)
+    yield from merge_rows(rng, repeats)
+    yield from accumulate_rows(rng, repeats)
+    yield from dense_rows(rng, length, repeats)
+    yield from coding_rows(rng, length, repeats)
+
+
+def top_k_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """Exact top-k of data like gradients, against NumPy and PyTorch."""
+    drawn: dict[str, Array] = {"normal": rng.standard_normal(length, np.float32), "laplace": rng.laplace(size=length)}
+    drawn["cauchy"] = np.clip(rng.standard_cauchy(length), -6e4, 6e4)
+    for family, sample in drawn.items():
+        values = sample.astype(np.float32)
+        for density in (0.001, 0.01):
+            k = round(density * length)
+            against = {"np.argpartition": partial(argpartition, values, k)} | torch_top_k(values, k)
+            yield from top_k_row(f"top_k {family} {length / 1e6:g}e6 k/n={density}", values, k, against, repeats)
+    for dtype in (np.float16, np.float64):
+        values, k = drawn["normal"].astype(dtype), length // 1000
+        against = {"np.argpartition": partial(argpartition, values, k)}
+        yield from top_k_row(f"top_k {values.dtype} {length / 1e6:g}e6 k/n=0.001", values, k, against, repeats)
+
+
+def hard_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """Exact top-k of data that mislead a sample, or that are full of ties."""
+    data: dict[str, Array] = {
+        "zeros": np.zeros(length),
+        "all equal": np.full(length, 3),
+        "sorted": np.arange(length),
+        "quantised": np.round(4 * rng.standard_normal(length, np.float32)),
+        "a thousandth non-zero": rng.random(length, np.float32) < 0.001,
+    }
+    for name, drawn in data.items():
+        values, k = drawn.astype(np.float32), length // 1000
+        against = {"np.argpartition": partial(argpartition, values, k)}
+        yield from top_k_row(f"top_k {name} {length / 1e6:g}e6 k/n=0.001", values, k, against, repeats)
+
+
+def top_k_row(name: str, values: Array, k: int, against: Mapping[str, Call], repeats: int) -> list[Row]:
+    """Compare top_k with its rivals."""
+    return compare(name, partial(host.top_k, values, k), against, repeats, floor=read_once(values))
+
+
+def pass_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """Passes over a whole gradient."""
+    values = rng.standard_normal(length, np.float32)
+
+    def moments() -> tuple[Any, ...]:
+        size = np.abs(values)
+        logs = np.log(size[size > 0]).sum()
+        return np.count_nonzero(size), size.sum(dtype=float), np.square(size).sum(dtype=float), logs, size.max()
+
+    comparisons: dict[str, tuple[Call, str, Call]] = {
+        "moments": (partial(host.moments, values), "NumPy, five passes", moments),
+        "raise_not_finite": (
+            partial(host.raise_not_finite, values),
+            "np.isfinite(x).all()",
+            lambda: np.isfinite(values).all(),
+        ),
+        "above, 0.27 %": (
+            partial(host.above, values, 3),
+            "np.flatnonzero(abs >= t)",
+            lambda: np.flatnonzero(np.abs(values) >= 3),
+        ),
+        "histogram": (
+            partial(host.histogram, values),
+            "np.bincount of the heads",
+            lambda: np.bincount((values.view(np.uint32) & 0x7FFF_FFFF) >> 20, minlength=2048),
+        ),
+    }
+    for name, (ours, what, theirs) in comparisons.items():
+        yield from compare(f"{name} {length / 1e6:g}e6", ours, {what: theirs}, repeats, floor=read_once(values))
+
+
+def merge_rows(rng: np.random.Generator, repeats: int) -> Iterator[Row]:
+    """The sum of two sparse vectors."""
+
+    def by_numpy(a: Sparse, b: Sparse) -> Sparse:
+        union, where = np.unique(np.concatenate([a[0], b[0]]), return_inverse=True)
+        total = np.zeros(union.size, a[1].dtype)
+        np.add.at(total, where, np.concatenate([a[1], b[1]]))
+        return union, total
+
+    for k in (25_000, 250_000):
+        for dtype in (np.float32, np.float16):
+            a, b = (sparse(rng, 100 * k, k, dtype) for _ in range(2))
+            against = {"np.unique + np.add.at": partial(by_numpy, a, b)}
+            ours = partial(host.merge, *a, *b)
+            yield from compare(f"merge 2 x {k} {a[1].dtype}", ours, against, repeats, entries=a[0].size + b[0].size)
+
+
+def accumulate_rows(rng: np.random.Generator, repeats: int) -> Iterator[Row]:
+    """The sum of many sparse vectors: dense enough for tiles, and too sparse for them."""
+
+    def by_sorting(indices: list[Array], values: list[Array]) -> Sparse:
+        together = np.concatenate(indices)
+        order = np.argsort(together, kind="stable")
+        together = together[order]
+        starts = np.flatnonzero(np.r_[True, together[1:] != together[:-1]])
+        return together[starts], np.add.reduceat(np.concatenate(values)[order], starts)
+
+    dense_enough = (8, 250_000, 25_000_000), (64, 25_000, 2_500_000), (64, 25_000, 25_000_000)
+    for parts, k, length in (*dense_enough, (8, 25_000, 25_000_000), (64, 25_000, 2**50)):
+        vectors = [sparse(rng, length, k, np.float32) for _ in range(parts)]
+        indices, values = [vector[0] for vector in vectors], [vector[1] for vector in vectors]
+        against = {"concatenate, argsort, reduceat": partial(by_sorting, indices, values)}
+        ours = partial(host.accumulate, indices, values, length)
+        name, entries = f"accumulate {parts} x {k} in {length:.1e}", sum(each.size for each in indices)
+        yield from compare(name, ours, against, repeats, entries=entries)
+
+
+def dense_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """What goes between sparse and dense vectors."""
+    for dtype in (np.float32, np.float16):
+        dense, (indices, values) = np.zeros(length, dtype), sparse(rng, length, length // 100, dtype)
+        calls: list[Call] = [
+            partial(host.scatter_add, dense, indices, values),
+            partial(np.add.at, dense, indices, values),
+            partial(host.gather, dense, indices),
+            partial(dense.__getitem__, indices),
+        ]
+        name = f"{indices.size} of {length / 1e6:g}e6 {dense.dtype}"
+        yield from compare(f"scatter_add {name}", calls[0], {"np.add.at": calls[1]}, repeats, entries=indices.size)
+        yield from compare(f"gather {name}", calls[2], {"dense[indices]": calls[3]}, repeats, entries=indices.size)
+
+
+def coding_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """Index formats: writing, and reading back, against copying the plain indices. The name says the bits an index."""
+    for density in (0.001, 0.01, 0.125):
+        indices, _ = sparse(rng, length, round(density * length), np.float32)
+        vector = SparseVector(indices, np.empty((indices.size, 0), np.float32), length)
+        out = np.empty(8 * indices.size + length // 8 + 4096, np.uint8)
+        baseline = partial(encode, vector, out)
+        for name, form in (("blocks", BLOCKS), ("Elias-Fano", ELIAS_FANO), ("bitmap", BITMAP)):
+            coding = Coding(form, plain(vector).values)
+            message = encode(vector, coding=coding)
+            what = f"{name} at {density:g}, {8 * message.size / indices.size:.2f} bits"
+            write, read = partial(encode, vector, out, coding), partial(decode, message)
+            against: dict[str, Call] = {"a copy of the plain indices": baseline}
+            yield from compare(f"encode {what}", write, against, repeats, entries=indices.size)
+            yield from compare(f"decode {what}", read, against, repeats, entries=indices.size)
+
+
+def argpartition(values: Array, k: int) -> Array:
+    """Return the places of the k largest magnitudes, in no order."""
+    found: Array = np.argpartition(np.abs(values), values.size - k)[values.size - k :]
+    return found
+
+
+def torch_top_k(values: Array, k: int) -> dict[str, Call]:
+    """Return PyTorch's top-k of the magnitudes on one thread, where it is installed."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        return {}
+    torch.set_num_threads(1)
+    tensor = torch.from_numpy(values)
+    return {"torch.topk": lambda: torch.topk(tensor.abs(), k)}
+
+
+def sparse(rng: np.random.Generator, length: int, k: int, dtype: Any) -> Sparse:
+    """Return about `k` increasing indices below `length`, and as many values."""
+    indices = np.unique(rng.integers(0, length, k)).astype(np.int32 if length < 2**31 else np.int64)
+    return indices, rng.standard_normal(indices.size).astype(dtype)
