@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import kernels_for, like, to_values, to_vector
 from mpicomp.compressors import Compressor
 from mpicomp.feedback import Feedback
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, add_up
 
 Collective = Callable[[Any, Any], Any]
 
@@ -40,8 +40,8 @@ class GradientExchange:
     """Exchange gradients between the ranks of `comm`: what each rank hands over comes back as the ranks' mean.
 
     comm: any mpi4py intracommunicator. compressor: picks what travels. feedback: keeps the rest; one object for each
-    exchange. collective: `gtopk_allreduce`, `sparse_allgather`, or anything of that shape, all keyword arguments bound
-    (`functools.partial`). average: divide the sum by the number of ranks.
+    exchange. collective: `gtopk_allreduce`, `sparse_allgather`, `sparse_allreduce`, or anything that gives every rank
+    the same sum, all keyword arguments bound (`functools.partial`). average: divide the sum by the number of ranks.
 
     The object holds the residual, so use one for each model (or each tensor), and the same calls on every rank.
     `statistics` tells what the last call did.
@@ -79,9 +79,9 @@ class GradientExchange:
         compressed = perf_counter()
         total, received, rejected = _settle(self.collective(vector, self.comm))
         reduced = perf_counter()
-        if self.average:
-            total /= self.comm.size
-        mean = _finite(total, flat.dtype)
+        values = _finite(total.values / self.comm.size if self.average else total.values, flat.dtype)
+        mean = np.zeros(flat.size, flat.dtype)
+        kernels_for(mean).scatter_add(mean, total.indices, values)
         self.feedback.keep(corrected, vector, rejected)
         self.statistics = Statistics(
             length=vector.length,
@@ -144,10 +144,11 @@ def _restore(flat: NDArray[Any], gradient: Any, shapes: list[tuple[int, ...]]) -
     return [like(part.reshape(shape), array) for part, shape, array in zip(parts, shapes, gradient, strict=True)]
 
 
-def _settle(outcome: Any) -> tuple[NDArray[Any], int, SparseVector | None]:
-    """Return the dense sum, the entries that came, and what was rejected, from what a collective returned.
+def _settle(outcome: Any) -> tuple[SparseVector, int, SparseVector | None]:
+    """Return the sum, the entries that came, and what was rejected, from what a collective returned.
 
-    float16 is added up in float32, so that it is rounded once, and a mean may be in range where the sum is not.
+    Several parts are added up in rank order. float16 becomes float32 first, so that it is rounded once, and a mean may
+    be in range where the sum is not.
     """
     result, rejected = outcome if isinstance(outcome, tuple) else (outcome, None)
     parts = result if isinstance(result, list) else [result]
@@ -156,9 +157,8 @@ def _settle(outcome: Any) -> tuple[NDArray[Any], int, SparseVector | None]:
             f"the collective returned {type(result).__name__}: expected a SparseVector, with what was "
             "rejected, or a list of them; give one that blocks, such as gtopk_allreduce"
         )
-    total = np.zeros(parts[0].length, np.promote_types(parts[0].dtype, np.float32))
-    for part in parts:  # in rank order: the same bits on every rank
-        kernels_for(total).scatter_add(total, part.indices, part.values)
+    wide = np.promote_types(parts[0].dtype, np.float32)
+    total = add_up([SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts])
     return total, sum(part.nnz for part in parts), rejected
 
 
