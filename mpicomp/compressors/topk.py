@@ -45,8 +45,7 @@ class TopK:
         """
         dense = to_vector(corrected)
         kernels = kernels_for(dense)
-        positions = kernels.top_k(dense, self.count(dense.size))
-        values = dense[positions]
+        positions, values = kernels.largest(dense, self.count(dense.size))
         if not np.isfinite(values).all():  # they count as the largest, so one of them is here if there is any
             kernels.raise_not_finite(dense)
         return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)

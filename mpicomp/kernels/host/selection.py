@@ -24,11 +24,17 @@ _SIGMAS = 4
 
 
 def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
-    """Return the positions of the `k` largest magnitudes of `values`, in increasing order.
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order; see `largest`."""
+    return largest(values, k, threads=threads)[0]
+
+
+def largest(values: Array, k: int, *, threads: int = 1) -> Found:
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
     values: 1-d contiguous float16, float32 or float64. k: at least 1. Ties at the threshold go to the lowest positions,
-    and zeros are never selected, so fewer than `k` positions come back when fewer values are non-zero. Returns an intp
-    array. Infinities, and beyond them NaN, count as the largest: where there are any, one is selected.
+    and zeros are never selected, so fewer than `k` come back when fewer values are non-zero. Returns an intp array, and
+    one of the dtype of the values. Infinities, and beyond them NaN, count as the largest: where there are any, one is
+    selected.
     threads: how many read the data at the same time; the result does not depend on it.
 
     A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
@@ -38,11 +44,13 @@ def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
     form = FORMATS[values.dtype]
     bits = values.view(form.signed)
     found = _by_sample(bits, form, k, threads) if bits.size >= 4 * _SAMPLE else None
-    positions, keys = found or _by_histogram(bits, form, k, threads)
-    if positions.size <= k:
-        return positions
-    threshold = _kth(keys, k)
-    return positions[select(keys, threshold, k - int(np.count_nonzero(keys > threshold)))]
+    positions, found_bits = found or _by_histogram(bits, form, k, threads)
+    if positions.size > k:
+        keys = (found_bits & form.mask).view(form.keys)
+        threshold = _kth(keys, k)
+        chosen = select(keys, threshold, k - int(np.count_nonzero(keys > threshold)))
+        positions, found_bits = positions[chosen], found_bits[chosen]
+    return positions, found_bits.view(values.dtype)
 
 
 def above(values: Array, threshold: float) -> Array:
@@ -140,10 +148,11 @@ def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: 
     over = _at_or_above(bits, form, tie + 1, room, threads) if tie < form.mask else None
     if over is None or over[0].size >= k:
         return over
-    positions, keys, _ = _compacted(bits, form, tie, 0, k)
-    positions = np.concatenate([over[0], positions[keys == tie]])
+    positions, found, _ = _compacted(bits, form, tie, 0, k)
+    tied = (found & form.mask) == tie
+    positions = np.concatenate([over[0], positions[tied]])
     order = np.argsort(positions)
-    return positions[order], np.concatenate([over[1], keys[keys == tie]])[order]
+    return positions[order], np.concatenate([over[1], found[tied]])[order]
 
 
 def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
@@ -156,7 +165,7 @@ def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
 
 
 def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int) -> Found | None:
-    """Return positions and magnitude keys of what is at or above `floor`; None when a thread finds more than `room`."""
+    """Return positions and bits of what is at or above `floor`; None when a thread finds more than `room`."""
     parts = _in_pieces(lambda start, piece: _compacted(piece, form, floor, start, room), bits, threads)
     if any(rest for _, _, rest in parts):
         return None
@@ -166,14 +175,14 @@ def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int)
 
 
 def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> tuple[Array, Array, int]:
-    """Return positions (counted from `first`) and keys of what is at or above `floor`, and how many bits are left.
+    """Return positions (counted from `first`) and bits of what is at or above `floor`, and how many values are left.
 
     Some are left when more than `room` were found. The buffers take no more memory than what is written to them.
     """
     room = min(room, bits.size) + _CHUNK
-    positions, keys = np.empty(room, np.intp), np.empty(room, form.keys)
-    count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, keys)
-    return positions[: int(count)], keys[: int(count)], bits.size - int(seen)
+    positions, found = np.empty(room, np.intp), np.empty(room, bits.dtype)
+    count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, found)
+    return positions[: int(count)], found[: int(count)], bits.size - int(seen)
 
 
 def _histogram(bits: Array, form: Format, threads: int = 1) -> Array:
@@ -218,7 +227,7 @@ def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _compact(bits, mask, floor, first, positions, keys):  # type: ignore[no-untyped-def]
+def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
     """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer when the buffer is full.
 
     The bound of the inner loops is not a constant, or they would be unrolled before they are vectorised.
@@ -235,18 +244,18 @@ def _compact(bits, mask, floor, first, positions, keys):  # type: ignore[no-unty
             found = np.uint32(0)
             for j in range(width):
                 found |= _BITS[j] if bits.dtype.type(bits[_CHUNK * i + j] & mask) >= floor else np.uint32(0)
-            count = _store(bits, mask, first, _CHUNK * i, np.uint64(found), positions, keys, count)
+            count = _store(bits, first, _CHUNK * i, np.uint64(found), positions, kept, count)
     return count, bits.size
 
 
 @jit
-def _store(bits, mask, first, start, found, positions, keys, count):  # type: ignore[no-untyped-def]
+def _store(bits, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append what the bits of `found`, counted from `start`, stand for; return the new count."""
     while found != np.uint64(0):
         lowest = found & (~found + np.uint64(1))
         place = np.uint64(start) + PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)]
         positions[count] = np.uint64(first) + place
-        keys[count] = bits[place] & mask
+        kept[count] = bits[place]
         count += np.uint64(1)
         found ^= lowest
     return count
