@@ -14,6 +14,7 @@ from collectives.progress import Request
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
 from collectives.transport import Traffic, traffic
+from collectives.warming import warm_up
 
 __all__ = [
     "Request",
@@ -34,4 +35,5 @@ __all__ = [
     "sparse_reduce",
     "sparse_reduce_scatter",
     "traffic",
+    "warm_up",
 ]

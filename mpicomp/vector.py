@@ -150,12 +150,9 @@ class SparseVector:
 
     def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
         """Return the entries at `positions` (intp, increasing: counted among the entries), and the other entries."""
-        rest = np.ones(self.nnz, np.bool_)
-        rest[positions] = False
-        return (
-            SparseVector(self.indices[positions], self.values[positions], self.length),
-            SparseVector(self.indices[rest], self.values[rest], self.length),
-        )
+        kernels = kernels_for(self.values)
+        indices, values, other_indices, other_values = kernels.divide(self.indices, self.values, positions)
+        return SparseVector(indices, values, self.length), SparseVector(other_indices, other_values, self.length)
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""

@@ -1,4 +1,5 @@
 import io
+import json
 
 import pytest
 
@@ -32,3 +33,33 @@ def test_without_a_command_the_usage_is_shown(capsys):
         main([])
     assert left.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_bench_kernels_prints_a_table_and_writes_json(capsys, tmp_path):
+    assert (
+        main(["bench", "kernels", "--length", "100000", "--repeats", "1", "--json", str(tmp_path / "rows.json")]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    about = json.loads((tmp_path / "rows.json").read_text())
+    assert (about["subject"], about["ranks"], about["length"]) == ("kernels", 1, 100_000)
+    assert len(lines) == 1 + len(about["rows"])
+    names = {row["name"].split()[0] for row in about["rows"]}
+    assert names >= {"top_k", "moments", "merge", "accumulate", "scatter_add", "gather", "encode", "decode"}
+    for row in about["rows"]:
+        assert row["low"] <= row["seconds"] <= row["high"]
+        assert row["speedup"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
+
+
+def test_bench_exchange_compares_with_the_dense_allreduce(capsys):
+    assert main(["bench", "exchange", "--length", "50000", "--density", "0.1", "0.01", "--repeats", "2"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("MPI_Allreduce") == 12
+    assert "0.01 selection, sparse_allreduce" in table
+
+
+def test_bad_bench_settings_are_refused(capsys):
+    for bad in (["--length", "0"], ["--repeats", "0"], ["--density", "2"], ["--length", "x"]):
+        with pytest.raises(SystemExit) as left:
+            main(["bench", "exchange", *bad])
+        assert left.value.code == 2
+        assert f"argument {bad[0]}: " in capsys.readouterr().err

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, finite_values
 
+from mpicomp import ErrorFeedback, TopK, codec
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, merging, selection, statistics
+from mpicomp.kernels.host import bits, coding, merging, selection, statistics, warming
+from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, merging, selection, statistics]
+MODULES = [bits, coding, merging, selection, statistics]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -319,3 +321,52 @@ def test_a_bitmap_gives_its_indices_back(mode, index_dtype, span, share):
     few = np.empty(places.size // 2, index_dtype)
     assert host.from_bitmap(words, 77, few) == places.size
     np.testing.assert_array_equal(few, back[: few.size])
+
+
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize(("low_bits", "step"), [(0, 1), (1, 3), (9, 1000), (31, 2**33)])
+def test_elias_fano_comes_back(mode, index_dtype, low_bits, step):
+    first = 5
+    indices = first + np.cumsum(np.random.default_rng(step).integers(1, step + 1, 70))
+    if indices[-1] > np.iinfo(index_dtype).max:
+        return
+    indices = indices.astype(index_dtype)
+    lows = np.zeros(70 * low_bits // 64 + 2, np.uint64)
+    highs = np.zeros((70 + (int(indices[-1]) >> low_bits)) // 64 + 1, np.uint64)
+    host.to_elias_fano(indices, first, low_bits, lows, highs)
+    back = np.zeros_like(indices)
+    assert host.from_elias_fano(lows, highs, first, low_bits, back) == 70
+    np.testing.assert_array_equal(back, indices)
+    assert host.from_elias_fano(lows, highs, first, low_bits, back[:69]) == 70  # one more than there is room for
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_divide_parts_the_entries(mode, dtype):
+    indices, values = np.arange(0, 20, 2, np.int32), np.arange(10).astype(dtype)
+    for positions in (np.arange(0), np.array([0, 3, 9]), np.arange(10)):
+        ours = host.divide(indices, values, positions)
+        expected = indices[positions], values[positions], np.delete(indices, positions), np.delete(values, positions)
+        for mine, theirs in zip(ours, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+            assert mine.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_after_warming_up_nothing_is_left_to_compile(dtype):
+    def signatures():
+        return {(module.__name__, name): len(getattr(module, name).signatures) for module, name in KERNELS}
+
+    steps = list(warming.warm_up(dtype, np.int32))
+    assert [step.done for step in steps] == list(range(1, steps[0].total + 1))
+    before = signatures()
+    for size in (100, 100_000):
+        dense = np.random.default_rng(0).standard_normal(size).astype(dtype)
+        vector = TopK(density=0.1).compress(dense)
+        vector.validate()
+        kept, dropped = top_k(add_up([merge(vector, vector), vector, vector]), 5)
+        feedback = ErrorFeedback()
+        feedback.keep(feedback.correct(dense), kept, dropped)
+        for choose in (codec.plain, codec.quick, codec.smallest):
+            codec.decode(codec.encode(vector, coding=choose(vector)))
+        host.moments(dense), host.above(dense, 0.5), host.histogram(dense), host.gather(dense, vector.indices)
+    assert signatures() == before

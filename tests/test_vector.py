@@ -225,3 +225,14 @@ def test_filled_has_an_entry_at_every_position_of_the_range():
     piece = SparseVector([5, 7], [1.0, 2.0], 20).filled(4, 9)
     assert piece.indices.tolist() == [4, 5, 6, 7, 8]
     assert piece.values.tolist() == [0, 1, 0, 2, 0]
+
+
+@given(st.one_of(sparse_vectors(), sparse_vectors(width=2), sparse_vectors(width=0)), st.data())
+def test_divide_parts_the_entries(vector, data):
+    positions = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=vector.nnz, max_size=vector.nnz)))
+    chosen, rest = vector.divide(positions)
+    assert chosen.indices.tolist() == vector.indices[positions].tolist()
+    assert chosen.values.tobytes() == vector.values[positions].tobytes()
+    assert rest.indices.tolist() == np.delete(vector.indices, positions).tolist()
+    assert rest.values.tobytes() == np.delete(vector.values, positions, axis=0).tobytes()
+    assert (chosen.width, rest.dtype, chosen.length) == (vector.width, vector.dtype, vector.length)

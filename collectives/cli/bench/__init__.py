@@ -18,10 +18,26 @@ def add_to(commands: Any) -> None:
     kernels = subjects.add_parser("kernels", help="each kernel of one rank, against NumPy, PyTorch and one read")
     exchange = subjects.add_parser("exchange", help="selection and collective, against MPI's dense allreduce")
     for parser in (kernels, exchange):
-        parser.add_argument("--length", type=int, default=25_000_000, help="values of a gradient (%(default)s)")
-        parser.add_argument("--repeats", type=int, default=9, help="timed turns of each call (%(default)s)")
+        parser.add_argument("--length", type=positive, default=25_000_000, help="values of a gradient (%(default)s)")
+        parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
         parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows to a file as well")
-    exchange.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="shares that travel")
+    exchange.add_argument("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares that travel")
+
+
+def positive(text: str) -> int:
+    """Return the number that a text says; ValueError for one below 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def share(text: str) -> float:
+    """Return the density that a text says; ValueError for one that is not above 0 and at most 1."""
+    density = float(text)
+    if not 0 < density <= 1:
+        raise ValueError(text)
+    return density
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import gtopk_allreduce, sparse_allreduce
+from collectives import gtopk_allreduce, sparse_allreduce, warm_up
 from collectives.cli.bench.floor import read_once
 from collectives.cli.bench.timing import Call, Row, clocked, quartiles, taking_turns
 from mpicomp import ErrorFeedback, GradientExchange, TopK
@@ -18,6 +18,7 @@ def rows(comm: Any, length: int, densities: Sequence[float], repeats: int) -> It
     A time is that of the slowest rank, from a start that the ranks have in common. The floor is one read of the data by
     all ranks at the same time.
     """
+    warm_up(comm)
     gradient = np.random.default_rng([1, comm.rank]).standard_normal(length, np.float32)
     total = np.empty_like(gradient)
     dense, floor = partial(comm.Allreduce, gradient, total), read_once(gradient)

@@ -13,7 +13,7 @@ are the same in every run.
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, to_elias_fano
-from mpicomp.kernels.host.merging import accumulate, first_disorder, gather, merge, scatter_add
+from mpicomp.kernels.host.merging import accumulate, divide, first_disorder, gather, merge, scatter_add
 from mpicomp.kernels.host.selection import (
     Search,
     above,
@@ -31,6 +31,7 @@ __all__ = [
     "Search",
     "above",
     "accumulate",
+    "divide",
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",

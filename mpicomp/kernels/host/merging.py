@@ -60,6 +60,19 @@ def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -
     return union[:count], _narrow(sums[:count], values[0].dtype)
 
 
+def divide(indices: Array, values: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
+    """Return (indices, values) of the entries at `positions` (intp, increasing), and of the other entries, in one pass.
+
+    values: shape (entries,), or (entries, width) for rows.
+    """
+    chosen, rest = positions.size, indices.size - positions.size
+    # One place to spare in each: every entry is written to both, and the pointer of one of them moves on.
+    one = np.empty(chosen + 1, indices.dtype), np.empty((chosen + 1, *values.shape[1:]), values.dtype)
+    other = np.empty(rest + 1, indices.dtype), np.empty((rest + 1, *values.shape[1:]), values.dtype)
+    _divide(indices, _keys(values), positions, one[0], _keys(one[1]), other[0], _keys(other[1]))
+    return one[0][:chosen], one[1][:chosen], other[0][:rest], other[1][:rest]
+
+
 def gather(dense: Array, indices: Array) -> Array:
     """Return ``dense[indices]`` of a 1-d `dense`; the indices (int32 or int64) must be in range."""
     out = np.empty(indices.size, dense.dtype)
@@ -85,6 +98,11 @@ def first_disorder(indices: Array, length: int) -> int:
     if not indices.size or (indices[0] >= 0 and indices[-1] < length and _increases(indices)):
         return -1
     return int(_first_disorder(indices, length))
+
+
+def _keys(values: Array) -> Array:
+    """Return values as integers: Numba knows no float16 to copy."""
+    return values.view(FORMATS[values.dtype].keys)
 
 
 def _wide_dtype(values: Array) -> np.dtype[Any]:
@@ -218,6 +236,18 @@ def _take_tile(tile, words, base, out_indices, out_values, count):  # type: igno
                 tile[place] = -0.0
                 count += one
     return count
+
+
+@jit
+def _divide(indices, values, positions, indices_a, values_a, indices_b, values_b):  # type: ignore[no-untyped-def]
+    a, b = 0, 0
+    for i in range(indices.size):
+        indices_a[a], indices_b[b] = indices[i], indices[i]
+        values_a[a], values_b[b] = values[i], values[i]
+        here = a < positions.size and positions[a] == i
+        a += here
+        b += not here
+    return a
 
 
 @jit

@@ -1,0 +1,46 @@
+"""Compile the kernels once on each node, before the ranks need them."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from collectives.progress import wait_for
+from collectives.transport import Sending, endpoint_of
+
+NOTICE = "mpicomp: compiling kernels, once on each node; Numba's cache keeps them"
+
+
+def warm_up(comm: Any, dtypes: Sequence[DTypeLike] = ("float32",), *, long: bool = False) -> int:
+    """Compile the kernels, or load them from Numba's cache: on one rank of each node first, then on the others.
+
+    Without this call every rank compiles what it needs when it needs it, all of them at the same time. Numba's cache is
+    beside the installed package, or where NUMBA_CACHE_DIR says: a directory of the node's own is the best place where
+    the package is on a network file system. Rank 0 says on stderr when it compiles, and how far it is.
+
+    comm: an mpi4py intracommunicator, all ranks of which call. dtypes: of the values. long: for vectors longer than
+    2^31 - 1 as well. Returns how many kernels were compiled on this rank: 0 with a warm cache.
+    """
+    endpoint = endpoint_of(comm, wait_for)
+    first = endpoint.nodes[endpoint.rank] == endpoint.rank
+    compiled = _run(dtypes, long, say=endpoint.rank == 0) if first else 0
+    wait_for(Sending(endpoint.comm.Ibarrier()))
+    return compiled if first else _run(dtypes, long, say=False)
+
+
+def _run(dtypes: Sequence[DTypeLike], long: bool, *, say: bool) -> int:
+    from mpicomp.kernels.host import warming  # here, so that Numba is loaded by those who compute
+
+    compiled, shown = 0, False
+    for dtype in dtypes:
+        for index_dtype in ("int32", "int64") if long else ("int32",):
+            step = None
+            for step in warming.warm_up(dtype, index_dtype):
+                if say and step.compiled:
+                    sys.stderr.write(f"\r{NOTICE} ({dtype} {step.done}/{step.total})")
+                    shown = True
+            compiled += step.compiled if step else 0
+    if shown:
+        sys.stderr.write("\n")
+    return compiled

@@ -1,0 +1,63 @@
+"""Compile every kernel, or load it from Numba's cache, before it is needed: by running it on a few values."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpicomp.kernels import host
+from mpicomp.kernels.host import bits, coding, merging, selection, statistics
+
+MODULES = (bits, coding, merging, selection, statistics)
+
+
+class Step(NamedTuple):
+    """How far it is: calls done, calls in all, and how many kernels were compiled rather than loaded so far."""
+
+    done: int
+    total: int
+    compiled: int
+
+
+def warm_up(dtype: DTypeLike, index_dtype: DTypeLike) -> Iterator[Step]:
+    """Run every kernel once for values and indices of these dtypes, and yield after each of the calls."""
+    calls = _calls(np.dtype(dtype), np.dtype(index_dtype))
+    before = _compiled()
+    for done, call in enumerate(calls, 1):
+        call()
+        yield Step(done, len(calls), _compiled() - before)
+
+
+def _compiled() -> int:
+    """Return how often a kernel was not in the cache."""
+    kernels = (kernel for module in MODULES for kernel in vars(module).values() if hasattr(kernel, "stats"))
+    return sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
+
+
+def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[], Any]]:
+    long = np.random.default_rng(0).standard_normal(1 << 16).astype(dtype)  # long enough for a sample
+    values, indices = long[:64], np.arange(64, dtype=index_dtype)
+    keys, width = host.magnitude_keys(values)
+    words, room = np.zeros(4, np.uint64), np.empty(64, index_dtype)
+    return [
+        lambda: host.raise_not_finite(values),
+        lambda: host.top_k(long, 9),
+        lambda: host.top_k(values, 9),
+        lambda: host.above(values, 1.0),
+        lambda: host.histogram(values),
+        lambda: next(host.kth_largest(keys, 9, width)),
+        lambda: host.select(keys, int(keys[0]), 1),
+        lambda: host.moments(long),
+        lambda: host.first_disorder(indices, 64),
+        lambda: host.first_disorder(indices[::-1].copy(), 64),
+        lambda: host.merge(indices, values, indices, values),
+        lambda: host.accumulate([indices] * 3, [values] * 3, 64),
+        lambda: host.divide(indices, values, np.arange(3)),
+        lambda: host.gather(long, indices),
+        lambda: host.scatter_add(long.copy(), indices, values),
+        lambda: host.to_bitmap(indices, 0, words),
+        lambda: host.from_bitmap(words, 0, room),
+        lambda: host.to_elias_fano(indices, 0, 0, np.zeros(2, np.uint64), np.zeros(4, np.uint64)),
+        lambda: host.from_elias_fano(np.zeros(2, np.uint64), words, 0, 0, room),
+    ]
