@@ -3,7 +3,24 @@
 The collectives that the compressed gradients travel by are in the package `collectives`.
 """
 
-from mpicomp.compressors import Compressor, Quantised, TopK, quantise
+from mpicomp.compressors import (
+    AdaComp,
+    AggregationAware,
+    BlockRandomK,
+    Compressor,
+    Dense,
+    GaussianK,
+    MSTopK,
+    Quantised,
+    RandomK,
+    RedSync,
+    Report,
+    SampledTopK,
+    Threshold,
+    TopK,
+    WarmUp,
+    quantise,
+)
 from mpicomp.errors import CodecError, CollectiveError
 from mpicomp.exchange import GradientExchange, Statistics
 from mpicomp.feedback import ErrorFeedback, Feedback, NoFeedback
@@ -12,16 +29,28 @@ from mpicomp.vector import SparseVector
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaComp",
+    "AggregationAware",
+    "BlockRandomK",
     "CodecError",
     "CollectiveError",
     "Compressor",
+    "Dense",
     "ErrorFeedback",
     "Feedback",
+    "GaussianK",
     "GradientExchange",
+    "MSTopK",
     "NoFeedback",
     "Quantised",
+    "RandomK",
+    "RedSync",
+    "Report",
+    "SampledTopK",
     "SparseVector",
     "Statistics",
+    "Threshold",
     "TopK",
+    "WarmUp",
     "quantise",
 ]

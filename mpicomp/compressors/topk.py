@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.compressors.common import Density
 from mpicomp.vector import SparseVector, index_dtype
 
 
-class TopK:
+class TopK(Density):
     """Select the k largest magnitudes of a vector, exactly.
 
     Give one of: density, the share of the entries that travel, 0 < density <= 1, where k = max(1, round(density n));
@@ -22,21 +23,6 @@ class TopK:
 
     Raises ValueError when both or none are given, or when one is out of range.
     """
-
-    def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
-        if (density is None) == (k is None):
-            raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
-        if density is not None and not (isinstance(density, int | float | np.number) and 0 < density <= 1):
-            raise ValueError(
-                f"density is {density!r}: expected 0 < density <= 1 (0.001 sends a thousandth; or give k=)"
-            )
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1):
-            raise ValueError(f"k is {k!r}: expected an integer of at least 1")
-        self.density, self.k = density, k
-
-    def count(self, length: int) -> int:
-        """Return how many entries of a vector of `length` travel at most."""
-        return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k largest magnitudes of `corrected`; see `Compressor.compress`. Ties go to the lowest indices.
@@ -48,7 +34,4 @@ class TopK:
         positions, values = kernels.largest(dense, self.count(dense.size))
         if not np.isfinite(values).all():  # they count as the largest, so one of them is here if there is any
             kernels.raise_not_finite(dense)
-        return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
-
-    def __repr__(self) -> str:
-        return f"TopK(density={self.density})" if self.k is None else f"TopK(k={self.k})"
+        return self.reported(SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size))

@@ -197,7 +197,7 @@ def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
         return send(buffer, dest, tag)
 
     monkeypatch.setattr(endpoint, "send", counting)
-    vector = SparseVector(np.arange(0, 400_000, 10), np.ones(40_000, np.float32), 400_000)
+    vector = SparseVector(np.arange(0, 400_000, 4), np.ones(100_000, np.float32), 400_000)
 
     def crossing(algorithm):
         abroad[0] = 0

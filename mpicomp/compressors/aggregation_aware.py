@@ -1,0 +1,97 @@
+"""Aggregation-aware selection: prefer what the last aggregate has, so that the ranks' supports overlap.
+
+Inspired by "Communication usage optimization of gradient sparsification with aggregation in deep learning", ICNCC 2018:
+what a server sends out is the union of the ranks' supports, and large gradients stay large for a short time only. No
+formula of the paper is public; the weights here are our own.
+
+A rank knows the support A of the last aggregate, its magnitudes, and how long each index has been out of it. The k
+largest scores travel; feedback keeps the rest, so nothing starves for ever.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import kernels_for
+from mpicomp.compressors.common import Array, Density, at_positions, finite_vector
+from mpicomp.vector import SparseVector
+
+METRICS = ("support", "recency", "votes", "magnitude", "quota")
+
+
+class AggregationAware(Density):
+    """Select by magnitude and by what the last aggregates had.
+
+    density or k: see `Density`. metric, for the magnitude x of an entry:
+
+        support    x (1 + weight) where the last aggregate has the entry
+        recency    x (1 + weight decay^age), age in aggregates since it was there
+        votes      x (1 + weight votes / ranks), of how many ranks sent it last
+        magnitude  x + weight |A|
+        quota      the share `quota` of k inside the last aggregate, the rest anywhere
+
+    weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object for one vector; call `observe`
+    with every aggregate. Before the first one it is exact top-k.
+    """
+
+    def __init__(
+        self,
+        density: float | None = None,
+        *,
+        k: int | None = None,
+        metric: str = "support",
+        weight: float = 1.0,
+        decay: float = 0.8,
+        quota: float = 0.75,
+    ) -> None:
+        super().__init__(density, k=k)
+        if metric not in METRICS:
+            raise ValueError(f"metric is {metric!r}: expected one of {list(METRICS)}")
+        if not (weight >= 0 and 0 <= decay <= 1 and 0 <= quota <= 1):
+            raise ValueError(f"got weight={weight}, decay={decay}, quota={quota}: expected >= 0, 0 to 1, and 0 to 1")
+        self.metric, self.weight, self.decay, self.quota = metric, weight, decay, quota
+        self._bonus: Array | None = None  # of each position, before the weight
+
+    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
+        """Take note of what the ranks' sum was.
+
+        aggregate: as the collective returned it. votes: for the metric "votes", the share of the ranks that sent each
+        of its entries, 0 to 1, one for each; ValueError without it.
+        """
+        before = self._bonus if self._bonus is not None else np.zeros(aggregate.length, np.float32)
+        bonus = before * np.float32(self.decay if self.metric == "recency" else 0)
+        if self.metric == "votes":
+            if votes is None or len(votes) != aggregate.nnz:
+                raise ValueError(f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries")
+            bonus[aggregate.indices] = votes
+        else:
+            bonus[aggregate.indices] = np.abs(aggregate.values) if self.metric == "magnitude" else 1
+        self._bonus = bonus
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the k entries of the largest scores; see `Compressor.compress`."""
+        dense = finite_vector(corrected)
+        if self._bonus is not None and self._bonus.size != dense.size:
+            raise ValueError(f"corrected has {dense.size} values: expected {self._bonus.size} as in the last aggregate")
+        return self.reported(at_positions(dense, self._positions(dense)))
+
+    def _positions(self, dense: Array) -> Array:
+        k, bonus = self.count(dense.size), self._bonus
+        scores = np.abs(dense).astype(np.float32 if dense.dtype == np.float16 else dense.dtype)
+        if bonus is None:
+            return _largest(scores, k)
+        if self.metric == "quota":
+            inside = _largest(np.where(bonus > 0, scores, 0), max(1, round(self.quota * k)))
+            scores[inside] = 0
+            rest = _largest(scores, k - inside.size) if k > inside.size else inside[:0]
+            return np.sort(np.concatenate([inside, rest]))
+        if self.metric == "magnitude":
+            scores += np.where(scores > 0, np.asarray(self.weight, scores.dtype) * bonus, 0).astype(scores.dtype)
+        else:
+            scores *= (1 + self.weight * bonus).astype(scores.dtype)
+        return _largest(scores, k)
+
+
+def _largest(scores: Array, k: int) -> Array:
+    positions: Array = kernels_for(scores).top_k(scores, k)
+    return positions

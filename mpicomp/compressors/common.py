@@ -1,0 +1,90 @@
+"""What several compressors share: the density that is asked for, and picking entries of a dense vector."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.vector import SparseVector, index_dtype, top_k
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the last call did. threshold: of the magnitude, None where the method has none. rounds: of its search."""
+
+    target: float
+    achieved: float
+    threshold: float | None = None
+    rounds: int = 1
+
+
+class Density:
+    """How many entries are to travel: a share of the length, or a number.
+
+    Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1. Raises ValueError when both or
+    none are given, or when one is out of range.
+    """
+
+    def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
+        if (density is None) == (k is None):
+            raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
+        if density is not None and not (isinstance(density, int | float | np.number) and 0 < density <= 1):
+            raise ValueError(
+                f"density is {density!r}: expected 0 < density <= 1 (0.001 sends a thousandth; or give k=)"
+            )
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1):
+            raise ValueError(f"k is {k!r}: expected an integer of at least 1")
+        self.density, self.k = density, k
+        self.report: Report | None = None
+
+    def count(self, length: int) -> int:
+        """Return how many entries of a vector of `length` are to travel."""
+        return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
+
+    def share(self, length: int) -> float:
+        """Return the density that is asked for of a vector of `length`."""
+        return min(1.0, self.count(length) / length) if length else 0.0
+
+    def reported(self, vector: SparseVector, threshold: float | None = None, rounds: int = 1) -> SparseVector:
+        """Note what a call did, and return its vector."""
+        self.report = Report(self.share(vector.length), vector.density, threshold, rounds)
+        return vector
+
+    def __repr__(self) -> str:
+        asked = f"density={self.density}" if self.k is None else f"k={self.k}"
+        return f"{type(self).__name__}({asked})"
+
+
+def finite_vector(corrected: Any) -> Array:
+    """Return a dense array as one contiguous vector; ValueError naming its first value that is not finite."""
+    dense = to_vector(corrected)
+    kernels_for(dense).raise_not_finite(dense)
+    return dense
+
+
+def at_positions(dense: Array, positions: Array) -> SparseVector:
+    """Return the entries of a dense vector at increasing positions (intp); exact zeros are left out.
+
+    Where that leaves none of a vector that has one, the largest comes instead: a message is not empty for nothing.
+    """
+    kernels = kernels_for(dense)
+    values = kernels.gather(dense, positions)
+    if not values.all():
+        positions, values = positions[values != 0], values[values != 0]
+    if not positions.size:
+        positions, values = kernels.largest(dense, 1)
+    return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+
+
+def at_or_above(dense: Array, threshold: float) -> SparseVector:
+    """Return the entries whose magnitude is at least a threshold, the largest one where there is none."""
+    return at_positions(dense, kernels_for(dense).above(dense, threshold))
+
+
+def trimmed(vector: SparseVector, k: int) -> SparseVector:
+    """Return the `k` largest magnitudes of a vector: by magnitude, never by the order of the indices."""
+    return top_k(vector, k)[0]

@@ -1,0 +1,76 @@
+"""Random-k and block-random-k: positions drawn from a seed that all ranks share.
+
+Source: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", NeurIPS 2018 (arXiv 1809.07599); blocks:
+T. Vogels, S. P. Karimireddy, M. Jaggi, PowerSGD, NeurIPS 2019 (arXiv 1905.13727), its baseline "random block".
+
+Every rank draws the same positions in the same call, without replacement, from a generator of its own; so the union has
+k entries, and `SupportPlan.random` can do without indices on the wire. NumPy's global random state is not touched.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from mpicomp.compressors.common import Array, Density, at_positions, finite_vector
+from mpicomp.vector import SparseVector
+
+
+class RandomK(Density):
+    """Select k positions at random, the same ones on all ranks.
+
+    density or k: see `Density`. seed: the same on all ranks. unbiased: multiply the values by n / k, so that what
+    travels is the gradient on average; for use without error feedback only, which keeps the rest anyway.
+
+    `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
+    """
+
+    def __init__(
+        self, density: float | None = None, *, k: int | None = None, seed: int = 0, unbiased: bool = False
+    ) -> None:
+        super().__init__(density, k=k)
+        self.seed, self.unbiased, self.step = seed, unbiased, 0
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the entries at this step's positions, without exact zeros; see `Compressor.compress`."""
+        dense = finite_vector(corrected)
+        vector = at_positions(dense, self.positions(dense.size))
+        self.step += 1
+        if self.unbiased and vector.nnz:
+            values = vector.values * vector.values.dtype.type(dense.size / self.count(dense.size))
+            vector = SparseVector(vector.indices, values, vector.length)
+        return self.reported(vector)
+
+    def positions(self, length: int) -> Array:
+        """Return the positions of this step, increasing."""
+        rng = np.random.default_rng([self.seed, self.step])
+        return np.sort(rng.choice(length, min(length, self.count(length)), replace=False, shuffle=False))
+
+
+class BlockRandomK(RandomK):
+    """Select whole blocks of consecutive positions at random, the same ones on all ranks.
+
+    block: positions in a block, at least 1, else ValueError; as many blocks as hold k positions, rounded up. The others
+    as for `RandomK`. Blocks cost one random number each, and are read and written in order.
+    """
+
+    def __init__(
+        self,
+        density: float | None = None,
+        *,
+        k: int | None = None,
+        block: int = 256,
+        seed: int = 0,
+        unbiased: bool = False,
+    ) -> None:
+        super().__init__(density, k=k, seed=seed, unbiased=unbiased)
+        if block < 1:
+            raise ValueError(f"block is {block!r}: expected an integer of at least 1")
+        self.block = block
+
+    def positions(self, length: int) -> Array:
+        """Return the positions of this step, increasing: of its blocks, the last of which may be short."""
+        blocks, wanted = -(-length // self.block), -(-min(length, self.count(length)) // self.block)
+        rng = np.random.default_rng([self.seed, self.step])
+        starts = np.sort(rng.choice(blocks, wanted, replace=False, shuffle=False)) * self.block
+        positions = (starts[:, None] + np.arange(self.block)).reshape(-1)
+        return positions[positions < length]

@@ -1,0 +1,123 @@
+"""Selectors that search a threshold: RedSync, GaussianK and MSTopK.
+
+Sources: J. Fang, H. Fu, G. Yang, C.-J. Hsieh, RedSync, JPDC 133, 2019 (arXiv 1808.04357); S. Shi, X. Chu, K. C. Cheung,
+S. See, "Understanding top-k sparsification in distributed deep learning", 2019 (arXiv 1911.08772) for GaussianK; S. Shi
+et al., "Towards scalable distributed training of deep learning on public cloud clusters", MLSys 2021, for MSTopK.
+
+Differences from the papers: what is above the mean is compacted once, and the search counts in that alone; what is too
+much is trimmed by magnitude, ties to the lowest index.
+"""
+
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.compressors.common import Array, Density, at_or_above, at_positions, finite_vector, trimmed
+from mpicomp.vector import SparseVector, index_dtype
+
+_ROUNDS = 30  # halvings: then the bracket is narrower than float32 can tell
+
+
+class RedSync(Density):
+    """Select the k largest magnitudes by a binary search of a threshold that between k and 2 k magnitudes reach.
+
+    density or k: see `Density`. The threshold is mean + t (max - mean) of the magnitudes, 0 <= t <= 1.
+    """
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the k largest magnitudes; see `Compressor.compress`."""
+        dense = to_vector(corrected)
+        k, (mean, largest) = self.count(dense.size), _mean_and_largest(dense)
+        candidates = at_or_above(dense, mean) if dense.size else SparseVector.empty(0, dense.dtype)
+        if candidates.nnz <= k:  # the search begins at the mean: below it, an exact selection
+            positions, values = kernels_for(dense).largest(dense, k) if dense.size else (np.arange(0), dense)
+            exact = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+            return self.reported(exact)
+        low, high, magnitudes = 0.0, 1.0, np.abs(candidates.values).astype(np.float64)
+        threshold, rounds = mean, 0
+        while rounds < _ROUNDS:
+            rounds += 1
+            middle = (low + high) / 2
+            count = int(np.count_nonzero(magnitudes >= mean + middle * (largest - mean)))
+            if count >= k:
+                low, threshold = middle, mean + middle * (largest - mean)
+            else:
+                high = middle
+            if k <= count < 2 * k:
+                break
+        chosen = candidates.divide(np.flatnonzero(magnitudes >= threshold))[0]
+        return self.reported(trimmed(chosen, k), threshold, rounds)
+
+
+class MSTopK(Density):
+    """Select exactly k entries between two thresholds that a bisection brings together.
+
+    density or k: see `Density`. All that reach the upper threshold travel, and the lowest indices of those between the
+    two fill up to k. rounds: halvings of the bisection, at least 1, else ValueError.
+    """
+
+    def __init__(self, density: float | None = None, *, k: int | None = None, rounds: int = 25) -> None:
+        super().__init__(density, k=k)
+        if rounds < 1:
+            raise ValueError(f"rounds is {rounds!r}: expected an integer of at least 1")
+        self.rounds = rounds
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return k entries, or all that are not zero where there are fewer; see `Compressor.compress`."""
+        dense = to_vector(corrected)
+        k, (mean, largest) = self.count(dense.size), _mean_and_largest(dense)
+        if not largest:
+            return self.reported(SparseVector.empty(dense.size, dense.dtype))
+        candidates = at_or_above(dense, mean)
+        if candidates.nnz < k:
+            candidates, mean = SparseVector.from_dense(dense), 0.0
+        magnitudes = np.abs(candidates.values).astype(np.float64)
+        low, high = mean, np.nextafter(largest, np.inf)
+        for _ in range(self.rounds):
+            middle = (low + high) / 2
+            if np.count_nonzero(magnitudes >= middle) >= k:
+                low = middle
+            else:
+                high = middle
+        above = magnitudes >= high
+        between = np.flatnonzero((magnitudes >= low) & ~above)[: max(0, k - int(above.sum()))]
+        chosen = np.sort(np.concatenate([np.flatnonzero(above), between]))
+        return self.reported(candidates.divide(chosen)[0], low, self.rounds)
+
+
+class GaussianK(Density):
+    """Select by the quantile of a normal distribution, corrected up to three times.
+
+    density or k: see `Density`. An entry travels when it is further from the mean than Phi^-1(1 - density / 2) standard
+    deviations; that distance is halved while under 2/3 k entries travel, and multiplied by 1.5 while over 4/3 k do;
+    what is then over k is trimmed.
+    """
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return about the k largest magnitudes; see `Compressor.compress`."""
+        dense = finite_vector(corrected)
+        k, share = self.count(dense.size), self.share(dense.size)
+        if not dense.size or share == 1:
+            return self.reported(SparseVector.from_dense(dense))
+        mean = float(dense.mean(dtype=np.float64))
+        distance = NormalDist().inv_cdf(1 - share / 2) * float(dense.std(dtype=np.float64))
+        rounds, chosen = 1, self._beyond(dense, mean, distance)
+        while rounds <= 3 and not 2 * k <= 3 * chosen.size <= 4 * k:
+            distance *= 0.5 if 3 * chosen.size < 2 * k else 1.5
+            rounds, chosen = rounds + 1, self._beyond(dense, mean, distance)
+        return self.reported(trimmed(at_positions(dense, chosen), k), distance, rounds)
+
+    @staticmethod
+    def _beyond(dense: Array, mean: float, distance: float) -> Array:
+        return np.flatnonzero((dense > mean + distance) | (dense < mean - distance))
+
+
+def _mean_and_largest(dense: Array) -> tuple[float, float]:
+    """Return the mean and the largest of the magnitudes; ValueError for a vector that is not finite."""
+    kernels_for(dense).raise_not_finite(dense)
+    if not dense.size:
+        return 0.0, 0.0
+    magnitudes = np.abs(dense)
+    return float(magnitudes.mean(dtype=np.float64)), float(magnitudes.max())

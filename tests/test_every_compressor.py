@@ -1,0 +1,289 @@
+"""What every compressor promises, in one table of them."""
+
+import re
+
+import numpy as np
+import pytest
+
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    BlockRandomK,
+    Dense,
+    ErrorFeedback,
+    GaussianK,
+    MSTopK,
+    Quantised,
+    RandomK,
+    RedSync,
+    SampledTopK,
+    SparseVector,
+    Threshold,
+    TopK,
+    WarmUp,
+)
+
+EVERY = {
+    "TopK": lambda density: TopK(density),
+    "Dense": lambda density: Dense(),
+    "Threshold": lambda density: Threshold(0.5),
+    "RandomK": lambda density: RandomK(density, seed=3),
+    "BlockRandomK": lambda density: BlockRandomK(density, block=4, seed=3),
+    "SampledTopK": lambda density: SampledTopK(density, seed=3),
+    "WarmUp": lambda density: WarmUp(TopK(density), [1.0, density]),
+    "RedSync": lambda density: RedSync(density),
+    "GaussianK": lambda density: GaussianK(density),
+    "MSTopK": lambda density: MSTopK(density),
+    "AdaComp": lambda density: AdaComp(50),
+    **{
+        f"AggregationAware {m}": (lambda density, m=m: AggregationAware(density, metric=m))
+        for m in ("support", "quota")
+    },
+    "Quantised": lambda density: Quantised(TopK(density), "bfloat16"),
+}
+compressors = pytest.mark.parametrize("name", EVERY)
+
+
+def compress(compressor, dense):
+    return compressor.compress(dense, gradient=dense)
+
+
+@compressors
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_what_is_sent_is_sound(name, dtype):
+    dense = np.random.default_rng(0).standard_normal(1000).astype(dtype)
+    vector = compress(EVERY[name](0.05), dense)
+    vector.validate()
+    assert (vector.dtype, vector.length) == (dtype, 1000)
+    assert vector.nnz >= 1
+    if name not in ("AdaComp", "Quantised"):
+        assert (vector.values == dense[vector.indices]).all()
+    assert vector.values.all(), "an exact zero was sent"
+
+
+@compressors
+@pytest.mark.parametrize("length", [0, 1, 7, 1000])
+def test_nothing_is_sent_of_zeros(name, length):
+    assert compress(EVERY[name](0.05), np.zeros(length, np.float32)).nnz == 0
+
+
+@compressors
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_a_single_value_that_is_not_zero_is_sent(name, place):
+    dense = np.zeros(1000, np.float32)
+    dense[place] = -3
+    vector = compress(EVERY[name](0.01), dense)
+    assert (vector.indices.tolist(), vector.values.tolist()) == ([place], [-3])
+
+
+@compressors
+@pytest.mark.parametrize("length", [1, 2, 3, 1000])
+@pytest.mark.parametrize("value", [2.0, -1e-30, 1e30])
+def test_equal_values(name, length, value):
+    vector = compress(EVERY[name](0.1), np.full(length, value, np.float32))
+    vector.validate()
+    assert vector.nnz >= 1
+    if name not in ("Dense", "Threshold", "AdaComp", "WarmUp"):
+        assert vector.nnz <= max(1, round(0.1 * length)) * (4 if name == "BlockRandomK" else 1.3)
+
+
+@compressors
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused_by_its_place(name, bad):
+    dense = np.random.default_rng(1).standard_normal(300)
+    dense[123] = bad
+    compressor = EVERY[name](0.1)
+    with pytest.raises(ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")):
+        compress(compressor, dense)
+    fresh, sound = EVERY[name](0.1), np.random.default_rng(2).standard_normal(300)
+    after, expected = compress(compressor, sound), compress(fresh, sound)
+    assert after.indices.tolist() == expected.indices.tolist(), "the failed call left a trace"
+
+
+@compressors
+def test_a_density_of_one_sends_everything(name):
+    dense = np.random.default_rng(1).standard_normal(99) + 3
+    if name not in ("Threshold", "AdaComp"):
+        assert compress(EVERY[name](1.0), dense).nnz == 99
+
+
+@compressors
+def test_views_that_are_not_contiguous(name):
+    whole = np.random.default_rng(1).standard_normal((40, 50)).astype(np.float32)
+    view = compress(EVERY[name](0.1), whole[::2, ::-1])
+    copy = compress(EVERY[name](0.1), whole[::2, ::-1].copy())
+    assert view.indices.tolist() == copy.indices.tolist()
+    assert view.values.tobytes() == copy.values.tobytes()
+    assert view.length == 1000
+
+
+@compressors
+def test_a_run_is_reproducible_and_leaves_the_global_random_state_alone(name):
+    dense = np.random.default_rng(1).standard_normal(500)
+    np.random.seed(5)
+    before = np.random.get_state()[1].tobytes()
+    first, second = EVERY[name](0.1), EVERY[name](0.1)
+    for _ in range(3):
+        one, other = compress(first, dense), compress(second, dense)
+        assert one.indices.tolist() == other.indices.tolist()
+    assert np.random.get_state()[1].tobytes() == before
+
+
+@compressors
+def test_two_vectors_alternating_through_one_object(name):
+    one, other = (np.random.default_rng(seed).standard_normal(400) for seed in (1, 2))
+    shared, alone = EVERY[name](0.1), EVERY[name](0.1)
+    for _ in range(2):
+        compress(shared, one)
+        compress(shared, other)
+        compress(alone, one)
+    if name not in ("RandomK", "BlockRandomK", "SampledTopK", "WarmUp"):  # their calls count
+        assert compress(shared, one).indices.tolist() == compress(alone, one).indices.tolist()
+
+
+@compressors
+def test_feedback_keeps_what_does_not_travel(name):
+    compressor, feedback, sent = EVERY[name](0.1), ErrorFeedback(), 0
+    gradients = np.random.default_rng(3).integers(-64, 65, (8, 200)).astype(np.float64)
+    for gradient in gradients:
+        corrected = feedback.correct(gradient)
+        vector = compressor.compress(corrected, gradient=gradient)
+        sent = sent + vector.to_dense()
+        feedback.keep(corrected, vector, None)
+    np.testing.assert_allclose(sent + feedback.residual, gradients.sum(axis=0), rtol=0, atol=1e-10)
+
+
+@compressors
+def test_the_report_says_what_was_done(name):
+    compressor = EVERY[name](0.1)
+    inner = getattr(compressor, "compressor", compressor)
+    assert inner.report is None
+    dense = np.random.default_rng(1).standard_normal(500)
+    vector = compress(compressor, dense)
+    assert inner.report.achieved == vector.density
+    assert 0 < inner.report.target <= 1
+    assert re.match(name.split()[0], repr(compressor))
+
+
+@pytest.mark.parametrize("make", [RedSync, MSTopK])
+def test_redsync_trims_to_the_exact_top_k_and_mstopk_fills_up_to_k(make):
+    for seed, draw in enumerate(("standard_normal", "standard_cauchy", "standard_exponential")):
+        dense = getattr(np.random.default_rng(seed), draw)(20_000).astype(np.float32)
+        for density in (0.3, 0.05, 0.001):
+            vector, exact = compress(make(density), dense), compress(TopK(density), dense)
+            assert vector.nnz == exact.nnz
+            if make is RedSync:
+                assert vector.indices.tolist() == exact.indices.tolist()
+            else:
+                assert np.intersect1d(vector.indices, exact.indices).size >= 0.99 * exact.nnz
+
+
+def test_sampled_top_k_is_near_its_target_and_trims_by_magnitude():
+    dense = np.random.default_rng(5).standard_normal(200_000).astype(np.float32)
+    for seed in range(5):
+        vector = compress(SampledTopK(0.01, seed=seed), dense)
+        assert 0.8 * 2000 <= vector.nnz <= 1.3 * 2000
+    skewed = np.zeros(200_000, np.float32)
+    skewed[::100] = 1e-3  # every sample of one start sees these alone
+    skewed[1::2] = np.random.default_rng(6).standard_normal(100_000)
+    vector = compress(SampledTopK(0.01, seed=1), skewed)
+    assert vector.nnz <= 1.3 * 2000
+    assert np.abs(vector.values).min() >= 1
+
+
+def test_gaussian_k_on_a_normal_vector():
+    dense = np.random.default_rng(5).standard_normal(200_000).astype(np.float32)
+    for density in (0.1, 0.01, 0.001):
+        assert compress(GaussianK(density), dense).density == pytest.approx(density, rel=0.15)
+
+
+def test_random_k_is_the_same_on_all_ranks_and_another_in_every_step():
+    one, other = RandomK(0.1, seed=7), RandomK(0.1, seed=7)
+    dense = np.ones(1000)
+    first = compress(one, dense)
+    assert first.nnz == 100
+    assert compress(other, -dense).indices.tolist() == first.indices.tolist()
+    assert compress(one, dense).indices.tolist() != first.indices.tolist()
+    assert compress(RandomK(0.1, unbiased=True), dense).values.tolist() == [10.0] * 100
+    blocks = compress(BlockRandomK(0.1, block=50, seed=7), dense)
+    assert np.unique(blocks.indices // 50).size == 2
+
+
+def test_adacomp_sends_about_five_of_a_bin_of_fifty():
+    """The reference figure for independent Gaussian steps in the steady state: 5.00 a bin, 40 times fewer bits."""
+    compressor, feedback, rng, counts = AdaComp(50), ErrorFeedback(), np.random.default_rng(0), []
+    for step in range(60):
+        gradient = rng.standard_normal(50_000)
+        corrected = feedback.correct(gradient)
+        vector = compressor.compress(corrected, gradient=gradient)
+        feedback.keep(corrected, vector, None)
+        assert np.unique(np.abs(vector.values)).size == 1
+        if step >= 40:
+            counts.append(vector.nnz / 1000)
+    assert np.mean(counts) == pytest.approx(5.0, abs=0.1)
+    assert 32 * 50 / (8 * np.mean(counts)) == pytest.approx(40, rel=0.02)
+
+
+def test_adacomp_sends_nothing_of_bins_of_zeros():
+    gradient = np.zeros(500)
+    gradient[120] = 2
+    vector = AdaComp(50).compress(gradient, gradient=gradient)
+    assert (vector.indices.tolist(), vector.values.tolist()) == ([120], [2])
+    with pytest.raises(ValueError, match="AdaComp looks at the new gradient too"):
+        AdaComp(50).compress(gradient)
+
+
+def union_of_16_ranks(make):
+    """Return the union over k after 25 rounds: 50,000 values, k = 500, a heavy-tailed signal that all share, noise."""
+    size, length, k, rng = 16, 50_000, 500, np.random.default_rng(0)
+    signal = rng.standard_t(3, length)
+    ranks = [(make(k), ErrorFeedback()) for _ in range(size)]
+    for _ in range(25):
+        total, votes = np.zeros(length), np.zeros(length)
+        for compressor, feedback in ranks:
+            corrected = feedback.correct(signal + 3 * rng.standard_normal(length))
+            vector = compressor.compress(corrected)
+            feedback.keep(corrected, vector, None)
+            total[vector.indices] += vector.values
+            votes[vector.indices] += 1
+        aggregate = SparseVector(np.flatnonzero(votes), total[votes > 0], length)
+        for compressor, _ in ranks:
+            if isinstance(compressor, AggregationAware):
+                compressor.observe(aggregate, votes[votes > 0] / size)
+    return aggregate.nnz / k
+
+
+def test_the_union_shrinks_when_ranks_look_at_the_last_aggregate():
+    """About 12 k for top-k, under 6 k for these metrics."""
+    assert 11 < union_of_16_ranks(lambda k: TopK(k=k)) < 13
+    for metric, weight in (("support", 1.0), ("recency", 1.0), ("votes", 4.0)):
+        assert union_of_16_ranks(lambda k, m=metric, w=weight: AggregationAware(k=k, metric=m, weight=w)) < 6
+
+
+def test_a_magnitude_metric_prefers_what_was_large():
+    compressor = AggregationAware(k=1, metric="magnitude", weight=1.0)
+    assert compressor.compress(np.array([3.0, 2.0, 0.0])).indices.tolist() == [0]
+    compressor.observe(SparseVector([1, 2], [-2.0, 9.0], 3))
+    assert compressor.compress(np.array([3.0, 2.0, 0.0])).indices.tolist() == [1]  # an exact zero never travels
+    with pytest.raises(ValueError, match="corrected has 4 values: expected 3"):
+        compressor.compress(np.ones(4))
+    with pytest.raises(ValueError, match="votes is None: expected a share for each of 1 entries"):
+        AggregationAware(k=1, metric="votes").observe(SparseVector([1], [2.0], 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Threshold(0), "threshold is 0: expected a number above 0"),
+        (lambda: BlockRandomK(0.1, block=0), "block is 0: expected an integer of at least 1"),
+        (lambda: MSTopK(0.1, rounds=0), "rounds is 0: expected an integer of at least 1"),
+        (lambda: AdaComp(0), "bin_size is 0: expected an integer from 1 to 16384"),
+        (lambda: AggregationAware(0.1, metric="age"), "metric is 'age': expected one of"),
+        (lambda: AggregationAware(0.1, decay=2), "decay=2"),
+        (lambda: WarmUp(TopK(k=3)), "expected at least one density"),
+        (lambda: RedSync(), "got density=None and k=None: expected exactly one of them"),
+    ],
+)
+def test_bad_settings_raise(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
