@@ -41,7 +41,8 @@ def top_k_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[
         values = sample.astype(np.float32)
         for density in (0.001, 0.01):
             k = round(density * length)
-            against = {"np.argpartition": partial(argpartition, values, k)} | torch_top_k(values, k)
+            against: dict[str, Call] = {"np.argpartition": partial(argpartition, values, k)}
+            against |= {"np.partition, np.flatnonzero": partial(partition, values, k)} | torch_top_k(values, k)
             yield from top_k_row(f"top_k {family} {length / 1e6:g}e6 k/n={density}", values, k, against, repeats)
     for dtype in (np.float16, np.float64):
         values, k = drawn["normal"].astype(dtype), length // 1000
@@ -173,6 +174,12 @@ def argpartition(values: Array, k: int) -> Array:
     """Return the places of the k largest magnitudes, in no order."""
     found: Array = np.argpartition(np.abs(values), values.size - k)[values.size - k :]
     return found
+
+
+def partition(values: Array, k: int) -> Array:
+    """Return the places of what is at least as large as the k-th largest magnitude, in order."""
+    sizes = np.abs(values)
+    return np.flatnonzero(sizes >= np.partition(sizes, sizes.size - k)[sizes.size - k])
 
 
 def torch_top_k(values: Array, k: int) -> dict[str, Call]:
