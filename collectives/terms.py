@@ -1,7 +1,6 @@
 """What every rank has to bring alike to an operation."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
@@ -24,5 +23,4 @@ class Terms:
     @cached_property
     def digest(self) -> int:
         """The terms as 64 bits, signed: what stands for them in a message."""
-        text = json.dumps(asdict(self)).encode()
-        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+        return int.from_bytes(blake2b(repr(self).encode(), digest_size=8).digest(), "little", signed=True)
