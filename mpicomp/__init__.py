@@ -3,7 +3,7 @@
 The collectives that the compressed gradients travel by are in the package `collectives`.
 """
 
-from mpicomp.compressors import Compressor, Quantised, TopK, quantise
+from mpicomp.compressors import Compressor, Quantised, SIDCo, TopK, quantise
 from mpicomp.errors import CodecError, CollectiveError
 from mpicomp.exchange import GradientExchange, Statistics
 from mpicomp.feedback import ErrorFeedback, Feedback, NoFeedback
@@ -20,6 +20,7 @@ __all__ = [
     "GradientExchange",
     "NoFeedback",
     "Quantised",
+    "SIDCo",
     "SparseVector",
     "Statistics",
     "TopK",

@@ -2,6 +2,7 @@
 
 from mpicomp.compressors.protocol import Compressor
 from mpicomp.compressors.quantised import Quantised, quantise
+from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.topk import TopK
 
-__all__ = ["Compressor", "Quantised", "TopK", "quantise"]
+__all__ = ["Compressor", "Quantised", "SIDCo", "TopK", "quantise"]
