@@ -16,6 +16,7 @@ largest entry always travels.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from mpicomp.arrays import kernels_for, to_vector
 from mpicomp.vector import SparseVector, index_dtype
 
 Array = NDArray[Any]
+Quantile = Callable[[float], float]  # the threshold that a share, 0 < share <= 1, is expected to exceed
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 ADAPTATIONS = "control", "published", None
@@ -120,8 +122,8 @@ class SIDCo:
             positions, values = kernels.largest(dense, 1)
         return positions, values, threshold, len(shares)
 
-    def _first_fit(self, dense: Array) -> tuple[int, Any]:
-        """Return the number of non-zeros and their quantile function; no function when their squares overflow."""
+    def _first_fit(self, dense: Array) -> tuple[int, Quantile | None]:
+        """Return the number of non-zeros and their quantiles; none when their squares overflow."""
         kernels = kernels_for(dense)
         if self.distribution == "gamma":
             sums = kernels.moments(dense)
@@ -181,27 +183,31 @@ def _raised(values: Array, threshold: float, share: float, distribution: str) ->
     return threshold + _fit(after, *sums)(share) if sums.entries else threshold
 
 
-def _fit(distribution: str, count: int, total: float, squares: float) -> Any:
-    """Return the quantile function, of the share above, of the distribution that has these sums."""
+def _fit(distribution: str, count: int, total: float, squares: float) -> Quantile:
+    """Return the quantiles of the distribution that has these sums: of x and of its square."""
     mean = total / count
     variance = squares / count - mean * mean
     if distribution == "exponential" or variance <= _NO_SPREAD * mean * mean:
-        return lambda share: -mean * math.log(share)
+        return _exponential(mean)
     ratio = mean * mean / variance
     return lambda share: _pareto_quantile((1 - ratio) / 2, mean * (ratio + 1) / 2, share)
 
 
+def _exponential(mean: float) -> Quantile:
+    return lambda share: mean * abs(math.log(share))
+
+
 def _pareto_quantile(shape: float, scale: float, share: float) -> float:
     if not shape:
-        return -scale * math.log(share)
+        return _exponential(scale)(share)
     return scale / shape * math.expm1(-shape * math.log(share))
 
 
-def _gamma(mean: float, mean_log: float) -> Any:
-    """Return the quantile function, of the share above, of the gamma distribution with these means of x and log x."""
+def _gamma(mean: float, mean_log: float) -> Quantile:
+    """Return the quantiles of the gamma distribution with these means of x and of log x."""
     s = math.log(mean) - mean_log
     if s <= _NO_SPREAD:
-        return lambda share: -mean * math.log(share)
+        return _exponential(mean)
     shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
     inverse = _inverse_gamma()
     return lambda share: mean / shape * float(inverse(shape, share))

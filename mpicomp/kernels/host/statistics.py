@@ -64,7 +64,7 @@ def tail(values: Array, threshold: float = 0.0) -> Tail:
     """
     totals = np.zeros(3)
     for blocks in _blocks(values):
-        _add_tails(blocks, threshold, totals)
+        _add_tails(blocks, float(threshold), totals)
     entries, excess, squares = totals.tolist()
     return Tail(int(entries), excess, squares)
 
