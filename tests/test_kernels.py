@@ -149,10 +149,36 @@ def test_above_compares_as_numpy_does(mode, dtype, family):
     assert host.above(values[:0], 1).size == 0
 
 
+@pytest.mark.parametrize("search", [host.above, host.exceeding])
 @pytest.mark.parametrize("threshold", [-1, np.nan])
-def test_above_wants_a_threshold(threshold):
+def test_above_wants_a_threshold(search, threshold):
     with pytest.raises(ValueError, match="expected a number >= 0"):
-        host.above(np.ones(3), threshold)
+        search(np.ones(3), threshold)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", families(np.float32))
+def test_exceeding_compares_without_rounding_the_threshold(mode, dtype, family):
+    values = families(dtype)[family].astype(dtype)
+    largest = float(np.finfo(dtype).max)
+    thresholds = (
+        0,
+        1e-320,
+        0.1,
+        1,
+        3.0,
+        np.nextafter(3, 0),
+        np.nextafter(3, 9),
+        largest,
+        np.nextafter(largest, 0),
+        np.inf,
+    )
+    for threshold in thresholds[:: 1 if mode == "compiled" else 3]:
+        positions, found = host.exceeding(values, threshold)
+        np.testing.assert_array_equal(positions, np.flatnonzero(np.abs(values.astype(np.float64)) > threshold))
+        assert found.tobytes() == values[positions].tobytes()
+        assert found.dtype == dtype
+    assert [each.size for each in host.exceeding(values[:0], 1)] == [0, 0]
 
 
 def found_alone(search):
@@ -210,6 +236,21 @@ def test_moments_of_nothing_and_of_the_largest():
     largest = np.full(70_000, np.finfo(np.float64).max)
     assert host.moments(largest).not_finite == -1
     assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threshold", [0, 0.1, 2.0])
+def test_tail_sums_what_exceeds_a_threshold_in_the_order_of_the_moments(mode, dtype, threshold):
+    for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["normal"]:
+        values = families(dtype, 40_000 if mode == "compiled" else 100)[family].astype(dtype)
+        over = np.maximum(np.abs(values.astype(np.float64)) - threshold, 0)
+        assert host.tail(values, threshold) == (np.count_nonzero(over), *moments_in_the_order_of_the_docstring(over))
+    assert host.tail(values[:0], threshold) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_tail_shows_a_value_that_is_not_finite(mode, bad):
+    assert not math.isfinite(host.tail(np.array([1, bad, 2], np.float32)).excess)
 
 
 def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
@@ -368,5 +409,6 @@ def test_after_warming_up_nothing_is_left_to_compile(dtype):
         feedback.keep(feedback.correct(dense), kept, dropped)
         for choose in (codec.plain, codec.quick, codec.smallest):
             codec.decode(codec.encode(vector, coding=choose(vector)))
+        host.tail(dense), host.tail(dense, 0.5), host.exceeding(dense, 0.5)
         host.moments(dense), host.above(dense, 0.5), host.histogram(dense), host.gather(dense, vector.indices)
     assert signatures() == before

@@ -8,6 +8,7 @@ from mpicomp.compressors.protocol import Compressor
 from mpicomp.compressors.quantised import Quantised, quantise
 from mpicomp.compressors.random_k import BlockRandomK, RandomK
 from mpicomp.compressors.sampled import SampledTopK, WarmUp
+from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.thresholds import GaussianK, MSTopK, RedSync
 from mpicomp.compressors.topk import TopK
@@ -24,6 +25,7 @@ __all__ = [
     "RandomK",
     "RedSync",
     "Report",
+    "SIDCo",
     "SampledTopK",
     "Threshold",
     "TopK",

@@ -17,6 +17,7 @@ from mpicomp.kernels.host.merging import accumulate, divide, first_disorder, gat
 from mpicomp.kernels.host.selection import (
     Search,
     above,
+    exceeding,
     histogram,
     kth_largest,
     largest,
@@ -24,14 +25,16 @@ from mpicomp.kernels.host.selection import (
     select,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, moments
+from mpicomp.kernels.host.statistics import Moments, Tail, moments, tail
 
 __all__ = [
     "Moments",
     "Search",
+    "Tail",
     "above",
     "accumulate",
     "divide",
+    "exceeding",
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",
@@ -45,6 +48,7 @@ __all__ = [
     "raise_not_finite",
     "scatter_add",
     "select",
+    "tail",
     "to_bitmap",
     "to_elias_fano",
     "top_k",

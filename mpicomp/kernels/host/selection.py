@@ -62,15 +62,21 @@ def above(values: Array, threshold: float) -> Array:
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
     form = FORMATS[values.dtype]
-    with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
-        floor = np.abs(np.asarray(threshold).astype(values.dtype)).reshape(1).view(form.signed)[0]
-    bits, rest, room, parts = values.view(form.signed), values.size, values.size // 64, list[Array]()
-    while rest or not parts:
-        first = bits.size - rest
-        positions, _, rest = _compacted(bits[first:], form, floor, first, room)
-        parts.append(positions)
-        room *= 4
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return _found(values.view(form.signed), form, _key(threshold, values.dtype))[0]
+
+
+def exceeding(values: Array, threshold: float) -> Found:
+    """Return the positions where |values| > `threshold`, as `above` does, and the values there; one read of the data.
+
+    values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so what is
+    found is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
+    """
+    if not threshold >= 0:
+        raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
+    form, key = FORMATS[values.dtype], _key(threshold, values.dtype)
+    rounded_up = float(np.asarray(key).view(values.dtype)) > threshold
+    positions, found = _found(values.view(form.signed), form, key if rounded_up else key + 1)
+    return positions, found.view(values.dtype)
 
 
 def histogram(values: Array) -> Array:
@@ -124,6 +130,25 @@ def first_not_finite(values: Array) -> int:
     infinity = np.full(1, np.inf, values.dtype).view(form.signed)[0]
     positions, _, _ = _compacted(values.view(form.signed), form, infinity, 0, 1)
     return int(positions[0]) if positions.size else -1
+
+
+def _key(threshold: float, dtype: np.dtype[Any]) -> Any:
+    """Return the bits of a threshold, rounded to a dtype, as the signed integer that magnitudes are compared as."""
+    with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
+        return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
+
+
+def _found(bits: Array, form: Format, floor: int) -> Found:
+    """Return positions and bits of what is at or above `floor`, however many they are."""
+    rest, room, parts = bits.size, bits.size // 64, list[Found]()
+    while rest or not parts:
+        first = bits.size - rest
+        positions, found, rest = _compacted(bits[first:], form, floor, first, room)
+        parts.append((positions, found))
+        room *= 4
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
 def _by_sample(bits: Array, form: Format, k: int, threads: int) -> Found | None:

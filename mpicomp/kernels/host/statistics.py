@@ -1,6 +1,7 @@
 """Sums over a gradient in one read, in float64 and in a fixed order: what threshold estimators go by."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,14 @@ class Moments(NamedTuple):
     not_finite: int  # the first position of a NaN or an infinity; -1 when there is none
 
 
+class Tail(NamedTuple):
+    """Sums over the magnitudes above a threshold, shifted by it; above 0 these are the non-zeros."""
+
+    entries: int
+    excess: float  # sum of |x| - threshold; NaN or infinite when a value is, or when the sum overflows
+    squares: float  # sum of (|x| - threshold)^2
+
+
 def moments(values: Array) -> Moments:
     """Return the moments of `values` (1-d contiguous float16, float32 or float64) in one read.
 
@@ -39,17 +48,36 @@ def moments(values: Array) -> Moments:
     one logarithm in all and is more accurate than a sum of rounded ones.
     """
     totals, numbers = np.array([0.0, 0.0, 0.0, 1.0]), np.zeros(2, np.int64)
-    wide = np.promote_types(values.dtype, np.float32)
-    full = values.size // _BLOCK * _BLOCK
-    for start in range(0, full, _PIECE):
-        _add_blocks(values[start : min(start + _PIECE, full)].astype(wide, copy=False), totals, numbers)
-    last = np.zeros(_BLOCK, wide)
-    last[: values.size - full] = values[full:]
-    _add_blocks(last, totals, numbers)
+    for blocks in _blocks(values):
+        _add_blocks(blocks, totals, numbers)
     absolute, squares, largest, product = totals.tolist()
     nonzeros, exponents = numbers.tolist()
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
     return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
+
+
+def tail(values: Array, threshold: float = 0.0) -> Tail:
+    """Return the sums over the magnitudes of `values` that exceed a threshold, in one read.
+
+    values: as for `moments`, and the additions go in the same order. threshold: >= 0; the magnitudes are compared with
+    it, and it is subtracted, in float64.
+    """
+    totals = np.zeros(3)
+    for blocks in _blocks(values):
+        _add_tails(blocks, float(threshold), totals)
+    entries, excess, squares = totals.tolist()
+    return Tail(int(entries), excess, squares)
+
+
+def _blocks(values: Array) -> Iterator[Array]:
+    """Yield the values in whole blocks, the last one filled up with zeros; float16 as float32."""
+    wide = np.promote_types(values.dtype, np.float32)
+    full = values.size // _BLOCK * _BLOCK
+    for start in range(0, full, _PIECE):
+        yield values[start : min(start + _PIECE, full)].astype(wide, copy=False)
+    last = np.zeros(_BLOCK, wide)
+    last[: values.size - full] = values[full:]
+    yield last
 
 
 @jit
@@ -120,3 +148,37 @@ def _fold(sums, counts):  # type: ignore[no-untyped-def]
             counts[0, j] += counts[0, j + half]
             counts[1, j] += counts[1, j + half]
         half //= 2
+
+
+@jit
+def _add_tails(values, threshold, totals):  # type: ignore[no-untyped-def]
+    """Add up the blocks of `values`: totals are the entries, exact to 2^53, the excess and the squares."""
+    sums = np.empty((3, _LANES))
+    for i in range(values.size // _BLOCK):
+        for j in range(_LANES):
+            sums[0, j] = sums[1, j] = sums[2, j] = 0
+        for j in range(_BLOCK // _LANES):
+            _add_tail_row(values[_BLOCK * i + _LANES * j : _BLOCK * i + _LANES * (j + 1)], threshold, sums)
+        for k in range(3):
+            totals[k] += _folded(sums[k])
+
+
+@jit
+def _add_tail_row(row, threshold, sums):  # type: ignore[no-untyped-def]
+    counts, excess, squares = sums[0], sums[1], sums[2]
+    for j in range(_LANES):
+        over = abs(np.float64(row[j])) - threshold
+        x = np.float64(0) if over <= 0 else over  # a comparison with NaN is false: it gets into the sums
+        counts[j] += 0.0 if over <= 0 else 1.0
+        excess[j] += x
+        squares[j] += x * x
+
+
+@jit
+def _folded(lanes):  # type: ignore[no-untyped-def]
+    half = _LANES // 2
+    while half:
+        for j in range(half):
+            lanes[j] += lanes[j + half]
+        half //= 2
+    return lanes[0]

@@ -1,0 +1,211 @@
+"""SIDCo: keep what exceeds a threshold that a fitted distribution gives in closed form; no sorting, few reads.
+
+Source: A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An efficient statistical-based gradient compression
+technique for distributed training systems", MLSys 2021 (arXiv 2101.10761).
+
+The magnitudes x are fitted by their moments. The first stage finds the threshold that a quarter of them is expected to
+exceed; each further one fits what exceeds the threshold before it, and so follows the tail. With two stages the vector
+is read three times: for its moments, for those of the exceedances, and to select. To read it for the second fit is
+several times faster than to write a quarter of it down; further stages fit what exceeds the second threshold, which is
+compacted once, with its positions.
+
+Differences from the paper: the controller of the density, which unlike the published adaptation of the stages does not
+stick at one stage; exact zeros are left out of the fit, which is asked for a share of the non-zeros instead; gamma's
+quantile is exact, where the paper approximates it; where the moments show no spread, the exponential is fitted; the
+largest entry always travels.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.compressors.common import Report
+from mpicomp.vector import SparseVector, index_dtype
+
+Array = NDArray[Any]
+Quantile = Callable[[float], float]  # the threshold that a share, 0 < share <= 1, is expected to exceed
+
+DISTRIBUTIONS = "exponential", "gamma", "pareto"
+ADAPTATIONS = "control", "published", None
+
+_FIRST_SHARE = 0.25  # what the first of several stages lets through
+_NO_SPREAD = 1e-10  # relative variance below which rounding is all that is left of it
+
+_GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
+_PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
+
+
+class SIDCo:
+    """Select by a threshold from a fitted distribution: about density n entries of n.
+
+    density: 0 < density <= 1. distribution: of the magnitudes, "exponential" (fastest), "gamma" (needs SciPy; the
+    stages after the first fit a Pareto) or "pareto" (generalised; for heavy tails). stages: at least 1; one is used
+    where the density is 0.25 or more. adaptation: "control" steers the density that the fit is asked for, after each
+    call, so that the mean of what is achieved comes to the target; "published" changes the number of stages every five
+    calls, as the paper does, and sticks at one stage on heavy tails; None leaves the fit alone.
+
+    The state is that of one tensor: use one object for each. `correction` is what the controller multiplies the density
+    by, `stages` the number of stages in use, `report` the `Report` of the last call, None before any: its rounds are
+    the stages fitted. None is fitted to a vector of zeros, nor to one whose squares overflow, where the selection is exact.
+
+    Raises ValueError for a setting out of range.
+    """
+
+    def __init__(
+        self,
+        density: float,
+        distribution: str = "exponential",
+        stages: int = 2,
+        adaptation: str | None = "control",
+    ) -> None:
+        if not (isinstance(density, int | float | np.number) and 0 < density <= 1):
+            raise ValueError(f"density is {density!r}: expected 0 < density <= 1 (0.001 sends about a thousandth)")
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(f"distribution is {distribution!r}: expected one of {DISTRIBUTIONS}")
+        if isinstance(stages, bool) or not isinstance(stages, int | np.integer) or stages < 1:
+            raise ValueError(f"stages is {stages!r}: expected an integer of at least 1")
+        if adaptation not in ADAPTATIONS:
+            raise ValueError(f"adaptation is {adaptation!r}: expected one of {ADAPTATIONS}")
+        self.density, self.distribution = float(density), distribution
+        self.stages, self.adaptation = int(stages), adaptation
+        self.correction = 1.0
+        self.report: Report | None = None
+        self._ratios: list[float] = []  # achieved over target, since the stages were last looked at
+
+    def count(self, length: int) -> int:
+        """Return how many entries of a vector of `length` are meant to travel."""
+        return max(1, round(self.density * length))
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the entries of `corrected` above the threshold, at least the largest; see `Compressor.compress`.
+
+        corrected: an array of any shape in main memory, taken in C order; float16, float32 or float64. Raises
+        ImportError when the distribution is "gamma" and SciPy is missing.
+        """
+        dense = to_vector(corrected)
+        positions, values, threshold, stages = self._select(dense)
+        self.report = Report(self.density, values.size / max(1, dense.size), threshold, stages)
+        if values.size:
+            self._adapt(values.size / self.count(dense.size))
+        return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+
+    def __repr__(self) -> str:
+        return f"SIDCo({self.density}, {self.distribution!r}, stages={self.stages}, adaptation={self.adaptation!r})"
+
+    def _select(self, dense: Array) -> tuple[Array, Array, float, int]:
+        """Return positions, values, the threshold and the number of stages that gave it."""
+        kernels = kernels_for(dense)
+        nonzeros, quantile = self._first_fit(dense)
+        if not nonzeros:
+            return np.empty(0, np.intp), dense[:0].copy(), 0.0, 0
+        if quantile is None:
+            positions, values = kernels.largest(dense, self.count(dense.size))
+            return positions, values, float(np.abs(values).min()), 0
+        shares = _shares(self.density * self.correction * dense.size / nonzeros, self.stages)
+        positions, values, threshold = _peaks(dense, quantile(shares[0]), shares[1:], self.distribution)
+        if not values.size:
+            positions, values = kernels.largest(dense, 1)
+        return positions, values, threshold, len(shares)
+
+    def _first_fit(self, dense: Array) -> tuple[int, Quantile | None]:
+        """Return the number of non-zeros and their quantiles; none when their squares overflow."""
+        kernels = kernels_for(dense)
+        if self.distribution == "gamma":
+            sums = kernels.moments(dense)
+            count, total, squares = sums.nonzeros, sums.absolute, sums.squares
+        else:
+            count, total, squares = kernels.tail(dense)
+        if not math.isfinite(total):
+            kernels.raise_not_finite(dense)
+        if not count or not math.isfinite(squares):
+            return count, None
+        if self.distribution == "gamma":
+            return count, _gamma(total / count, sums.logs / count)
+        return count, _fit(self.distribution, count, total, squares)
+
+    def _adapt(self, ratio: float) -> None:
+        """Learn from the last call. ratio: entries selected over entries wanted."""
+        if self.adaptation == "control":
+            lowest, highest = _LIMITS
+            self.correction = min(max(self.correction * ratio**-_GAIN, lowest), highest)
+        elif self.adaptation == "published":
+            self._ratios.append(ratio)
+            if len(self._ratios) == _PERIOD:
+                self._change_stages(sum(self._ratios) / _PERIOD)
+                self._ratios.clear()
+
+    def _change_stages(self, ratio: float) -> None:
+        """Drop a stage where too many entries were selected, add one where too few."""
+        step = (ratio < 1 - _TOLERANCE) - (ratio > 1 + _TOLERANCE)
+        self.stages = min(max(1, self.stages + step), max(1, math.ceil(math.log2(1 / self.density))))
+
+
+def _shares(share: float, stages: int) -> list[float]:
+    """Return the share that each stage lets through of what the stage before it did; their product is `share`."""
+    if stages == 1 or share >= _FIRST_SHARE:
+        return [min(1.0, share)]
+    return [_FIRST_SHARE] + [(share / _FIRST_SHARE) ** (1 / (stages - 1))] * (stages - 1)
+
+
+def _peaks(dense: Array, threshold: float, shares: list[float], distribution: str) -> tuple[Array, Array, float]:
+    """Return positions and values above the last threshold, and that threshold: one more stage for each share."""
+    kernels = kernels_for(dense)
+    if shares:
+        threshold = _raised(dense, threshold, shares[0], distribution)
+    positions, values = kernels.exceeding(dense, threshold)
+    for share in shares[1:]:
+        threshold = _raised(values, threshold, share, distribution)
+    if shares[1:]:
+        chosen, values = kernels.exceeding(values, threshold)
+        positions = positions[chosen]
+    return positions, values, threshold
+
+
+def _raised(values: Array, threshold: float, share: float, distribution: str) -> float:
+    """Return the threshold that a share of the magnitudes above `threshold` is expected to exceed."""
+    sums = kernels_for(values).tail(values, threshold)
+    after = "exponential" if distribution == "exponential" else "pareto"
+    return threshold + _fit(after, *sums)(share) if sums.entries else threshold
+
+
+def _fit(distribution: str, count: int, total: float, squares: float) -> Quantile:
+    """Return the quantiles of the distribution that has these sums: of x and of its square."""
+    mean = total / count
+    variance = squares / count - mean * mean
+    if distribution == "exponential" or variance <= _NO_SPREAD * mean * mean:
+        return _exponential(mean)
+    ratio = mean * mean / variance
+    return lambda share: _pareto_quantile((1 - ratio) / 2, mean * (ratio + 1) / 2, share)
+
+
+def _exponential(mean: float) -> Quantile:
+    return lambda share: mean * abs(math.log(share))
+
+
+def _pareto_quantile(shape: float, scale: float, share: float) -> float:
+    if not shape:
+        return _exponential(scale)(share)
+    return scale / shape * math.expm1(-shape * math.log(share))
+
+
+def _gamma(mean: float, mean_log: float) -> Quantile:
+    """Return the quantiles of the gamma distribution with these means of x and of log x."""
+    s = math.log(mean) - mean_log
+    if s <= _NO_SPREAD:
+        return _exponential(mean)
+    shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    inverse = _inverse_gamma()
+    return lambda share: mean / shape * float(inverse(shape, share))
+
+
+def _inverse_gamma() -> Any:
+    """Return the inverse of the regularised upper incomplete gamma function: exact where 1 - share would round to 1."""
+    try:
+        from scipy.special import gammainccinv
+    except ImportError as error:
+        raise ImportError("distribution='gamma' needs SciPy: pip install scipy, or choose 'pareto'") from error
+    return gammainccinv

@@ -1,0 +1,298 @@
+"""SIDCo: the accuracy of its fits, its steering, and the faults of the published code."""
+
+import copy
+import math
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import DTYPES, finite_values
+
+from mpicomp import ErrorFeedback, Report, SIDCo
+from mpicomp.compressors.sidco import _pareto_quantile
+
+DISTRIBUTIONS = "exponential", "gamma", "pareto"
+DENSITIES = 0.1, 0.01, 0.001
+
+
+def signed(rng, magnitudes):
+    return (magnitudes * rng.choice([-1, 1], magnitudes.size)).astype(np.float32)
+
+
+def laplace(rng, n):
+    return rng.laplace(size=n).astype(np.float32)
+
+
+def double_gamma(rng, n):
+    return signed(rng, rng.gamma(0.6, size=n))
+
+
+def double_pareto(rng, n):
+    return signed(rng, np.expm1(-0.2 * np.log1p(-rng.random(n))) / 0.2)
+
+
+def layers(rng, n):
+    """Return a mixture: twenty layers of normal values whose scales span three decades."""
+    return (np.repeat(np.geomspace(1e-3, 1, 20), n // 20) * rng.standard_normal(n)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def million():
+    rng = np.random.default_rng(1)
+    return {family: family(rng, 10**6) for family in (laplace, double_gamma, double_pareto)}
+
+
+# Selected over wanted with 1, 2, 3 and 4 stages; the densities one after the other.
+TABLE = [
+    (laplace, "exponential", [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.01, 1.03]),
+    (laplace, "pareto", [1.00, 1.00, 1.00, 1.00], [1.00, 1.01, 1.00, 0.99], [1.00, 1.01, 1.03, 1.02]),
+    (laplace, "gamma", [1.00, 1.00, 1.00, 1.00], [0.98, 1.01, 1.00, 0.99], [0.95, 1.01, 1.03, 1.02]),
+    (double_gamma, "exponential", [1.24, 0.96, 0.94, 0.94], [2.54, 1.08, 0.97, 0.93], [5.63, 1.39, 1.09, 1.00]),
+    (double_gamma, "pareto", [1.21, 1.06, 1.05, 1.05], [0.97, 1.09, 1.08, 1.06], [0.24, 1.02, 1.12, 1.10]),
+    (double_gamma, "gamma", [1.00, 1.00, 0.99, 0.99], [0.97, 1.03, 1.02, 1.00], [0.98, 0.96, 1.06, 1.05]),
+    (double_pareto, "exponential", [1.03, 0.81, 0.76, 0.75], [2.17, 1.18, 0.76, 0.64], [6.58, 2.95, 1.21, 0.76]),
+    (double_pareto, "pareto", [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.00, 0.98]),
+]
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize(("family", "distribution", "rows"), [(row[0], row[1], row[2:]) for row in TABLE])
+def test_the_reference_figures(million, family, distribution, rows, density):
+    for stages, expected in enumerate(rows[DENSITIES.index(density)], 1):
+        compressor = SIDCo(density, distribution, stages, adaptation=None)
+        found = compressor.compress(million[family]).nnz / (density * 10**6)
+        # At 0.001 a thousand entries are wanted: their number alone has a standard error of sqrt(expected / 1000).
+        sampling = 3 * math.sqrt(expected / 1000) if density == 0.001 else 0
+        assert abs(found - expected) <= 0.03 + sampling, (stages, found)
+        assert compressor.report.rounds == stages
+
+
+def ratios(compressor, family, steps, feedback=None, n=100_000):
+    """Return what was achieved over what was wanted, step by step, for new values each time."""
+    rng = np.random.default_rng(3)
+    found = []
+    for _ in range(steps):
+        gradient = family(rng, n)
+        corrected = feedback.correct(gradient) if feedback else gradient
+        vector = compressor.compress(corrected)
+        if feedback:
+            feedback.keep(corrected, vector, None)
+        found.append(compressor.report.achieved / compressor.report.target)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("family", [laplace, double_pareto, layers])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_controller_keeps_the_density_under_error_feedback(family, distribution):
+    compressor = SIDCo(0.001, distribution)
+    found = ratios(compressor, family, 100, ErrorFeedback())
+    assert 0.9 <= found.mean() <= 1.1
+    assert 0.9 <= found[50:].mean() <= 1.1
+    assert compressor.stages == 2
+
+
+def test_without_a_controller_the_density_drifts_away():
+    assert ratios(SIDCo(0.001, adaptation=None), laplace, 100, ErrorFeedback())[50:].mean() < 0.1
+
+
+def test_the_published_adaptation_sticks_at_one_stage_on_a_heavy_tail_and_the_controller_does_not():
+    published = SIDCo(0.001, adaptation="published")
+    found = ratios(published, double_pareto, 60)
+    assert found[:5].mean() > 1.2  # too many, so a stage is dropped: one stage selects even more
+    assert found[-20:].mean() > 5
+    assert published.stages == 1
+    assert 0.9 <= ratios(SIDCo(0.001), double_pareto, 60)[-20:].mean() <= 1.1
+
+
+def test_the_published_adaptation_looks_at_the_mean_of_five_calls_and_has_bounds():
+    compressor, used = SIDCo(0.1, stages=1, adaptation="published"), []
+    for _ in range(30):
+        compressor.compress(np.ones(1000))  # one entry of the hundred that are wanted
+        used.append(compressor.stages)
+    assert used == [1] * 4 + [2] * 5 + [3] * 5 + [4] * 16  # log2(10) is 3.3
+    everything = SIDCo(1, stages=2, adaptation="published")
+    ratios(everything, laplace, 5)
+    assert (everything.stages, everything.correction) == (1, 1)
+
+
+def test_the_controller_goes_by_the_fourth_root_within_limits():
+    compressor = SIDCo(0.01)
+    for step in range(1, 5):
+        compressor.compress(np.ones(10_000))  # one entry of a hundred
+        assert compressor.correction == pytest.approx(min(100 ** (step / 4), 50))
+    compressor = SIDCo(0.001, "exponential", 1)
+    for _ in range(30):
+        compressor.compress(np.where(np.arange(1000) < 20, 1e6, 1.0))  # twenty entries of one
+    assert compressor.correction == 0.02
+
+
+# The faults of the published code that one rank has.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_zeros_and_constants_and_nothing(distribution, dtype):
+    for stages in 1, 2, 3:
+        compressor = SIDCo(0.01, distribution, stages)
+        for size in 0, 1, 1000:
+            before = compressor.correction
+            vector = compressor.compress(np.zeros(size, dtype))
+            assert (vector.nnz, vector.length, vector.dtype) == (0, size, dtype)
+            assert compressor.report == Report(0.01, 0.0, 0.0, 0)
+            assert compressor.correction == before
+        for value in -0.1, 7, np.finfo(dtype).smallest_subnormal:
+            vector = SIDCo(0.01, distribution, stages).compress(np.full(20_000, value, dtype))
+            assert (vector.indices.tolist(), vector.values.tolist()) == ([0], [dtype.type(value)])
+        alone = np.where(np.arange(1000) == 42, -3, 0).astype(dtype)
+        assert compressor.compress(alone).indices.tolist() == [42]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("adaptation", ["control", "published"])
+def test_what_is_not_finite_is_named_and_changes_nothing(distribution, adaptation, bad):
+    compressor = SIDCo(0.01, distribution, 3, adaptation)
+    values = np.random.default_rng(0).laplace(size=(100, 100)).astype(np.float32)
+    assert compressor.report is None
+    compressor.compress(values)
+    before = copy.deepcopy(vars(compressor))
+    values[[42, 77], 5] = bad
+    with pytest.raises(ValueError, match=rf"values\[4205\] is {bad}: expected finite values"):
+        compressor.compress(values)
+    assert vars(compressor) == before
+
+
+@pytest.mark.parametrize("density", [0.25, 0.3, 0.6, 1])
+def test_a_high_density_takes_one_stage(million, density):
+    compressor = SIDCo(density, stages=2)
+    assert compressor.compress(million[laplace]).density == pytest.approx(density, rel=0.01)
+    assert math.copysign(1, compressor.report.threshold) == 1
+    assert compressor.report.rounds == 1
+
+
+def test_the_state_of_one_object_is_no_other_ones():
+    one, other = SIDCo(0.001), SIDCo(0.001)
+    ratios(one, double_pareto, 5)
+    assert (one.correction, one.report) != (1, None)
+    assert (other.correction, other.report) == (1, None)
+
+
+@pytest.mark.parametrize("shape", [0, 1e-300, 1e-12, 1e-8, -1e-8, 1e-4, -1e-4])
+def test_pareto_goes_over_into_the_exponential(shape):
+    limit = 0.5 * math.log(1000)
+    assert _pareto_quantile(shape, 0.5, 0.001) == pytest.approx(limit * (1 + shape * math.log(1000) / 2), rel=1e-7)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("share", [0.5, 0.02])
+def test_exact_zeros_leave_the_fit_as_it_is(million, distribution, share):
+    values = million[laplace][: 10**6 // 5]
+    among = np.zeros(round(values.size / share), np.float32)
+    among[np.random.default_rng(0).choice(among.size, values.size, replace=False)] = values
+    alone, thinned = (SIDCo(each, distribution, adaptation=None) for each in (0.02, 0.02 * share))
+    assert thinned.compress(among).nnz == alone.compress(values).nnz
+    assert thinned.report.threshold == pytest.approx(alone.report.threshold, rel=1e-12)
+
+
+def test_more_than_there_are_non_zeros():
+    values = np.where(np.arange(1000) < 50, np.arange(1000), 0.0)
+    assert SIDCo(0.1).compress(values).indices.tolist() == list(range(1, 50))
+
+
+def test_gamma_has_a_threshold_at_small_shapes():
+    shape, density = 0.05, 0.1
+    assert -(math.log(density) + math.lgamma(shape)) < 0  # what the published approximation takes for a threshold
+    values = np.random.default_rng(0).gamma(shape, size=10**5)
+    compressor = SIDCo(density, "gamma", 1)
+    assert compressor.compress(values).density == pytest.approx(density, rel=0.2)
+    assert compressor.report.threshold > 0
+
+
+# What every compressor promises.
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_what_travels_is_what_exceeds_the_threshold_or_the_largest(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    values = data.draw(finite_values(dtype, st.integers(0, 60)))
+    adaptation = data.draw(st.sampled_from(["control", "published", None]))
+    density, stages = data.draw(st.floats(1e-6, 1)), data.draw(st.integers(1, 4))
+    compressor = SIDCo(density, data.draw(st.sampled_from(DISTRIBUTIONS)), stages, adaptation)
+    for _ in range(3):
+        vector = compressor.compress(values)
+        vector.validate()
+        assert vector.values.tobytes() == values[vector.indices].tobytes()
+        assert vector.values.all()
+        assert bool(vector.nnz) == bool(values.any())
+        magnitudes, report = np.abs(values.astype(np.float64)), compressor.report
+        assert math.isfinite(report.threshold)
+        assert report.achieved == vector.density
+        if report.rounds:  # else nothing was fitted: zeros, or squares that overflow
+            expected = np.flatnonzero(magnitudes > report.threshold)
+            assert vector.indices.tolist() == (expected.tolist() or [magnitudes.argmax()])
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_dtype_does_not_change_what_is_selected(distribution):
+    values = np.random.default_rng(2).laplace(size=50_000).astype(np.float16)
+    for stages in 1, 2, 4:
+        found = [SIDCo(0.01, distribution, stages).compress(values.astype(dtype)) for dtype in DTYPES]
+        assert [vector.dtype for vector in found] == DTYPES
+        assert found[0].indices.tolist() == found[1].indices.tolist() == found[2].indices.tolist()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e-160, 1e150, 1e200, 1e300])
+def test_any_scale_of_float64(million, distribution, scale):
+    compressor = SIDCo(0.01, distribution)
+    vector = compressor.compress(million[laplace][:100_000] * np.float64(scale))
+    assert vector.nnz == pytest.approx(1000, rel=0.15)
+    assert (compressor.report.rounds == 0) == (scale > 1e150)
+    assert vector.nnz == 1000 or compressor.report.rounds  # exact where squares overflow
+
+
+def test_nothing_is_lost_with_feedback():
+    rng, compressor, feedback = np.random.default_rng(0), SIDCo(0.01, "pareto"), ErrorFeedback()
+    given_in, sent = np.zeros(5000), np.zeros(5000)
+    for _ in range(20):
+        gradient = np.round(20 * rng.laplace(size=5000))
+        corrected = feedback.correct(gradient)
+        vector = compressor.compress(corrected, gradient=gradient)
+        feedback.keep(corrected, vector, None)
+        given_in += gradient
+        sent += vector.to_dense()
+    np.testing.assert_array_equal(sent + feedback.residual, given_in)
+
+
+def test_gamma_says_what_to_install_and_keeps_its_state(monkeypatch):
+    compressor = SIDCo(0.01, "gamma")
+    before = copy.deepcopy(vars(compressor))
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    with pytest.raises(ImportError, match="pip install scipy"):
+        compressor.compress(np.arange(1000.0))
+    assert vars(compressor) == before
+    SIDCo(0.01, "pareto").compress(np.arange(1000.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "density is 0: expected 0 < density <= 1"),
+        ((100,), "density is 100: expected 0 < density <= 1"),
+        (("0.1",), "density is '0.1': expected"),
+        ((0.1, "normal"), "distribution is 'normal': expected one of"),
+        ((0.1, "gamma", 0), "stages is 0: expected an integer of at least 1"),
+        ((0.1, "gamma", True), "stages is True: expected an integer"),
+        ((0.1, "gamma", 2, "fast"), "adaptation is 'fast': expected one of"),
+    ],
+)
+def test_bad_settings_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SIDCo(*arguments)
+
+
+def test_a_compressor_shows_its_settings():
+    assert repr(SIDCo(0.01)) == "SIDCo(0.01, 'exponential', stages=2, adaptation='control')"
