@@ -50,7 +50,8 @@ class SIDCo:
 
     The state is that of one tensor: use one object for each. `correction` is what the controller multiplies the density
     by, `stages` the number of stages in use, `report` the `Report` of the last call, None before any: its rounds are
-    the stages fitted. None is fitted to a vector of zeros, nor to one whose squares overflow, where the selection is exact.
+    the stages fitted. None is fitted to a vector of zeros, nor to one whose squares overflow: there the selection is
+    exact.
 
     Raises ValueError for a setting out of range.
     """
