@@ -33,11 +33,11 @@ class Row:
         rate = f"{self.entries / self.seconds / 1e6:6.0f} M/s" if self.entries else ""
         spread = f"{1e3 * self.low:.3g}-{1e3 * self.high:.3g}"
         times = f"{1e3 * self.seconds:9.3f} {spread:>13} {1e3 * self.baseline_seconds:9.3f}"
-        return f"{self.name:44} {times} {self.speedup:7.2f}x {floor} {rate:>10}  {self.baseline}"
+        return f"{self.name:53} {times} {self.speedup:7.2f}x {floor} {rate:>10}  {self.baseline}"
 
 
 HEADER = (
-    f"{'':44} {'median ms':>9} {'quartiles':>13} {'base ms':>9} {'speed-up':>8} {'/floor':>8} {'rate':>10}  baseline"
+    f"{'':53} {'median ms':>9} {'quartiles':>13} {'base ms':>9} {'speed-up':>8} {'/floor':>8} {'rate':>10}  baseline"
 )
 
 
