@@ -9,12 +9,9 @@ import pytest
 from collectives import warm_up
 
 SCRIPT = """
-import sys, time
 from mpi4py import MPI
 from collectives import warm_up
-start = time.perf_counter()
-compiled = warm_up(MPI.COMM_SELF, ["float32"])
-print(compiled)
+print(warm_up(MPI.COMM_SELF, ["float32"]))
 """
 
 
