@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, like, to_values, to_vector
+from mpicomp.arrays import like, to_values, to_vector
 from mpicomp.compressors import Compressor
 from mpicomp.feedback import Feedback
 from mpicomp.vector import SparseVector, add_up
@@ -52,7 +52,7 @@ class GradientExchange:
     ) -> None:
         _check_part("comm", comm, ("size",), "an mpi4py communicator")
         _check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
-        _check_part("feedback", feedback, ("correct", "keep"), "ErrorFeedback() or NoFeedback()")
+        _check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
         _check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
         self.comm, self.compressor, self.feedback = comm, compressor, feedback
         self.collective, self.average = collective, average
@@ -80,9 +80,8 @@ class GradientExchange:
         total, received, rejected = _settle(self.collective(vector, self.comm))
         reduced = perf_counter()
         values = _finite(total.values / self.comm.size if self.average else total.values, flat.dtype)
-        mean = np.zeros(flat.size, flat.dtype)
-        kernels_for(mean).scatter_add(mean, total.indices, values)
         self.feedback.keep(corrected, vector, rejected)
+        result = self.feedback.result(SparseVector(total.indices, values, total.length))
         self.statistics = Statistics(
             length=vector.length,
             sent=vector.nnz,
@@ -92,7 +91,7 @@ class GradientExchange:
             communicate_seconds=reduced - compressed,
             restore_seconds=perf_counter() - reduced,
         )
-        return _restore(mean, gradient, shapes)
+        return _restore(result, gradient, shapes)
 
     def _fail_everywhere(self, error: Exception) -> NoReturn:
         """Take part in the collective as a failed rank: it raises `error` here and CollectiveError on the others."""

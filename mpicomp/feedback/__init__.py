@@ -28,3 +28,10 @@ class Feedback(Protocol):
         corrected: the array that `correct` returned; it belongs to the feedback from now on.
         """
         ...
+
+    def result(self, mean: SparseVector) -> NDArray[Any]:
+        """Return the dense vector that the exchange hands back, from the mean over the ranks of what arrived.
+
+        Called once after each `keep`. The array is the caller's: the feedback keeps no reference to it.
+        """
+        ...

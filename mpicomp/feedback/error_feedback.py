@@ -62,6 +62,10 @@ class ErrorFeedback:
             kernels.scatter_add(corrected, rejected.indices, rejected.values)
         self._spare, self._residual = self._residual, corrected
 
+    def result(self, mean: SparseVector) -> NDArray[Any]:
+        """Return the mean as a dense vector, shape (n,)."""
+        return mean.to_dense()
+
     def reset(self) -> None:
         """Forget the residual: its mass is lost, as after a change of the model."""
         self._residual = self._spare = None

@@ -16,3 +16,7 @@ class NoFeedback:
 
     def keep(self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None) -> None:
         """Let go of everything."""
+
+    def result(self, mean: SparseVector) -> NDArray[Any]:
+        """Return the mean as a dense vector, shape (n,)."""
+        return mean.to_dense()
