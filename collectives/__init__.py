@@ -9,7 +9,7 @@ from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
-from collectives.plan import SupportPlan
+from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
 from collectives.progress import Request
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
@@ -20,6 +20,8 @@ __all__ = [
     "Request",
     "SupportPlan",
     "Traffic",
+    "aligned_allreduce",
+    "aligned_iallreduce",
     "dense_allreduce",
     "dense_iallreduce",
     "gtopk_allreduce",

@@ -40,16 +40,16 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
     """Return the message that names who brought what; `reports` stand in rank order."""
     faults = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if report["error"]]
     sound = {rank: report["terms"] for rank, report in enumerate(reports) if not report["error"]}
-    for field in Terms.__dataclass_fields__:  # the operation first: where it differs, so does what belongs to it
+    for field in Terms.__dataclass_fields__:  # in their order: where the first ones differ, so does what follows
         brought: dict[Any, list[int]] = {}
         for rank, terms in sound.items():
             brought.setdefault(terms[field], []).append(rank)
         if len(brought) > 1 and field == "support":
-            faults.append("the plans differ: one on " + ", another on ".join(map(_ranks, brought.values())))
+            faults.append("the supports differ: one on " + ", another on ".join(map(_ranks, brought.values())))
         elif len(brought) > 1:
             who = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in brought.items())
             faults.append(f"{field} must be the same on all ranks, got {who}")
-            if field == "operation":
+            if field in ("operation", "votes"):
                 break
     return f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
 

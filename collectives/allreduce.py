@@ -17,7 +17,7 @@ from typing import Any
 
 from collectives import tuning
 from collectives.channel import Channel, Offer
-from collectives.operation import Algorithm, begin, sound
+from collectives.operation import begin, sound
 from collectives.partition import Ranges, equal_ranges
 from collectives.patterns import add, agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
@@ -25,12 +25,19 @@ from collectives.reduce_scatter import split
 from collectives.schedule import halving
 from collectives.survey import PARTITIONS, Survey, look_around
 from collectives.transport import Steps
+from collectives.votes import counting, with_votes
 from mpicomp.vector import SparseVector, add_up
 
 
 def sparse_allreduce(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto", codec: str = "auto"
-) -> SparseVector:
+    vector: SparseVector,
+    comm: Any,
+    *,
+    algorithm: str = "auto",
+    partition: str = "auto",
+    codec: str = "auto",
+    votes: bool = False,
+) -> Any:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
@@ -42,26 +49,35 @@ def sparse_allreduce(
     one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges.
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
     (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
+    votes: count the ranks that bring each entry as well, for the bytes of one more value an entry; the same on all.
 
     Before anything else the ranks tell each other what they bring, in ceil(lg P) small messages; "auto" does without
     for up to 4 ranks (`collectives.tuning.without_survey`).
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero stay in
-    it; "dense" has every position as an entry. It may share memory with `vector`.
+    it; "dense" has every position as an entry. It may share memory with `vector`. With votes (sum, counts) is returned:
+    int64, one for each entry.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_iallreduce(vector, comm, algorithm=algorithm, partition=partition, codec=codec).wait()
+    return sparse_iallreduce(vector, comm, algorithm=algorithm, partition=partition, codec=codec, votes=votes).wait()
 
 
 def sparse_iallreduce(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", partition: str = "auto", codec: str = "auto"
-) -> Request[SparseVector]:
+    vector: SparseVector,
+    comm: Any,
+    *,
+    algorithm: str = "auto",
+    partition: str = "auto",
+    codec: str = "auto",
+    votes: bool = False,
+) -> Request[Any]:
     """Start `sparse_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    every: dict[str, Algorithm[SparseVector]] = {"auto": auto, **{name: partial(named, name) for name in ALGORITHMS}}
-    terms: dict[str, Any] = {"partition": partition}
-    return begin("sparse_allreduce", every, vector, comm, algorithm, codec=codec, prepare=with_partition, **terms)
+    every = counting({"auto": auto, **{name: partial(named, name) for name in ALGORITHMS}})
+    prepare = with_votes(with_partition)
+    terms: dict[str, Any] = {"partition": partition, "votes": votes}
+    return begin("sparse_allreduce", every, vector, comm, algorithm, codec=codec, prepare=prepare, **terms)
 
 
 def with_partition(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:

@@ -5,7 +5,7 @@ mismatch, it corrupts or hangs. Bytes sent by a rank: at least 2 (P-1)/P n v for
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from collectives.progress import Request
 from collectives.transport import Steps
 from mpicomp.arrays import like, to_host
 from mpicomp.vector import SparseVector
+
+T = TypeVar("T")
+Brought = tuple[NDArray[Any], SparseVector]
 
 
 def dense_allreduce(array: Any, comm: Any) -> Any:
@@ -35,23 +38,34 @@ def dense_allreduce(array: Any, comm: Any) -> Any:
 
 def dense_iallreduce(array: Any, comm: Any) -> Request[Any]:
     """Start `dense_allreduce` and return its Request; the array is copied first and may be changed at once."""
-    return begin_reduction("dense_allreduce", array, comm, lambda host: SparseVector.empty(host.size, host.dtype))
+
+    def look(array: Any, terms: dict[str, Any]) -> Brought:
+        host = to_host(array)
+        return host, SparseVector.empty(host.size, host.dtype)
+
+    return begin_reduction("dense_allreduce", array, comm, look, lambda total: like(total, array))
 
 
 def begin_reduction(
-    operation: str, array: Any, comm: Any, outline: Callable[[NDArray[Any]], SparseVector], **terms: Any
-) -> Request[Any]:
+    operation: str,
+    brings: Any,
+    comm: Any,
+    look: Callable[[Any, dict[str, Any]], Brought],
+    back: Callable[[NDArray[Any]], T],
+    **terms: Any,
+) -> Request[T]:
     """Put a sum by MPI's own allreduce in flight.
 
-    outline: returns the vector without an entry that stands for the array in the terms; ValueError for a wrong shape.
+    look: returns the values of what this rank brings, and the vector without an entry that stands for them in the
+    terms, which it may add to; raises for what is bad. back: makes the result of the sum, of the values' shape and
+    dtype.
     """
     copies: list[NDArray[Any]] = []
 
-    def copied(array: Any, terms: dict[str, Any], size: int) -> SparseVector:
-        host = to_host(array)
-        vector = outline(host)
-        copies.append(np.array(host, np.promote_types(host.dtype, np.float32), order="C"))
-        return vector
+    def copied(brings: Any, terms: dict[str, Any], size: int) -> SparseVector:
+        values, outline = look(brings, terms)
+        copies.append(np.array(values, np.promote_types(values.dtype, np.float32), order="C"))
+        return outline
 
     def mpi(offer: Offer, channel: Channel) -> Steps[Any]:
         with channel.turn() as turn:
@@ -60,6 +74,6 @@ def begin_reduction(
             yield (turn,)
             reduction = channel.endpoint.reduce(copies[0].reshape(-1))
         yield (reduction,)
-        return like(reduction.total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape), array)
+        return back(reduction.total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape))
 
-    return begin(operation, {"mpi": mpi}, array, comm, "auto", prepare=copied, **terms)
+    return begin(operation, {"mpi": mpi}, brings, comm, "auto", prepare=copied, **terms)

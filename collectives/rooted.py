@@ -12,16 +12,23 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 from typing import Any
 
 from collectives.channel import Channel, Offer
-from collectives.operation import begin
+from collectives.operation import begin, sound
 from collectives.patterns import add, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.transport import Steps
+from collectives.votes import counting, with_votes
 from mpicomp.vector import SparseVector
 
 
 def sparse_reduce(
-    vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
-) -> SparseVector | None:
+    vector: SparseVector,
+    comm: Any,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    codec: str = "auto",
+    votes: bool = False,
+) -> Any:
     """Sum the vectors of all ranks on the root, exactly.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
@@ -29,20 +36,30 @@ def sparse_reduce(
     root: the same on all ranks. algorithm: "auto" or "tree".
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
     (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
+    votes: count the ranks that bring each entry as well; the same on all ranks.
 
-    Returns the sum on the root, and None on the other ranks.
+    Returns the sum on the root, and None on the other ranks. With votes the root gets (sum, counts): int64, one for
+    each entry.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_ireduce(vector, comm, root, algorithm=algorithm, codec=codec).wait()
+    return sparse_ireduce(vector, comm, root, algorithm=algorithm, codec=codec, votes=votes).wait()
 
 
 def sparse_ireduce(
-    vector: SparseVector, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
-) -> Request[SparseVector | None]:
+    vector: SparseVector,
+    comm: Any,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    codec: str = "auto",
+    votes: bool = False,
+) -> Request[Any]:
     """Start `sparse_reduce` and return its Request; do not change the vector's arrays before it has ended."""
-    return begin("sparse_reduce", {"tree": reduce}, vector, comm, algorithm, codec=codec, root=root)
+    terms: dict[str, Any] = {"root": root, "votes": votes}
+    every, prepare = counting({"tree": reduce}), with_votes(sound)
+    return begin("sparse_reduce", every, vector, comm, algorithm, codec=codec, prepare=prepare, **terms)
 
 
 def sparse_bcast(

@@ -11,6 +11,7 @@ class Terms:
 
     operation: str
     algorithm: str
+    votes: str | bool | None = None
     length: int | None = None
     dtype: str | None = None
     width: int | None = None

@@ -135,3 +135,10 @@ def assert_same_bits(comm, vector):
 def assert_equal(vector, dense, offset=0):
     vector.validate()
     np.testing.assert_array_equal(window(vector, offset), dense)
+
+
+def noisy_gradients(rank, length=50_000):
+    """Yield a rank's gradients: a signal that all ranks share, heavy-tailed, and noise of its own in every round."""
+    signal, rng = np.random.default_rng(0).standard_t(3, length), np.random.default_rng([1, rank])
+    while True:
+        yield signal + 3 * rng.standard_normal(length)

@@ -33,7 +33,7 @@ def test_where_the_operation_differs_the_rest_is_not_compared():
 
 def test_plans_that_differ():
     assert verdict("x", [report(support=5), report(support=7), report(support=5)]).endswith(
-        "the plans differ: one on ranks 0, 2, another on rank 1"
+        "the supports differ: one on ranks 0, 2, another on rank 1"
     )
 
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from cases import noisy_gradients
 
 from mpicomp import (
     AdaComp,
@@ -237,20 +238,19 @@ def test_adacomp_sends_nothing_of_bins_of_zeros():
 
 
 def union_of_16_ranks(make):
-    """Return the union over k, the mean of rounds 31 to 40: 50,000 values, k = 500, a signal that all share, noise."""
-    size, length, k, rng, unions = 16, 50_000, 500, np.random.default_rng(0), []
-    signal = rng.standard_t(3, length)
-    ranks = [(make(k), ErrorFeedback()) for _ in range(size)]
+    """Return the union over k, the mean of rounds 31 to 40: 50,000 values, k = 500."""
+    size, length, k, unions = 16, 50_000, 500, []
+    ranks = [(make(k), ErrorFeedback(), noisy_gradients(rank, length)) for rank in range(size)]
     for _ in range(40):
         total, votes = np.zeros(length), np.zeros(length)
-        for compressor, feedback in ranks:
-            corrected = feedback.correct(signal + 3 * rng.standard_normal(length))
+        for compressor, feedback, gradients in ranks:
+            corrected = feedback.correct(next(gradients))
             vector = compressor.compress(corrected)
             feedback.keep(corrected, vector, None)
             total[vector.indices] += vector.values
             votes[vector.indices] += 1
         aggregate = SparseVector(np.flatnonzero(votes), total[votes > 0], length)
-        for compressor, _ in ranks:
+        for compressor, _, _ in ranks:
             if isinstance(compressor, AggregationAware):
                 compressor.observe(aggregate, votes[votes > 0] / size)
         unions.append(aggregate.nnz / k)

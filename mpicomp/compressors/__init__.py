@@ -3,6 +3,7 @@
 from mpicomp.compressors.adacomp import AdaComp
 from mpicomp.compressors.aggregation_aware import AggregationAware
 from mpicomp.compressors.common import Report
+from mpicomp.compressors.cyclic_leader import CyclicLeader
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.protocol import Compressor
 from mpicomp.compressors.quantised import Quantised, quantise
@@ -18,6 +19,7 @@ __all__ = [
     "AggregationAware",
     "BlockRandomK",
     "Compressor",
+    "CyclicLeader",
     "Dense",
     "GaussianK",
     "MSTopK",

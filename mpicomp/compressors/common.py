@@ -80,6 +80,12 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
     return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
 
 
+def all_at(dense: Array, positions: Array) -> SparseVector:
+    """Return the entries of a dense vector at increasing positions (intp), exact zeros too: one support for all."""
+    values = kernels_for(dense).gather(dense, positions)
+    return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+
+
 def at_or_above(dense: Array, threshold: float) -> SparseVector:
     """Return the entries whose magnitude is at least a threshold, the largest one where there is none."""
     return at_positions(dense, kernels_for(dense).above(dense, threshold))

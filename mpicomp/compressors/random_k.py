@@ -4,14 +4,15 @@ Source: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", N
 T. Vogels, S. P. Karimireddy, M. Jaggi, PowerSGD, NeurIPS 2019 (arXiv 1905.13727), its baseline "random block".
 
 Every rank draws the same positions in the same call, without replacement, from a generator of its own; so the union has
-k entries, and `SupportPlan.random` can do without indices on the wire. NumPy's global random state is not touched.
+k entries, and with `aligned=True` no index has to travel: see `collectives.aligned_allreduce`. NumPy's global random
+state is not touched.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mpicomp.compressors.common import Array, Density, at_positions, finite_vector
+from mpicomp.compressors.common import Array, Density, all_at, at_positions, finite_vector
 from mpicomp.vector import SparseVector
 
 
@@ -19,21 +20,28 @@ class RandomK(Density):
     """Select k positions at random, the same ones on all ranks.
 
     density or k: see `Density`. seed: the same on all ranks. unbiased: multiply the values by n / k, so that what
-    travels is the gradient on average; for use without error feedback only, which keeps the rest anyway.
+    travels is the gradient on average; for use without error feedback only, which keeps the rest anyway. aligned: send
+    exact zeros too, so that the supports are the same on all ranks.
 
     `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
     """
 
     def __init__(
-        self, density: float | None = None, *, k: int | None = None, seed: int = 0, unbiased: bool = False
+        self,
+        density: float | None = None,
+        *,
+        k: int | None = None,
+        seed: int = 0,
+        unbiased: bool = False,
+        aligned: bool = False,
     ) -> None:
         super().__init__(density, k=k)
-        self.seed, self.unbiased, self.step = seed, unbiased, 0
+        self.seed, self.unbiased, self.aligned, self.step = seed, unbiased, aligned, 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the entries at this step's positions, without exact zeros; see `Compressor.compress`."""
+        """Return the entries at this step's positions; see `Compressor.compress`."""
         dense = finite_vector(corrected)
-        vector = at_positions(dense, self.positions(dense.size))
+        vector = (all_at if self.aligned else at_positions)(dense, self.positions(dense.size))
         self.step += 1
         if self.unbiased and vector.nnz:
             values = vector.values * vector.values.dtype.type(dense.size / self.count(dense.size))
@@ -61,8 +69,9 @@ class BlockRandomK(RandomK):
         block: int = 256,
         seed: int = 0,
         unbiased: bool = False,
+        aligned: bool = False,
     ) -> None:
-        super().__init__(density, k=k, seed=seed, unbiased=unbiased)
+        super().__init__(density, k=k, seed=seed, unbiased=unbiased, aligned=aligned)
         if block < 1:
             raise ValueError(f"block is {block!r}: expected an integer of at least 1")
         self.block = block

@@ -142,7 +142,7 @@ def test_values_of_another_shape_raise_everywhere(comm):
 @pytest.mark.at_least(2)
 def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(comm):
     plans = [SupportPlan.random(100, 9, comm, seed) for seed in (1, 2)]
-    with pytest.raises(CollectiveError, match="the plans differ: one on rank 0, another on rank"):
+    with pytest.raises(CollectiveError, match="the supports differ: one on rank 0, another on rank"):
         plans[comm.rank == 0].allreduce(np.ones(9))
     with pytest.raises(CollectiveError, match="width must be the same on all ranks, got"):
         plans[0].allreduce(np.ones(9) if comm.rank else np.ones((9, 1)))

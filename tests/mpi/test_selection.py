@@ -1,0 +1,184 @@
+"""Selections that look at what the ranks did together: by the last aggregate, or by a leader in turn."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from cases import noisy_gradients
+
+from collectives import (
+    SupportPlan,
+    aligned_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_reduce,
+    traffic,
+)
+from mpicomp import (
+    AggregationAware,
+    CollectiveError,
+    CyclicLeader,
+    ErrorFeedback,
+    GradientExchange,
+    Quantised,
+    RandomK,
+    SparseVector,
+    TopK,
+)
+
+
+class Server:
+    """The server pattern as a collective: reduce to the root, and out again; counts what the root sends for the sum."""
+
+    def __init__(self, votes):
+        self.votes, self.nbytes = votes, []
+
+    def __call__(self, vector, comm):
+        total = sparse_reduce(vector, comm, votes=self.votes)
+        total, votes = total if self.votes and comm.rank == 0 else (total, None)
+        before = traffic(comm).nbytes
+        total = sparse_bcast(total, comm)
+        self.nbytes.append(traffic(comm).nbytes - before)
+        if not self.votes:
+            return total
+        counts = SparseVector(total.indices, votes.astype(np.float16), total.length) if comm.rank == 0 else None
+        return total, sparse_bcast(counts, comm).values.astype(int)
+
+
+def sent_by_the_root(comm, compressor, votes=False, rounds=60, length=50_000):
+    """Return the mean bytes of the aggregate that leave the root in the last 10 rounds, and the mean union."""
+    server, unions = Server(votes), []
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(), server)
+    for _, gradient in zip(range(rounds), noisy_gradients(comm.rank, length), strict=False):
+        unions.append(np.count_nonzero(exchange(gradient)))
+    return np.mean(server.nbytes[-10:]), np.mean(unions[-10:])
+
+
+@pytest.mark.exactly(16)
+def test_the_roots_bytes_fall_with_the_union(comm):
+    """From about 12 k entries to under 6 k, and the bytes on the wire by the same ratio."""
+    k = 500
+    plain_bytes, plain_union = sent_by_the_root(comm, TopK(k=k))
+    assert 11 * k < plain_union < 13 * k
+    for metric, weight in (("support", 1.0), ("recency", 1.0), ("votes", 4.0)):
+        aware = AggregationAware(k=k, metric=metric, weight=weight)
+        nbytes, union = sent_by_the_root(comm, aware, votes=metric == "votes")
+        assert union < 6 * k
+        if comm.rank == 0:
+            assert nbytes / plain_bytes == pytest.approx(union / plain_union, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "collective", [partial(sparse_allreduce, votes=True), sparse_allgather], ids=["allreduce", "allgather"]
+)
+def test_an_exchange_tells_the_compressor_who_voted(comm, collective):
+    compressor = Quantised(AggregationAware(k=2, metric="votes"), "float16")
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(), collective)
+    gradient = np.zeros(20)
+    gradient[[comm.rank, 10]] = 4, 5
+    exchange(gradient)
+    bonus = compressor.compressor._bonus
+    assert bonus[10] == 1
+    np.testing.assert_allclose(bonus[: comm.size], 1 / comm.size)
+
+
+@pytest.mark.at_least(2)
+def test_votes_that_do_not_come_raise_everywhere_and_nothing_is_lost(comm):
+    exchange = GradientExchange(comm, AggregationAware(k=2, metric="votes"), ErrorFeedback(), sparse_allreduce)
+    with pytest.raises(ValueError, match="votes is None: expected a share for each"):
+        exchange(np.arange(5.0) + comm.rank)
+    assert exchange.feedback.residual is None
+
+
+def test_leaders_take_turns(comm):
+    """In each step all ranks send what stands at the indices that one of them picked."""
+    exchange = GradientExchange(
+        comm, CyclicLeader(comm, SupportPlan, k=3), ErrorFeedback(), aligned_allreduce, average=False
+    )
+    given, applied = np.zeros(60), np.zeros(60)
+    residuals = [np.zeros(60) for _ in range(comm.size)]
+    for step in range(2 * comm.size + 1):
+        gradients = [np.random.default_rng([step, rank]).permutation(60) - 20.0 for rank in range(comm.size)]
+        corrected = [residual + gradient for residual, gradient in zip(residuals, gradients, strict=True)]
+        chosen = TopK(k=3).compress(corrected[step % comm.size]).indices
+        total = exchange(gradients[comm.rank])
+        expected = np.zeros(60)
+        expected[chosen] = sum(corrected)[chosen]
+        np.testing.assert_array_equal(total, expected)
+        given, applied = given + sum(gradients), applied + total
+        for residual in corrected:
+            residual[chosen] = 0
+        residuals = corrected
+        np.testing.assert_array_equal(exchange.feedback.residual, residuals[comm.rank])
+    np.testing.assert_array_equal(applied + sum(residuals), given)
+
+
+def test_only_the_leaders_indices_travel(comm):
+    exchange = GradientExchange(comm, CyclicLeader(comm, SupportPlan, k=1000), ErrorFeedback(), aligned_allreduce)
+    before = traffic(comm).nbytes
+    exchange(np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32))
+    sent = comm.allreduce(traffic(comm).nbytes - before)
+    least = (comm.size - 1) * 4000 + 2 * (comm.size - 1) * 4000  # k indices to each, and the values by an allreduce
+    lines = 64 * comm.size * (comm.size + 3) * 2
+    assert least <= sent <= least + lines + (comm.size - 1) * 128
+
+
+@pytest.mark.parametrize("culprit", ["the leader", "another rank"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("fault", ["not finite", "another size", "no array"])
+def test_a_bad_gradient_on_one_rank(comm, culprit, wrapped, fault):
+    """Every rank raises, no residual changes, and the next step is as if nothing had happened."""
+    culprit = 0 if culprit == "the leader" else comm.size - 1
+    compressor = CyclicLeader(comm, SupportPlan, k=3)
+    exchange = GradientExchange(
+        comm, Quantised(compressor, "float16") if wrapped else compressor, ErrorFeedback(), aligned_allreduce
+    )
+    gradient = np.random.default_rng(comm.rank).standard_normal(60)
+    for _ in range(comm.size):
+        exchange(gradient)
+    before = exchange.feedback.residual.copy()
+    bad = {"not finite": np.full(60, np.nan), "another size": np.ones(61), "no array": "gradient"}[fault]
+    with pytest.raises((ValueError, TypeError) if comm.rank == culprit else CollectiveError):
+        exchange(bad if comm.rank == culprit else gradient)
+    np.testing.assert_array_equal(exchange.feedback.residual, before)
+    assert compressor.step == comm.size
+    total = exchange(gradient)
+    assert len(set(comm.allgather(total.tobytes()))) == 1
+
+
+@pytest.mark.at_least(2)
+def test_lengths_that_differ_raise_everywhere(comm):
+    exchange = GradientExchange(comm, CyclicLeader(comm, SupportPlan, k=3), ErrorFeedback(), aligned_allreduce)
+    with pytest.raises(CollectiveError, match="length must be the same on all ranks, got 60 on rank 0; 50 on"):
+        exchange(np.arange(1.0, 61 if comm.rank == 0 else 51))
+
+
+def test_supports_that_differ_raise_everywhere(comm):
+    if comm.size == 1:
+        assert aligned_allreduce(SparseVector([0], [2.0], 9), comm).values.tolist() == [2]
+        return
+    with pytest.raises(CollectiveError, match="the supports differ: one on rank 0, another on rank"):
+        aligned_allreduce(SparseVector([comm.rank > 0], [1.0], 9), comm)
+
+
+@pytest.mark.parametrize("width", [None, 2])
+def test_aligned_vectors_are_summed(comm, width):
+    shape = (3,) if width is None else (3, width)
+    total = aligned_allreduce(SparseVector([1, 5, 8], np.full(shape, comm.rank + 1.0, np.float16), 9), comm)
+    assert total.indices.tolist() == [1, 5, 8]
+    assert total.dtype == np.float16
+    np.testing.assert_array_equal(total.values, np.full(shape, comm.size * (comm.size + 1) / 2))
+
+
+def test_random_positions_need_no_indices(comm):
+    exchange = GradientExchange(
+        comm, RandomK(k=10, seed=1, aligned=True), ErrorFeedback(), aligned_allreduce, average=False
+    )
+    given, applied = np.zeros(100), np.zeros(100)
+    for step in range(5):
+        gradients = [np.random.default_rng([step, rank]).integers(-3, 4, 100) for rank in range(comm.size)]
+        given += sum(gradients)
+        applied += exchange(gradients[comm.rank].astype(np.float64))
+    owed = sum(comm.allgather(exchange.feedback.residual))
+    np.testing.assert_array_equal(applied + owed, given)
