@@ -6,6 +6,7 @@ proves that its library is loaded.
 """
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,12 +24,14 @@ def to_host(array: Any) -> Array:
     """Return a NumPy view of an array that lives in main memory, without a copy.
 
     Takes NumPy arrays, objects with ``__array_interface__`` and objects that speak DLPack from main memory (PyTorch,
-    JAX, pinned memory of CuPy, ...). A PyTorch tensor that requires grad is detached.
+    JAX, pinned memory of CuPy, ...). A PyTorch tensor that requires grad is detached. bfloat16 becomes float32, a copy.
 
     Raises TypeError for anything else, for an array on a device, and for a masked array.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
+    if _is_bfloat16(array):
+        array = _widened(array)
     if isinstance(array, np.ndarray):
         return np.asarray(array)
     if hasattr(array, "__dlpack_device__"):
@@ -67,12 +70,34 @@ def like(result: Array, original: Any) -> Any:
     """Return `result` as the same kind of array as `original`: without a copy, where its library can.
 
     Goes through the library's ``from_dlpack`` (JAX keeps it in ``jax.numpy``); where there is none, NumPy comes back.
+    Beside a bfloat16 array a float32 result is rounded to bfloat16.
     """
+    return kind_of(original)(result)
+
+
+def kind_of(original: Any) -> Callable[[Array], Any]:
+    """Return the function that makes NumPy arrays the same kind as `original`, as `like` does; it does not hold it."""
     root = type(original).__module__.partition(".")[0]
     library = sys.modules.get("jax.numpy" if root in ("jax", "jaxlib") else root)
-    if isinstance(original, np.ndarray) or library is None or not hasattr(library, "from_dlpack"):
-        return result
-    return library.from_dlpack(result)
+    foreign = not isinstance(original, np.ndarray) and hasattr(library, "from_dlpack")
+    short = original.dtype if _is_bfloat16(original) else None
+
+    def back(result: Array) -> Any:
+        array = library.from_dlpack(result) if foreign else result  # type: ignore[union-attr]
+        if short is None or result.dtype != np.float32:
+            return array
+        return array.to(short) if hasattr(array, "to") else array.astype(short)
+
+    return back
+
+
+def _is_bfloat16(array: Any) -> bool:
+    return str(getattr(array, "dtype", "")).endswith("bfloat16")
+
+
+def _widened(array: Any) -> Any:
+    """Return a bfloat16 array as float32: NumPy has no name for it, its library converts."""
+    return array.float() if hasattr(array, "float") else array.astype("float32")
 
 
 def kernels_for(array: Any) -> ModuleType:

@@ -151,11 +151,11 @@ def test_a_wrong_part_is_named_at_once(place, part, message):
         GradientExchange(*parts)
 
 
-def test_a_collective_that_does_not_block_is_named():
+def test_a_collective_that_returns_no_sum_is_named():
     exchange = GradientExchange(
         types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), lambda vector, comm: object()
     )
-    with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector.*one that blocks"):
+    with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector.*or a Request for one"):
         exchange(np.ones(2))
 
 

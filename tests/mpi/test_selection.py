@@ -159,7 +159,7 @@ def test_supports_that_differ_raise_everywhere(comm):
         assert aligned_allreduce(SparseVector([0], [2.0], 9), comm).values.tolist() == [2]
         return
     with pytest.raises(CollectiveError, match="the supports differ: one on rank 0, another on rank"):
-        aligned_allreduce(SparseVector([comm.rank > 0], [1.0], 9), comm)
+        aligned_allreduce(SparseVector([int(comm.rank > 0)], [1.0], 9), comm)
 
 
 @pytest.mark.parametrize("width", [None, 2])

@@ -51,7 +51,9 @@ def test_rows_are_counted_too(comm, width):
 @pytest.mark.at_least(2)
 def test_votes_on_some_ranks_only_raise_everywhere(comm):
     vector = bring("random", comm.rank, comm.size)
-    with pytest.raises(CollectiveError, match="votes must be the same on all ranks, got False on rank 0; of numbers on"):
+    with pytest.raises(
+        CollectiveError, match="votes must be the same on all ranks, got False on rank 0; of numbers on"
+    ):
         sparse_allreduce(vector, comm, votes=comm.rank > 0, algorithm="split_allgather")
     with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="votes is 1: expected True or False"):
         sparse_reduce(vector, comm, votes=1 if comm.rank == 0 else True)

@@ -1,0 +1,184 @@
+"""Named tensors and the buckets they travel in: made once, from what all ranks said they have.
+
+The rules, in the order in which they apply:
+
+1. The order of the tensors is that of rank 0: the order in which its gradients came in the first step, or were
+   registered. Buckets start in that order on all ranks, whatever the order later is.
+2. A tensor of fewer than `small` numbers travels dense where there is a dense collective, in one bucket for each dtype,
+   behind the others. Where there is none, the small tensors of a bucket are one vector: their entries compete.
+3. Every other tensor is a vector of its own, with a compressor and a feedback of its own.
+4. A bucket takes tensors of one dtype until it has `bucket_nbytes`; a tensor is never divided.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import kind_of, to_values
+from mpicomp.compressors.dense import Dense
+from mpicomp.errors import CollectiveError
+from mpicomp.exchange.bucket import Bucket, Collective
+from mpicomp.exchange.pipeline import Pipeline
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of a tensor before its gradients come. dtype: in which it is exchanged."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    back: Callable[[Array], Any]
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the dtype in which it is exchanged."""
+        return self.size * self.dtype.itemsize
+
+    def flat(self, array: Any) -> Array:
+        """Return a gradient of this tensor as one vector; ValueError when it has another shape or dtype."""
+        if array is None:
+            return np.zeros(self.size, self.dtype)
+        given, values = described(self.name, array)
+        if (given.shape, given.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"{self.name} is {given.dtype} of shape {given.shape}: expected {self.dtype} of shape {self.shape} as "
+                "at first"
+            )
+        return np.ascontiguousarray(values).reshape(-1)
+
+    def restore(self, flat: Array) -> Any:
+        """Return a vector in the shape of this tensor, and as its kind of array."""
+        return self.back(flat.reshape(self.shape))
+
+
+def described(name: str, array: Any) -> tuple[Tensor, Array]:
+    """Return what is known of an array, and its values; what is raised names the tensor."""
+    try:
+        values = to_values(array)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from error
+    return Tensor(name, values.shape, values.dtype, kind_of(array)), values
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How tensors become buckets; see the module. make: returns the pipeline of a tensor, or of the small ones."""
+
+    make: Callable[[Tensor | None], Pipeline]
+    collective: Collective
+    dense: Collective | None
+    small: int
+    bucket_nbytes: int
+
+
+class Station:
+    """A bucket, and whose gradients it waits for: for each of its pipelines the tensors that are one vector there."""
+
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor]], pipelines: Sequence[Pipeline], collective: Collective, **how: bool
+    ) -> None:
+        self.groups = groups
+        self.names = {tensor.name for group in groups for tensor in group}
+        lengths = [sum(tensor.size for tensor in group) for group in groups]
+        self.bucket = Bucket(pipelines, lengths, collective, **how)
+
+    def flats(self, arrays: Mapping[str, Any]) -> list[Array | Exception]:
+        """Return the vector of each pipeline, or why there is none; a tensor without an array counts as zero."""
+        return [_joined(group, arrays) for group in self.groups]
+
+    def restore(self, results: Sequence[Array]) -> dict[str, Any]:
+        """Return what the caller gets, by name."""
+        return {
+            tensor.name: tensor.restore(part)
+            for group, result in zip(self.groups, results, strict=True)
+            for tensor, part in zip(group, divided(result, [tensor.size for tensor in group]), strict=True)
+        }
+
+
+def divided(flat: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return views of a vector: its parts of these sizes."""
+    return np.split(flat, np.cumsum(sizes)[:-1])
+
+
+def build(tensors: Sequence[Tensor], rules: Rules) -> list[Station]:
+    """Return the buckets of tensors, in the order in which they start."""
+    small = [tensor for tensor in tensors if rules.dense is not None and tensor.size < rules.small]
+    stations: list[Station] = []
+    waiting: list[Tensor] = []
+    for tensor in (tensor for tensor in tensors if tensor not in small):
+        if waiting and (tensor.dtype != waiting[0].dtype or _nbytes([*waiting, tensor]) > rules.bucket_nbytes):
+            stations.append(_station(waiting, rules))
+            waiting = []
+        waiting.append(tensor)
+    if waiting:
+        stations.append(_station(waiting, rules))
+    for dtype in dict.fromkeys(tensor.dtype for tensor in small):
+        stations.append(_dense_station([tensor for tensor in small if tensor.dtype == dtype], rules))
+    return stations
+
+
+def _station(tensors: Sequence[Tensor], rules: Rules) -> Station:
+    groups = [[tensor] for tensor in tensors if tensor.size >= rules.small]
+    fused = [tensor for tensor in tensors if tensor.size < rules.small]
+    pipelines = [rules.make(group[0]) for group in groups]
+    if fused:
+        groups, pipelines = [*groups, fused], [*pipelines, rules.make(None)]
+    return Station(groups, pipelines, rules.collective)
+
+
+def _dense_station(tensors: Sequence[Tensor], rules: Rules) -> Station:
+    assert rules.dense is not None
+    pipeline = rules.make(None)
+    pipeline.compressor, pipeline.downlink = Dense(), None
+    return Station([tensors], [pipeline], rules.dense, dense=True)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _joined(group: Sequence[Tensor], arrays: Mapping[str, Any]) -> Array | Exception:
+    try:
+        parts = [tensor.flat(arrays.get(tensor.name)) for tensor in group]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    except Exception as error:  # whatever it is: the other ranks have to hear of it
+        return error
+
+
+def agreed(tensors: Sequence[Tensor] | Exception, comm: Any) -> list[Tensor]:
+    """Return this rank's tensors in the order of rank 0, once all ranks have said what they have: one allgather.
+
+    Raises this rank's error where it brings one, and CollectiveError on all others; CollectiveError on every rank when
+    names, shapes or dtypes differ.
+    """
+    if isinstance(tensors, Exception):
+        comm.allgather(str(tensors))
+        raise tensors
+    everyone = comm.allgather({tensor.name: (tensor.shape, str(tensor.dtype)) for tensor in tensors})
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise CollectiveError(f"rank {rank}: {theirs}")
+        for name in (everyone[0] | theirs) if isinstance(everyone[0], dict) else ():
+            if theirs.get(name) != everyone[0].get(name):
+                raise CollectiveError(
+                    f"all ranks must have the same tensors: {name!r} is {_shown(everyone[0].get(name))} on rank 0, and "
+                    f"{_shown(theirs.get(name))} on rank {rank}"
+                )
+    here = {tensor.name: tensor for tensor in tensors}
+    return [here[name] for name in everyone[0]]
+
+
+def _shown(tensor: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[1]} of shape {tensor[0]}"

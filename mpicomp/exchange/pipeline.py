@@ -1,0 +1,83 @@
+"""One vector's way on this rank: correct, compress, and once the ranks' sum is there, keep and put back.
+
+Invariant: what the feedback holds changes in `commit` alone, and `roll_back` gives the compressor back what it held
+before `send`. So a step that fails anywhere, on any rank, leaves all of them as they were.
+"""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from mpicomp.compressors.protocol import Compressor, innermost
+from mpicomp.feedback import Feedback
+from mpicomp.vector import SparseVector
+
+Array = NDArray[Any]
+
+
+class Pipeline:
+    """A compressor and a feedback that serve one vector, and, with two-way compression, the server's."""
+
+    def __init__(self, compressor: Compressor, feedback: Feedback, downlink: Any = None) -> None:
+        self.compressor, self.feedback, self.downlink = compressor, feedback, downlink
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    @property
+    def talks(self) -> bool:
+        """Whether compressing means talking to the other ranks, who then know of an error."""
+        return hasattr(innermost(self.compressor), "fail")
+
+    @property
+    def observes(self) -> bool:
+        """Whether the compressor looks at the ranks' sum, and may ask for votes."""
+        return hasattr(innermost(self.compressor), "observe")
+
+    def send(self, flat: Array | Exception) -> SparseVector:
+        """Return what travels of a gradient (1-d); an exception in its place is raised, and told where ranks talk."""
+        self._held = [(vars(part), dict(vars(part))) for part in _chain(self.compressor)]
+        try:
+            if isinstance(flat, Exception):
+                raise flat
+            self._corrected = self.feedback.correct(flat)
+        except Exception as error:
+            if self.talks:
+                innermost(self.compressor).fail(error)
+            raise
+        self._sent = self.compressor.compress(self._corrected, gradient=flat)
+        return self._sent
+
+    def receive(self, mean: SparseVector, rejected: SparseVector | None, votes: Array | None) -> None:
+        """Take the ranks' mean (or sum), what came back of what was sent, and each entry's share of the votes."""
+        if self.observes:
+            innermost(self.compressor).observe(mean, votes)
+        self._mean = mean if self.downlink is None else self.downlink.compress(mean)
+        self._rejected = rejected
+
+    def commit(self) -> Array:
+        """Keep what did not travel, and return what the caller gets, 1-d."""
+        self.feedback.keep(self._corrected, self._sent, self._rejected)
+        if self.downlink is not None:
+            self.downlink.keep()
+        result = self.feedback.result(self._mean)
+        self.forget()
+        return result
+
+    def roll_back(self) -> None:
+        """Be as before `send`."""
+        for state, before in self._held:
+            state.clear()
+            state.update(before)
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no array of the step."""
+        self._corrected = self._sent = self._mean = self._rejected = None  # type: ignore[assignment]
+        self._held = []
+
+
+def _chain(compressor: Any) -> list[Any]:
+    """Return the compressor and those it is wrapped around, as far as they have a state."""
+    chain = [compressor]
+    while hasattr(chain[-1], "compressor"):
+        chain.append(chain[-1].compressor)
+    return [part for part in chain if hasattr(part, "__dict__")]
