@@ -96,8 +96,10 @@ def _is_bfloat16(array: Any) -> bool:
 
 
 def _widened(array: Any) -> Any:
-    """Return a bfloat16 array as float32: NumPy has no name for it, its library converts."""
-    return array.float() if hasattr(array, "float") else array.astype("float32")
+    """Return a bfloat16 array as float32, where its library can: NumPy has no name for it."""
+    if hasattr(array, "float"):
+        return array.float()
+    return array.astype("float32") if hasattr(array, "astype") else array
 
 
 def kernels_for(array: Any) -> ModuleType:

@@ -115,3 +115,28 @@ def test_jax_arrays():
     array = jax.numpy.arange(4.0)
     assert to_host(array).tolist() == [0, 1, 2, 3]
     assert isinstance(like(np.arange(3.0, dtype=np.float32), array), jax.Array)
+
+
+def test_bfloat16_comes_in_as_float32_and_goes_back_rounded():
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([1.0, 2.5, -3.0], dtype=torch.bfloat16, requires_grad=True)
+    host = to_host(tensor)
+    assert (host.dtype, host.tolist()) == (np.float32, [1, 2.5, -3])
+    back = like(np.array([1.0, 1 + 2**-10], np.float32), tensor)
+    assert (back.dtype, back.tolist()) == (torch.bfloat16, [1, 1])
+
+
+def test_bfloat16_of_numpy():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    array = np.array([1.0, 2.5], bfloat16)
+    assert to_host(array).dtype == np.float32
+    assert like(to_host(array), array).dtype == bfloat16
+
+
+def test_bfloat16_of_jax():
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.array([1.0, 2.5], jax.numpy.bfloat16)
+    assert to_host(array).tolist() == [1, 2.5]
+    back = like(np.ones(2, np.float32), array)
+    assert isinstance(back, jax.Array)
+    assert back.dtype == jax.numpy.bfloat16

@@ -155,7 +155,7 @@ def test_a_collective_that_returns_no_sum_is_named():
     exchange = GradientExchange(
         types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), lambda vector, comm: object()
     )
-    with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector.*or a Request for one"):
+    with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector"):
         exchange(np.ones(2))
 
 

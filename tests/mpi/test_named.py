@@ -1,0 +1,270 @@
+"""GradientExchange of named tensors: in buckets, in any order, started while others travel."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from collectives import (
+    dense_allreduce,
+    dense_iallreduce,
+    gtopk_allreduce,
+    gtopk_iallreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallgather,
+    sparse_iallreduce,
+    traffic,
+)
+from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, NoFeedback, RandomK, SparseVector, TopK
+
+COLLECTIVES = [gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallgather, sparse_iallreduce]
+SHAPES = {"a.weight": (30, 40), "a.bias": (40,), "b.weight": (40, 25), "b.bias": (25,), "scale": ()}
+
+
+def gradients(rank, step, dtype=np.float32):
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def flat(tensors):
+    return np.concatenate([np.ravel(tensors[name]).astype(np.float64) for name in SHAPES])
+
+
+def owed(exchange):
+    """Return what this rank keeps, in the order of the tensors of a bucket."""
+    return sum(
+        float(pipeline.feedback.residual.sum(dtype=np.float64))
+        for pipeline in exchange._pipelines()
+        if getattr(pipeline.feedback, "residual", None) is not None
+    )
+
+
+def residuals(exchange):
+    return [pipeline.feedback.residual.copy() for pipeline in exchange._pipelines()]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("dense", [None, dense_allreduce, dense_iallreduce])
+@pytest.mark.parametrize("bucket_nbytes", [1, 2**25])
+def test_mass_is_conserved_over_steps(comm, collective, dense, bucket_nbytes):
+    settings = {"dense": dense, "small": 100, "bucket_nbytes": bucket_nbytes, "average": False}
+    exchange = GradientExchange(comm, TopK(density=0.05), ErrorFeedback(), collective, **settings)
+    applied, given = 0.0, 0.0
+    for step in range(3):
+        total = exchange(gradients(comm.rank, step))
+        assert {name: array.shape for name, array in total.items()} == SHAPES
+        assert list(total) == list(SHAPES)
+        assert len(set(comm.allgather(flat(total).tobytes()))) == 1
+        applied += flat(total).sum()
+        given += sum(flat(gradients(rank, step)).sum() for rank in range(comm.size))
+        assert applied + comm.allreduce(owed(exchange)) == given
+        if dense is not None:
+            expected = sum(gradients(rank, step)["b.bias"] for rank in range(comm.size))
+            np.testing.assert_array_equal(total["b.bias"], expected)
+
+
+@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_iallreduce])
+def test_each_tensor_is_selected_in_its_own_right(comm, collective):
+    """As if every tensor had an exchange of its own, however they are put into buckets."""
+    alone = {name: GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), sparse_allreduce) for name in SHAPES}
+    together = GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), collective, small=0, bucket_nbytes=6000)
+    assert len(SHAPES) > 2
+    for step in range(3):
+        mine = gradients(comm.rank, step)
+        means = together(mine)
+        for name, array in mine.items():
+            np.testing.assert_array_equal(means[name], alone[name](array))
+    assert [len(station.names) for station in together._stations] == [2, 3]
+
+
+def test_small_tensors_of_a_bucket_compete(comm):
+    exchange = GradientExchange(comm, TopK(k=1), NoFeedback(), sparse_allreduce, small=10)
+    small = {"a": np.array([1.0, 5.0]), "large": np.arange(20.0), "b": np.array([2.0, 3.0])}
+    means = exchange(small)
+    assert means["a"].tolist() == [0, 5]
+    assert means["b"].tolist() == [0, 0]
+    assert np.flatnonzero(means["large"]).tolist() == [19]
+
+
+def test_a_tensor_may_have_a_compressor_and_a_feedback_of_its_own(comm):
+    def choose(name, array):
+        return (TopK(k=array.size), NoFeedback()) if name == "b.weight" else (TopK(k=1), ErrorFeedback())
+
+    exchange = GradientExchange(comm, TopK(k=2), ErrorFeedback(), sparse_allreduce, choose=choose, small=0)
+    means = exchange(gradients(comm.rank, 0))
+    every = [gradients(rank, 0) for rank in range(comm.size)]
+    np.testing.assert_array_equal(means["b.weight"], sum(each["b.weight"] for each in every) / np.float32(comm.size))
+    assert np.count_nonzero(means["a.weight"]) <= comm.size
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_gradients_may_become_ready_in_any_order(comm, collective):
+    """Each rank in its own order: the buckets leave in the order of rank 0 in the first step."""
+    settings = {"small": 0, "bucket_nbytes": 2000, "average": False}
+    exchange = GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), collective, **settings)
+    reference = GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), collective, **settings)
+    reference.register({name: np.zeros(SHAPES[name], np.float32) for name in reversed(SHAPES)})
+    for step in range(4):
+        mine = gradients(comm.rank, step)
+        order = (
+            list(reversed(SHAPES))
+            if step == comm.rank == 0
+            else np.random.default_rng([step, comm.rank]).permutation(list(SHAPES))
+        )
+        for name in order:
+            exchange.start(str(name), mine[name])
+        means, expected = exchange.finish(), reference(mine)
+        for name in SHAPES:
+            np.testing.assert_array_equal(means[name], expected[name])
+
+
+@pytest.mark.at_least(2)
+def test_buckets_leave_before_the_step_ends(comm):
+    exchange = GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), sparse_iallreduce, small=0, bucket_nbytes=1)
+    exchange(gradients(comm.rank, 0))
+    before = traffic(comm).messages
+    exchange.start("a.weight", gradients(comm.rank, 1)["a.weight"])
+    assert traffic(comm).messages > before
+    exchange.finish()
+
+
+@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_iallgather])
+def test_a_tensor_that_is_not_started_counts_as_zero(comm, collective):
+    """What a step does not use, and a rank that has no batch left."""
+    exchange = GradientExchange(comm, TopK(density=1.0), ErrorFeedback(), collective, small=0, average=False)
+    exchange.register(gradients(0, 0))
+    steps = [["a.weight", "scale"], list(SHAPES), []]
+    for step, names in enumerate(steps):
+        used = names if comm.rank else []
+        for name in used:
+            exchange.start(name, gradients(comm.rank, step)[name])
+        totals = exchange.finish()
+        for name, shape in SHAPES.items():
+            parts = [gradients(rank, step)[name] for rank in range(1, comm.size) if name in names]
+            np.testing.assert_array_equal(totals[name], sum(parts, np.zeros(shape)))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("fault", ["not finite", "shape", "dtype", "kind", "name"])
+def test_a_bad_tensor_on_one_rank_raises_everywhere_and_no_residual_changes(comm, collective, fault):
+    settings = {"dense": dense_iallreduce, "small": 30, "bucket_nbytes": 2000, "average": False}
+    compressor = RandomK(density=0.1, seed=3)
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(), collective, **settings)
+    exchange(gradients(comm.rank, 0))
+    before, culprit = residuals(exchange), comm.size - 1
+    mine = gradients(comm.rank, 1)
+    if comm.rank == culprit:
+        bad = mine["b.weight"]
+        bad = {"not finite": bad * np.float32("nan"), "shape": bad.T, "dtype": bad.astype(np.float64)}.get(fault, "b")
+        mine |= {"c" if fault == "name" else "b.weight": bad}
+    with pytest.raises((ValueError, TypeError, KeyError) if comm.rank == culprit else CollectiveError):
+        exchange(mine)
+    for now, then in zip(residuals(exchange), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    totals = exchange(gradients(comm.rank, 1))
+    assert len(set(comm.allgather(flat(totals).tobytes()))) == 1
+    steps = {pipeline.compressor.step for pipeline in exchange._pipelines() if hasattr(pipeline.compressor, "step")}
+    assert steps == {2}, "a step that failed counts for no rank"
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_sum_out_of_range_in_one_bucket_leaves_all_residuals(comm, collective):
+    exchange = GradientExchange(
+        comm, TopK(density=0.1), ErrorFeedback(), collective, small=0, bucket_nbytes=1, average=False
+    )
+    exchange(gradients(comm.rank, 0, np.float16))
+    before = residuals(exchange)
+    mine = gradients(comm.rank, 1, np.float16)
+    mine["b.weight"][:] = 60000
+    exchange(gradients(comm.rank, 1, np.float16)) if comm.size == 1 else None
+    if comm.size == 1:
+        return
+    with pytest.raises(OverflowError, match="leaves the range of float16"):
+        exchange(mine)
+    for now, then in zip(residuals(exchange), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("scale"), r"'scale' is float32 of shape \(\) on rank 0, and missing on rank"),
+        (lambda tensors: tensors.update(more=np.ones(2)), r"'more' is missing on rank 0, and float64 of shape \(2,\)"),
+        (lambda tensors: tensors.update(scale=np.ones(1)), r"'scale' is float32 of shape \(\) on rank 0, and float64"),
+        (lambda tensors: tensors.update(scale=np.ones(1, int)), "scale: values are int64: expected float16"),
+        (lambda tensors: tensors.clear(), "got no tensor: expected at least one array by name"),
+    ],
+)
+def test_tensors_that_differ_raise_everywhere(comm, change, message):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
+    tensors = gradients(comm.rank, 0)
+    if comm.rank == comm.size - 1:
+        change(tensors)
+    own = comm.rank == comm.size - 1 and not message.startswith("'")
+    with pytest.raises((ValueError, TypeError) if own else CollectiveError, match=message):
+        exchange.register(tensors)
+    exchange(gradients(comm.rank, 0))
+
+
+def test_names_are_looked_at_at_once_and_the_step_goes_on(comm):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_iallreduce, small=0)
+    mine = gradients(comm.rank, 0)
+    exchange.register(mine)
+    exchange.start("scale", mine["scale"])
+    with pytest.raises(ValueError, match="'scale' was started before in this step"):
+        exchange.start("scale", mine["scale"])
+    with pytest.raises(KeyError, match="'sale' is none of the tensors of the first step"):
+        exchange.start("sale", mine["scale"])
+    mean = exchange.finish()["scale"]
+    assert mean == np.float32(sum(gradients(rank, 0)["scale"] for rank in range(comm.size)) / comm.size)
+
+
+def test_dtypes_do_not_mix(comm):
+    tensors = {"half": np.ones(50, np.float16), "single": np.ones(50, np.float32), "double": np.ones(50)}
+    exchange = GradientExchange(comm, TopK(k=50), ErrorFeedback(), sparse_iallreduce, small=0)
+    means = exchange(tensors)
+    assert {name: mean.dtype for name, mean in means.items()} == {name: array.dtype for name, array in tensors.items()}
+    assert all((mean == 1).all() for mean in means.values())
+
+
+@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_iallreduce])
+def test_the_log_gets_plain_numbers(comm, collective):
+    heard = []
+    exchange = GradientExchange(
+        comm, TopK(density=0.1), ErrorFeedback(), collective, small=0, log=heard.append, bucket_nbytes=2000
+    )
+    mine = gradients(comm.rank, 0)
+    exchange(mine)
+    (did,) = heard
+    assert did.length == flat(mine).size
+    assert did.sent == sum(max(1, round(0.1 * array.size)) for array in mine.values())
+    assert did.density == did.sent / did.length
+    assert did.nbytes == 8 * did.sent
+    kept = np.concatenate(residuals(exchange))
+    assert did.residual_norm == pytest.approx(np.linalg.norm(kept))
+    assert exchange.residual_norm == did.residual_norm
+    assert min(did.compress_seconds, did.communicate_seconds, did.restore_seconds) > 0
+
+
+def test_an_unnamed_exchange_may_be_nonblocking_too(comm):
+    exchange = GradientExchange(comm, TopK(k=5), ErrorFeedback(), sparse_iallreduce)
+    blocking = GradientExchange(comm, TopK(k=5), ErrorFeedback(), sparse_allreduce)
+    mine = gradients(comm.rank, 0)["a.weight"]
+    np.testing.assert_array_equal(exchange(mine), blocking(mine))
+    with pytest.raises(ValueError if comm.rank == 0 else CollectiveError, match="nan"):
+        exchange(mine * np.float32("nan") if comm.rank == 0 else mine)
+
+
+def test_a_collective_is_any_function(comm):
+    def of_two(vector, comm):
+        half = (
+            vector if isinstance(vector, Exception) else SparseVector(vector.indices, vector.values / 2, vector.length)
+        )
+        return sparse_allreduce(half, comm)
+
+    mean = GradientExchange(comm, TopK(k=3), NoFeedback(), of_two)(np.array([2.0, 4.0, 6.0]))
+    assert mean.tolist() == [1, 2, 3]
+    names = GradientExchange(comm, TopK(k=3), NoFeedback(), partial(sparse_allreduce, algorithm="allgather"))
+    assert names({"x": np.array([2.0, 4.0, 6.0])})["x"].tolist() == [2, 4, 6]
