@@ -24,12 +24,13 @@ from mpicomp.compressors import (
 )
 from mpicomp.errors import CodecError, CollectiveError
 from mpicomp.exchange import GradientExchange, Statistics
-from mpicomp.feedback import ErrorFeedback, Feedback, NoFeedback
+from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead, TwoWay
 from mpicomp.vector import SparseVector
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EF21",
     "AdaComp",
     "AggregationAware",
     "BlockRandomK",
@@ -42,6 +43,7 @@ __all__ = [
     "GaussianK",
     "GradientExchange",
     "MSTopK",
+    "MomentumCorrection",
     "NoFeedback",
     "Quantised",
     "RandomK",
@@ -51,8 +53,10 @@ __all__ = [
     "SampledTopK",
     "SparseVector",
     "Statistics",
+    "StepAhead",
     "Threshold",
     "TopK",
+    "TwoWay",
     "WarmUp",
     "quantise",
 ]
