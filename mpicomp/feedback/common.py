@@ -182,10 +182,8 @@ class Kept:
             return
         got, held = _kinds(arrays), {name: array.dtype for name, array in arrays.items()}
         if not self._fitting(held):
-            fits = " or ".join(str([str(kind) for kind in self._layout(dtype).values()]) for dtype in VALUE_DTYPES)
-            raise ValueError(
-                f"the state has {got}: expected the dtypes {fits} of {list(self._layout(VALUE_DTYPES[0]))}"
-            )
+            fits = " or ".join(str({name: str(kind) for name, kind in self._layout(d).items()}) for d in VALUE_DTYPES)
+            raise ValueError(f"the state has {got}: expected {fits}")
         shapes = {array.shape for array in arrays.values()}
         if len(shapes) > 1 or len(*shapes) != 1:
             raise ValueError(f"the state has {got}: expected arrays of one shape (n,)")

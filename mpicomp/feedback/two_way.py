@@ -1,7 +1,8 @@
 """Two-way compression: the aggregate is compressed again, and a residual of the server keeps the rest.
 
-Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with double-pass
-error-compensated compression", ICML 2019 (arXiv 1905.05957); with step-ahead error feedback: arXiv 2008.05823.
+Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
+double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957); with step-ahead error feedback: arXiv
+2008.05823.
 
     q = s + mean D,   o = C(q),   s = q - o
 
