@@ -167,7 +167,7 @@ class Kept:
         numbers, arrays = set(self._numbers), set(self._layout(VALUE_DTYPES[0]))
         if given not in (numbers, numbers | arrays):
             raise ValueError(
-                f"the state has {sorted(given)}: expected {sorted(numbers | arrays)} of a {type(self).__name__} with "
+                f"the state has {sorted(given)}: expected {sorted(numbers | arrays)} of {type(self).__name__} with "
                 f"these settings, or {sorted(numbers)} of one that has kept nothing"
             )
 
