@@ -25,12 +25,13 @@ from mpicomp.compressors import (
 )
 from mpicomp.errors import CodecError, CollectiveError
 from mpicomp.exchange import GradientExchange, Statistics
-from mpicomp.feedback import ErrorFeedback, Feedback, NoFeedback
+from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead, TwoWay
 from mpicomp.vector import SparseVector
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EF21",
     "AdaComp",
     "AggregationAware",
     "BlockRandomK",
@@ -44,6 +45,7 @@ __all__ = [
     "GaussianK",
     "GradientExchange",
     "MSTopK",
+    "MomentumCorrection",
     "NoFeedback",
     "Quantised",
     "RandomK",
@@ -53,8 +55,10 @@ __all__ = [
     "SampledTopK",
     "SparseVector",
     "Statistics",
+    "StepAhead",
     "Threshold",
     "TopK",
+    "TwoWay",
     "WarmUp",
     "quantise",
 ]

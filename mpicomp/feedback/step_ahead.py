@@ -1,0 +1,126 @@
+"""Step-ahead error feedback: evaluate the gradient where the model will be once this rank's residual has been applied.
+
+Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training with compressed gradient", AAAI
+2021 (arXiv 2008.05823), with its error averaging.
+
+    y = x - e                  the point of the next gradient g: `ahead(x)`
+    m = mu m + g
+    p = eta m + e,  D = C(p),  e = p - D
+    x -= mean D                the exchange hands out mean D: an update
+
+The model is tested at x, not at y. Every `averaging_period` steps the ranks' residuals are replaced by their mean.
+
+Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and it also takes up
+what the collective rejects. The server's half of its two-way compression is in `mpicomp.feedback.two_way`.
+
+Invariants: residual after + sent - rejected = residual before + eta m; averaging leaves the sum over the ranks as it
+was. So with s the server's residual the virtual iterate xbar = x - mean e - s obeys xbar' = xbar - eta mean m.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import like, to_values
+from mpicomp.feedback.common import Kept, Layout, wide
+from mpicomp.vector import SparseVector
+
+
+class StepAhead(Kept):
+    """Keep the residual of the update, and a momentum of the gradients.
+
+    rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1. averaging_period: steps from one
+    error averaging to the next, at least 1; None for none.
+
+    The exchange hands out an update: subtract it from the model as it is. The residual is in update units and stays
+    what it is when the rate changes: `rescale` changes nothing. It has the dtype of the gradients; so has the momentum,
+    but for float16 it is float32. Updates are small: in float16 those below 6e-8 vanish.
+
+    Raises ValueError for a setting out of range.
+    """
+
+    _in_gradient_units = ()
+    _numbers = "rate", "since_averaging"
+
+    def __init__(self, rate: float, momentum: float = 0.0, averaging_period: int | None = None) -> None:
+        super().__init__()
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum is {momentum!r}: expected 0 <= momentum <= 1")
+        if averaging_period is not None and averaging_period < 1:
+            raise ValueError(f"averaging_period is {averaging_period!r}: expected at least 1, or None")
+        self.rate, self.momentum, self.averaging_period = rate, float(momentum), averaging_period
+        self.since_averaging = 0
+
+    @property
+    def rate(self) -> float:
+        """The learning rate eta of the next step."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"rate is {rate!r}: expected a learning rate above 0")
+        self._rate = float(rate)  # a NumPy scalar would widen float32
+
+    def ahead(self, x: Any) -> Any:
+        """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.
+
+        x: the model, n values in an array of any shape in main memory; ValueError for another number of values.
+        """
+        values = to_values(x)
+        if not self._begun:
+            return like(values.copy(), x)
+        residual = self._arrays["residual"]
+        if values.size != residual.size:
+            raise ValueError(f"x has {values.size} values: expected {residual.size} as in the gradients")
+        return like((values - residual.reshape(values.shape)).astype(values.dtype, copy=False), x)
+
+    def correct(self, gradient: NDArray[Any]) -> NDArray[Any]:
+        """Return eta m + e for the new m; m and e stay as they are. See `ErrorFeedback.correct` for what is raised."""
+        self._stage(gradient)
+        corrected = self._spare("residual")
+        velocity = gradient
+        if self.momentum:
+            velocity = np.multiply(self._arrays["velocity"], self.momentum, out=self._spare("velocity"))
+            velocity += gradient
+        np.multiply(velocity, self.rate, out=corrected, casting="same_kind")
+        corrected += self._arrays["residual"]
+        return corrected
+
+    def keep(self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None) -> None:
+        """Make corrected - sent + rejected the new residual; see `Feedback.keep`."""
+        self._settle(corrected, sent, rejected)
+        self._swap("residual", corrected)
+        if self.momentum:
+            self._swap("velocity", self._spares["velocity"])
+        self.since_averaging += 1
+
+    @property
+    def averaging_due(self) -> bool:
+        """Whether the residuals are to be averaged now: `averaging_period` steps were kept since they last were."""
+        return self.averaging_period is not None and self.since_averaging >= self.averaging_period
+
+    def averaged(self, mean_residual: NDArray[Any]) -> None:
+        """Take the mean of all ranks' residuals in place of one's own; its values are copied.
+
+        mean_residual: shape (n,), the same bits on every rank. Raises ValueError for another shape, for what is not
+        finite, and before the first step.
+        """
+        residual = self.residual
+        if residual is None or mean_residual.shape != residual.shape:
+            expected = "no residual yet" if residual is None else f"shape {residual.shape}"
+            raise ValueError(f"mean_residual has shape {mean_residual.shape}: expected {expected}")
+        if not np.isfinite(mean_residual).all():
+            raise ValueError("mean_residual has a value that is not finite: expected a mean of residuals")
+        np.copyto(self._arrays["residual"], mean_residual, casting="same_kind")
+        self.since_averaging, self._staged = 0, False
+
+    def reset(self) -> None:
+        """Forget residual and momentum, and count the steps to the next averaging from here; the rate stays."""
+        super().reset()
+        self.since_averaging = 0
+
+    def _layout(self, dtype: np.dtype[Any]) -> Layout:
+        return {"residual": dtype} | ({"velocity": wide(dtype)} if self.momentum else {})

@@ -1,0 +1,60 @@
+"""Two-way compression: the aggregate is compressed again, and a residual of the server keeps the rest.
+
+Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
+double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957); with step-ahead error feedback: arXiv
+2008.05823.
+
+    q = s + mean D,   o = C(q),   s = q - o
+
+Differences from the papers: there is no server. Every rank holds the same aggregate, so every rank does the same work
+and gets the same bits of o and s; nothing has to be sent. Where one rank acts as a server it alone needs the object.
+
+Invariant: s after + o = s before + mean, exactly where the additions are exact.
+"""
+
+import numpy as np
+
+from mpicomp.arrays import kernels_for
+from mpicomp.compressors import Compressor
+from mpicomp.feedback.common import Array, Kept
+from mpicomp.vector import SparseVector
+
+
+class TwoWay(Kept):
+    """Compress what the ranks sent once more, with a residual of its own.
+
+    compressor: an object of its own on every rank, with the same settings, not the one that compresses the gradient.
+
+    A step is `compress`, then `keep` once the result is certain to be used. The residual has the units of what the
+    ranks send: `rescale` it where they send gradients, not where they send updates (`StepAhead`).
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        super().__init__()
+        self.compressor = compressor
+        self._step: tuple[Array, SparseVector] | None = None
+
+    def compress(self, mean: SparseVector) -> SparseVector:
+        """Return what is to be used in place of `mean`, sparse or dense; the residual stays as it is.
+
+        mean: of numbers, of the length and dtype of the calls before, else ValueError. Raises what the compressor
+        raises. Called twice without `keep` it gives the same twice, if the compressor does.
+        """
+        self._step = None  # its buffer is written to
+        fresh = mean.to_dense()  # for the compressors that look at it, and it tells length and dtype
+        self._stage(fresh)
+        total = self._spare("residual")
+        np.copyto(total, self._arrays["residual"])
+        kernels_for(total).scatter_add(total, mean.indices, mean.values)
+        result = self.compressor.compress(total, gradient=fresh)
+        self._step = total, result
+        return result
+
+    def keep(self) -> None:
+        """Make s + mean - o of the last `compress` the new residual; RuntimeError when there was none since."""
+        if self._step is None:
+            raise RuntimeError("keep without compress: call compress before each keep")
+        total, result = self._step
+        self._settle(total, result, None)
+        self._swap("residual", total)
+        self._step = None

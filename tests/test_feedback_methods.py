@@ -1,0 +1,531 @@
+"""Each feedback method against its rule in dense NumPy, and what all promise: a failed step changes nothing, a restart
+has the same bits. The values are integers and halves, so that sums are exact.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from mpicomp import (
+    EF21,
+    AdaComp,
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    Quantised,
+    RandomK,
+    SparseVector,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
+
+LENGTH = 40
+METHODS = {
+    "none": NoFeedback,
+    "error feedback": ErrorFeedback,
+    "momentum": partial(MomentumCorrection, 0.5),
+    "whole momentum": partial(MomentumCorrection, 1.0),
+    "nesterov": partial(MomentumCorrection, 0.5, nesterov=True),
+    "unmasked": partial(MomentumCorrection, 0.5, masking=False),
+    "clipped": partial(MomentumCorrection, 0.5, clip=8.0, ranks=4),
+    "step ahead": partial(StepAhead, 0.5),
+    "step ahead, momentum": partial(StepAhead, 1.0, 0.5, averaging_period=3),
+    "EF21": EF21,
+    "EF21, momentum": partial(EF21, 0.5),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+every_keeping_method = pytest.mark.parametrize("method", list(METHODS.values())[1:], ids=list(METHODS)[1:])
+
+
+def integers(step, rank=0, dtype=np.float64):
+    return np.random.default_rng([step, rank]).integers(-9, 10, LENGTH).astype(dtype)
+
+
+def normal(step, rank=0, dtype=np.float64):
+    return np.random.default_rng([step, rank, 7]).standard_normal(LENGTH).astype(dtype)
+
+
+def dense(vector):
+    return np.zeros(LENGTH) if vector is None else vector.to_dense().astype(np.float64)
+
+
+def one_step(feedback, gradient, compressor, reject=0):
+    """Return what was corrected, sent and rejected (the first `reject` entries) as dense vectors, and the result."""
+    corrected = feedback.correct(gradient)
+    assert corrected.dtype == gradient.dtype
+    before = corrected.astype(np.float64)
+    sent = compressor.compress(corrected, gradient=gradient)
+    rejected, arrived = sent.divide(np.arange(min(reject, sent.nnz)))
+    feedback.keep(corrected, sent, rejected if reject else None)
+    return before, dense(sent), dense(rejected), feedback.result(arrived)
+
+
+def state_of(feedback):
+    return {name: (array.dtype, array.shape, array.tobytes()) for name, array in feedback.state_dict().items()}
+
+
+# What holds for every method.
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_second_correct_gives_the_same_and_changes_nothing(method, dtype):
+    feedback = method()
+    for step in range(3):
+        before = state_of(feedback)
+        gradient = normal(step, dtype=dtype)
+        kept = gradient.copy()
+        feedback.correct(normal(9, dtype=dtype))  # a step that fails
+        first = feedback.correct(gradient).copy()
+        corrected = feedback.correct(gradient)
+        assert first.tobytes() == corrected.tobytes()
+        assert state_of(feedback) == before
+        np.testing.assert_array_equal(gradient, kept)
+        feedback.keep(corrected, TopK(k=5).compress(corrected), None)
+        assert feedback.result(SparseVector.empty(LENGTH, dtype)).dtype == dtype
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_restart_continues_with_the_same_bits(method, dtype, tmp_path):
+    one, compressor = method(), TopK(k=5)
+    for step in range(4):
+        one_step(one, normal(step, dtype=dtype), compressor, reject=step % 3)
+    np.savez(tmp_path / "state.npz", **one.state_dict())
+    other = method()
+    with np.load(tmp_path / "state.npz") as stored:
+        other.load_state_dict(stored)
+    assert state_of(one) == state_of(other)
+    for step in range(4, 8):
+        ours, theirs = (one_step(each, normal(step, dtype=dtype), compressor, reject=step % 3) for each in (one, other))
+        assert [array.tobytes() for array in ours] == [array.tobytes() for array in theirs]
+    assert state_of(one) == state_of(other)
+
+
+@every_method
+def test_a_fresh_state_can_be_saved_and_loaded_too(method):
+    begun, fresh = method(), method()
+    one_step(begun, normal(0), TopK(k=5))
+    begun.load_state_dict(fresh.state_dict())
+    assert state_of(begun) == state_of(fresh)
+    assert begun.residual is None
+    assert begun.correct(np.ones(3, np.float32)).shape == (3,)
+
+
+@every_keeping_method
+def test_the_state_is_a_copy_both_ways(method):
+    feedback = method()
+    one_step(feedback, normal(0), TopK(k=5))
+    saved = feedback.state_dict()
+    before = state_of(feedback)
+    for array in saved.values():
+        array.fill(3)
+    assert state_of(feedback) == before
+    feedback.load_state_dict(saved)
+    loaded = state_of(feedback)
+    for array in saved.values():
+        array.fill(5)
+    assert state_of(feedback) == loaded
+
+
+def without_one(state, name):
+    return {key: array for key, array in state.items() if key != name}
+
+
+def of_all(change):
+    """Return the change of every array of a state, numbers left alone."""
+    return lambda state, name: {key: change(array) if array.ndim else array for key, array in state.items()}
+
+
+@every_keeping_method
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state, name: {**state, "more": np.ones(LENGTH)}, r"the state has \[.*'more'.*\]: expected \["),
+        (
+            lambda state, name: {**without_one(state, name), "other": np.ones(LENGTH)},
+            r"the state has \[.*'other'.*: expected \[",
+        ),
+        (lambda state, name: {**state, name: state[name].astype(complex)}, r"complex128 of shape \(40,\).*expected {"),
+        (of_all(lambda array: array[:, None]), r"of shape \(40, 1\).*: expected arrays of one shape"),
+        (of_all(lambda array: array * np.inf), "has a value that is not finite"),
+        (of_all(lambda array: array[:9]), r"of shape \(9,\).*: expected .* of shape \(40,\) .*reset\(\) first"),
+        (of_all(np.float64), r"float64 of shape \(40,\).*: expected .*float32 of shape \(40,\).*reset\(\) first"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")  # 0 * inf, on purpose
+def test_a_wrong_state_is_refused_and_changes_nothing(method, change, message):
+    feedback = method()
+    one_step(feedback, normal(0, dtype=np.float32), TopK(k=5))
+    state, before = feedback.state_dict(), state_of(feedback)
+    name = next(name for name, array in state.items() if array.ndim)
+    with pytest.raises(ValueError, match=message):
+        feedback.load_state_dict(change(state, name))
+    assert state_of(feedback) == before
+
+
+def test_the_arrays_of_a_state_have_one_shape_also_in_a_fresh_object():
+    state = {"residual": np.ones(3), "velocity": np.ones(4)}
+    with pytest.raises(ValueError, match=r"of shape \(3,\), velocity .*: expected arrays of one shape"):
+        MomentumCorrection().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rate", np.ones(1), r"rate is float64 of shape \(1,\): expected float64 of shape \(\)"),
+        ("rate", np.float32(1), r"rate is float32 of shape \(\): expected float64"),
+        ("rate", np.array(-1.0), "rate is -1.0: expected a learning rate above 0"),
+        ("since_averaging", np.array(1.0), "since_averaging is float64 .*: expected int64"),
+    ],
+)
+def test_a_wrong_number_in_a_state_is_refused(name, value, message):
+    feedback = StepAhead(0.5, 0.5)
+    one_step(feedback, normal(0), TopK(k=5))
+    before = state_of(feedback)
+    with pytest.raises(ValueError, match=message):
+        feedback.load_state_dict({**feedback.state_dict(), name: value})
+    assert state_of(feedback) == before
+
+
+@every_method
+def test_after_a_reset_it_is_as_new(method):
+    feedback, fresh = method(), method()
+    one_step(feedback, normal(0), TopK(k=5))
+    feedback.reset()
+    assert state_of(feedback) == state_of(fresh)
+    assert feedback.residual is None
+    ours, theirs = (one_step(each, normal(1, dtype=np.float32), TopK(k=5)) for each in (feedback, fresh))
+    assert [array.tobytes() for array in ours] == [array.tobytes() for array in theirs]
+
+
+@every_keeping_method
+def test_misuse_is_named(method):
+    feedback, nothing = method(), SparseVector.empty(LENGTH, np.float64)
+    corrected = feedback.correct(normal(0))
+    with pytest.raises(ValueError, match="got a vector of length 3: expected 40"):
+        feedback.keep(corrected, SparseVector.empty(3, np.float64), None)
+    feedback.keep(corrected, nothing, None)
+    for change in (lambda: None, lambda: feedback.load_state_dict(feedback.state_dict()), lambda: feedback.rescale(2)):
+        change()
+        with pytest.raises(RuntimeError, match="keep without correct"):
+            feedback.keep(corrected, nothing, None)
+    for other in (np.ones(4), np.ones(LENGTH, np.float32)):
+        message = rf"the gradient is .*: expected float64 of shape \(40,\).*use one {type(feedback).__name__} for each"
+        with pytest.raises(ValueError, match=message):
+            feedback.correct(other)
+    with pytest.raises(ValueError, match=r"the gradient is float64 of shape \(2, 2\): expected float16 or float32 or"):
+        method().correct(np.ones((2, 2)))
+
+
+@every_method
+def test_rescale_scales_what_is_owed_in_gradient_units_and_nothing_else(method):
+    feedback = method()
+    feedback.rescale(2.0)
+    one_step(feedback, integers(0), TopK(k=5))
+    before = feedback.state_dict()
+    feedback.rescale(0.5)
+    scaled = isinstance(feedback, ErrorFeedback | MomentumCorrection)
+    for name, array in feedback.state_dict().items():
+        np.testing.assert_array_equal(array, before[name] * (0.5 if scaled and name == "residual" else 1))
+    for factor in (0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="expected the old learning rate over the new one"):
+            feedback.rescale(factor)
+
+
+def test_rescale_refuses_what_leaves_the_range():
+    feedback = ErrorFeedback()
+    one_step(feedback, np.full(LENGTH, 3e4, np.float16), TopK(k=5))
+    before = state_of(feedback)
+    with pytest.raises(OverflowError, match="the residual times 3 leaves the range of float16"):
+        feedback.rescale(3)
+    assert state_of(feedback) == before
+
+
+@every_keeping_method
+def test_a_step_allocates_no_vector(method):
+    """After the second step the same buffers take turns."""
+    feedback, seen = method(), []
+    for step in range(8):
+        corrected = feedback.correct(normal(step))
+        seen.append(corrected.ctypes.data)
+        feedback.keep(corrected, TopK(k=5).compress(corrected), None)
+    assert len(set(seen)) <= 2
+
+
+# Momentum correction.
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_momentum_correction_follows_its_rule(nesterov, masking, dtype):
+    feedback = MomentumCorrection(0.5, nesterov=nesterov, masking=masking)
+    u, v = np.zeros(LENGTH), np.zeros(LENGTH)
+    for step in range(6):
+        g = integers(step, dtype=dtype)
+        u = 0.5 * (u + g) if nesterov else 0.5 * u + g
+        p, sent, rejected, _ = one_step(feedback, g, TopK(k=9), reject=4 * (step % 2))
+        np.testing.assert_array_equal(p, v + u + (g if nesterov else 0))
+        v = p - sent + rejected
+        if masking:
+            u = np.where((sent != 0) & (rejected == 0), 0, u)
+        np.testing.assert_array_equal(feedback.residual, v)
+        np.testing.assert_array_equal(feedback.velocity, u)
+
+
+@pytest.mark.parametrize("sparse_gradient", [False, True])
+def test_with_dense_momentum_correction_is_plain_momentum_sgd(sparse_gradient):
+    """Also where entries are zero, which never travel."""
+    feedback, u = MomentumCorrection(0.5), np.zeros(LENGTH)
+    for step in range(5):
+        g = integers(step) * (np.arange(LENGTH) % 4 == 0 if sparse_gradient else 1)
+        u = 0.5 * u + g
+        result = one_step(feedback, g, Dense())[-1]
+        np.testing.assert_array_equal(result, u)
+        np.testing.assert_array_equal(feedback.velocity, u)
+        assert not feedback.residual.any()
+
+
+def test_what_travels_rounded_is_masked_and_leaves_its_error():
+    feedback = MomentumCorrection(0.5)
+    corrected = feedback.correct(np.array([1.25, 5.0]))
+    feedback.keep(corrected, SparseVector([0], [1.0], 2), None)
+    assert feedback.residual.tolist() == [0.25, 5]
+    assert feedback.velocity.tolist() == [0, 5]
+
+
+def test_what_others_hand_back_to_this_rank_leaves_its_momentum_alone():
+    feedback = MomentumCorrection(0.5)
+    corrected, sent = feedback.correct(np.array([4.0, 1.0, 6.0])), SparseVector([0, 2], [4.0, 6.0], 3)
+    feedback.keep(corrected, sent, SparseVector([1, 2], [7.0, 6.0], 3))
+    assert feedback.residual.tolist() == [0, 8, 6]
+    assert feedback.velocity.tolist() == [0, 1, 6]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_the_local_gradient_is_clipped_by_its_norm_as_one_vector(dtype, scale):
+    feedback = MomentumCorrection(0.9, clip=6.0, ranks=9)
+    g = (scale * normal(0)).astype(dtype)
+    clipped = feedback.correct(g).astype(np.float64)
+    norm = np.linalg.norm(g.astype(np.float64))
+    np.testing.assert_allclose(clipped, g * min(1.0, 2.0 / norm), rtol=2 * np.finfo(dtype).eps, atol=1e-7)
+
+
+def test_clipping_survives_squares_that_overflow():
+    clipped = MomentumCorrection(0.9, clip=2.0, ranks=4).correct(np.full(4, 1e200))
+    np.testing.assert_allclose(clipped, 0.5, rtol=1e-14)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_clipping_leaves_a_value_that_is_not_finite_where_it_is(bad):
+    g = normal(0)
+    g[17] = bad
+    with pytest.raises(ValueError, match=r"values\[17\] is"):
+        TopK(k=3).compress(MomentumCorrection(0.9, clip=1.0, ranks=2).correct(g))
+
+
+def test_a_velocity_for_float16_gradients_is_kept_in_float32():
+    """In float16, as in `half`, it would stop 2 to 5 % below its limit g / (1 - m)."""
+    feedback, half = MomentumCorrection(0.99), np.float16(0)
+    for _ in range(2000):
+        one_step(feedback, np.full(LENGTH, 0.3, np.float16), Dense())
+        half = np.float16(0.99 * float(half)) + np.float16(0.3)
+    limit = float(np.float16(0.3)) / (1 - 0.99)
+    assert feedback.velocity.dtype == np.float32
+    assert abs(feedback.velocity[0] / limit - 1) < 1e-4
+    assert half / limit < 0.98
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MomentumCorrection(1.5), "momentum is 1.5: expected 0 <= momentum <= 1"),
+        (lambda: MomentumCorrection(clip=0.0, ranks=2), "clip is 0.0: expected a norm above 0"),
+        (lambda: MomentumCorrection(clip=1.0), "ranks is None: clip needs the number of ranks"),
+        (lambda: StepAhead(0.0), "rate is 0.0: expected a learning rate above 0"),
+        (lambda: StepAhead(1.0, -0.1), "momentum is -0.1"),
+        (lambda: StepAhead(1.0, averaging_period=0), "averaging_period is 0: expected at least 1"),
+        (lambda: EF21(0.0), "momentum is 0.0: expected 0 < momentum <= 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Step-ahead.
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_step_ahead_follows_its_rule_also_when_the_rate_changes(momentum, dtype):
+    feedback = StepAhead(0.5, momentum)
+    m, e, x = np.zeros(LENGTH), np.zeros(LENGTH), integers(99, dtype=dtype).reshape(8, 5)
+    for step in range(6):
+        feedback.rate = rate = 2.0 ** -(step % 3)
+        g = integers(step, dtype=dtype)
+        ahead = feedback.ahead(x)
+        assert (ahead.shape, ahead.dtype) == (x.shape, x.dtype)
+        assert not np.shares_memory(ahead, x)
+        np.testing.assert_array_equal(ahead.reshape(-1), x.reshape(-1) - e)
+        m = momentum * m + g
+        p, sent, rejected, _ = one_step(feedback, g, TopK(k=9), reject=4 * (step % 2))
+        np.testing.assert_array_equal(p, rate * m + e)
+        e = p - sent + rejected
+        np.testing.assert_array_equal(feedback.residual, e)
+
+
+def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gradient():
+    feedback = StepAhead(np.float64(0.5))
+    assert one_step(feedback, normal(0, dtype=np.float32), TopK(k=5))[-1].dtype == np.float32
+    for dtype in (np.float16, np.float32, np.float64):
+        assert feedback.ahead(np.zeros(LENGTH, dtype)).dtype == dtype
+    with pytest.raises(ValueError, match="x has 3 values: expected 40"):
+        feedback.ahead(np.zeros(3))
+
+
+def test_averaging_is_due_every_period_and_sets_the_residual():
+    feedback, due = StepAhead(1.0, averaging_period=3), []
+    for step in range(9):
+        one_step(feedback, integers(step), TopK(k=5))
+        due.append(feedback.averaging_due)
+        if feedback.averaging_due:
+            mean = integers(100 + step)
+            feedback.averaged(mean)
+            np.testing.assert_array_equal(feedback.residual, mean)
+            mean[:] = 0
+            assert feedback.residual.any()
+            assert not feedback.averaging_due
+    assert due == [False, False, True] * 3
+    before = state_of(feedback)
+    for wrong, message in [(np.zeros(3), r"shape \(3,\): expected shape"), (np.full(LENGTH, np.nan), "not finite")]:
+        with pytest.raises(ValueError, match=message):
+            feedback.averaged(wrong)
+    assert state_of(feedback) == before
+    with pytest.raises(ValueError, match="expected no residual yet"):
+        StepAhead(1.0).averaged(np.zeros(3))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("period", [None, 4])
+@pytest.mark.parametrize("two_way", [False, True])
+@pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
+def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size, period, two_way, compressor):
+    rate, momentum = 0.05, 0.9
+    ranks = [(StepAhead(rate, momentum, period), compressor()) for _ in range(size)]
+    server, x, velocity = TwoWay(TopK(k=3)), normal(5), np.zeros(LENGTH)
+    virtual = x.copy()
+    for step in range(40):
+        points = [each.ahead(x) for each, _ in ranks]
+        gradients = [0.1 * (y - normal(3, rank)) + normal(step, rank) for rank, y in enumerate(points)]
+        arrived = [one_step(each, g, compress) for (each, compress), g in zip(ranks, gradients, strict=True)]
+        mean = SparseVector.from_dense(sum(sent for _, sent, _, _ in arrived) / size)
+        if two_way:
+            mean = server.compress(mean)
+            server.keep()
+        if ranks[0][0].averaging_due:
+            owed = sum(each.residual for each, _ in ranks) / size
+            for each, _ in ranks:
+                each.averaged(owed)
+        x = x - mean.to_dense()
+        velocity = momentum * velocity + sum(gradients) / size
+        virtual = virtual - rate * velocity
+        owed = sum(each.residual for each, _ in ranks) / size + (server.residual if two_way else 0)
+        np.testing.assert_allclose(x - owed, virtual, rtol=0, atol=1e-13)
+
+
+# EF21.
+
+
+@pytest.mark.parametrize("b", [1.0, 0.5])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ef21_follows_its_rule_and_all_hold_the_mean_of_what_they_hold_of_each(b, size):
+    ranks = [EF21(b) for _ in range(size)]
+    v, h, aggregate = np.zeros((size, LENGTH)), np.zeros((size, LENGTH)), np.zeros(LENGTH)
+    for step in range(6):
+        arrived = []
+        for rank, feedback in enumerate(ranks):
+            g = integers(step, rank)
+            v[rank] = g if step == 0 else (1 - b) * v[rank] + b * g
+            corrected = feedback.correct(g)
+            np.testing.assert_array_equal(corrected, v[rank] - h[rank])
+            sent = TopK(k=9).compress(corrected)
+            rejected, rest = sent.divide(np.arange(2 * (step % 2)))
+            feedback.keep(corrected, sent, rejected)
+            h[rank] += dense(rest)
+            np.testing.assert_array_equal(feedback.local, h[rank])
+            arrived.append(dense(rest))
+        mean = sum(arrived) / size
+        aggregate += mean
+        for feedback in ranks:
+            result = feedback.result(SparseVector.from_dense(mean))
+            np.testing.assert_array_equal(result, aggregate)
+            np.testing.assert_array_equal(feedback.aggregate, h.mean(axis=0))
+            result[:] = 0
+            np.testing.assert_array_equal(feedback.aggregate, aggregate)
+            assert feedback.residual is None
+
+
+def test_ef21_of_a_constant_gradient_arrives():
+    feedback, gradient = EF21(0.25), normal(0, dtype=np.float32)
+    for _ in range(10):
+        result = one_step(feedback, gradient, TopK(k=LENGTH // 5))[-1]
+    np.testing.assert_allclose(result, gradient, rtol=1e-6)
+
+
+# The server's half of two-way compression.
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("every", [1, 5])
+def test_the_server_owes_what_it_did_not_pass_on(dtype, every):
+    """Of dense aggregates, and of sparse ones."""
+    servers = [TwoWay(TopK(k=3)) for _ in range(2)]
+    given, passed = np.zeros(LENGTH), np.zeros(LENGTH)
+    for step in range(5):
+        mean = SparseVector.from_dense(integers(step, dtype=dtype) * (np.arange(LENGTH) % every == 0).astype(dtype))
+        results = [server.compress(mean) for server in servers]
+        assert results[0].indices.tobytes() == results[1].indices.tobytes()
+        assert results[0].values.tobytes() == results[1].values.tobytes()
+        assert (results[0].nnz, results[0].dtype) == (3, dtype)
+        for server in servers:
+            server.keep()
+        given += dense(mean)
+        passed += dense(results[0])
+        np.testing.assert_array_equal(passed + servers[0].residual, given)
+
+
+def test_the_server_keeps_nothing_until_it_is_told():
+    server = TwoWay(TopK(k=3))
+    server.compress(SparseVector.from_dense(integers(0)))
+    assert server.residual is None
+    server.keep()
+    before = state_of(server)
+    first, second = (server.compress(SparseVector.from_dense(integers(1))) for _ in range(2))
+    assert first.values.tobytes() == second.values.tobytes()
+    assert state_of(server) == before
+    for bad in (SparseVector([1], [np.nan], LENGTH), SparseVector([1], [1.0], 3)):
+        with pytest.raises(ValueError, match=r"nan|expected float64 of shape"):
+            server.compress(bad)
+        with pytest.raises(RuntimeError, match="keep without compress"):
+            server.keep()
+    assert state_of(server) == before
+    other = TwoWay(TopK(k=3))
+    other.load_state_dict(server.state_dict())
+    server.reset()
+    assert other.residual.tobytes() == before["residual"][2]
+    assert server.residual is None
+
+
+def test_a_server_may_compress_by_what_looks_at_the_new_aggregate_alone():
+    server, mean = TwoWay(AdaComp(8)), SparseVector.from_dense(integers(0))
+    assert server.compress(mean).nnz == AdaComp(8).compress(integers(0), gradient=integers(0)).nnz
+    server.keep()
+    total = server.residual + integers(1)
+    result = server.compress(SparseVector.from_dense(integers(1)))
+    assert result.indices.tolist() == AdaComp(8).compress(total, gradient=integers(1)).indices.tolist()
