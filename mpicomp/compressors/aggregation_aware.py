@@ -34,6 +34,8 @@ class AggregationAware(Density):
     with every aggregate. Before the first one it is exact top-k.
     """
 
+    remembers = ("_bonus",)
+
     def __init__(
         self,
         density: float | None = None,

@@ -27,6 +27,8 @@ class CyclicLeader(Density):
     completed; set it when a run is taken up again.
     """
 
+    remembers = ("step",)
+
     def __init__(self, comm: Any, plan: Any, density: float | None = None, *, k: int | None = None) -> None:
         super().__init__(density, k=k)
         if not (hasattr(comm, "size") and hasattr(plan, "leader")):
@@ -51,6 +53,12 @@ class CyclicLeader(Density):
         self.step += 1
         inside = shared.indices[shared.indices < dense.size]  # all, unless lengths differ: the collective will tell
         return self.reported(all_at(dense, inside))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CyclicLeader":
+        """Copy all but the communicator."""
+        twin = CyclicLeader(self.comm, self.plan, self.density, k=self.k)
+        twin.step = self.step
+        return twin
 
     def fail(self, error: Exception) -> None:
         """Take part in the agreement as a failed rank: `error` is raised here, and CollectiveError on the others."""

@@ -1,6 +1,10 @@
 """What every compressor can do."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.vector import SparseVector
 
@@ -24,6 +28,39 @@ def innermost(compressor: Any) -> Any:
     `compress` talks to the other ranks: a rank that cannot call it takes part with this instead, which raises `error`.
     What such a `compress` raises, all ranks know of.
     """
-    while hasattr(compressor, "compressor"):
-        compressor = compressor.compressor
-    return compressor
+    return chain(compressor)[-1]
+
+
+def chain(compressor: Any) -> list[Any]:
+    """Return a compressor and those it is wrapped around, the innermost one last."""
+    parts = [compressor]
+    while hasattr(parts[-1], "compressor"):
+        parts.append(parts[-1].compressor)
+    return parts
+
+
+def state_dict(compressor: Any) -> dict[str, NDArray[Any]]:
+    """Return copies of what a compressor, and those inside of it, remember from step to step: arrays by name.
+
+    A class says which of its attributes those are in `remembers`; None is left out. Settings are not among them.
+    """
+    return {
+        f"{depth}.{name}": np.array(getattr(part, name))
+        for depth, part in enumerate(chain(compressor))
+        for name in getattr(part, "remembers", ())
+        if getattr(part, name) is not None
+    }
+
+
+def load_state_dict(compressor: Any, state: Mapping[str, Any]) -> None:
+    """Take up what `state_dict` returned of a compressor with these settings; ValueError for names of another one."""
+    parts = chain(compressor)
+    known = {
+        f"{depth}.{name}": (part, name) for depth, part in enumerate(parts) for name in getattr(part, "remembers", ())
+    }
+    if not state.keys() <= known.keys():
+        raise ValueError(f"the state has {sorted(state)}: expected {sorted(known)} at most, of {compressor!r}")
+    for key, (part, name) in known.items():
+        value = np.array(state[key]) if key in state else None
+        plain = value is not None and (value.ndim == 0 or isinstance(getattr(part, name), list))
+        setattr(part, name, value.tolist() if value is not None and plain else value)

@@ -26,6 +26,8 @@ class RandomK(Density):
     `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
     """
 
+    remembers = ("step",)
+
     def __init__(
         self,
         density: float | None = None,

@@ -28,6 +28,8 @@ class SampledTopK(Density):
     density or k: see `Density`. seed: of the places where the samples start; ranks may have different ones.
     """
 
+    remembers = ("step",)
+
     def __init__(self, density: float | None = None, *, k: int | None = None, seed: int = 0) -> None:
         super().__init__(density, k=k)
         self.seed, self.step = seed, 0
@@ -57,6 +59,8 @@ class WarmUp:
     compressor: any with a `density`. densities: one for each stage; the last one stays. calls: of each stage. Raises
     ValueError when the list is empty or the compressor was made with k.
     """
+
+    remembers = ("step",)
 
     def __init__(
         self, compressor: Any, densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001), *, calls: int = 1

@@ -56,6 +56,8 @@ class SIDCo:
     Raises ValueError for a setting out of range.
     """
 
+    remembers = ("correction", "stages", "_ratios")
+
     def __init__(
         self,
         density: float,
@@ -134,10 +136,10 @@ class SIDCo:
             lowest, highest = _LIMITS
             self.correction = min(max(self.correction * ratio**-_GAIN, lowest), highest)
         elif self.adaptation == "published":
-            self._ratios.append(ratio)
+            self._ratios = [*self._ratios, ratio]
             if len(self._ratios) == _PERIOD:
                 self._change_stages(sum(self._ratios) / _PERIOD)
-                self._ratios.clear()
+                self._ratios = []
 
     def _change_stages(self, ratio: float) -> None:
         """Drop a stage where too many entries were selected, add one where too few."""

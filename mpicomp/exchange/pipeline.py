@@ -4,11 +4,13 @@ Invariant: what the feedback holds changes in `commit` alone, and `roll_back` gi
 before `send`. So a step that fails anywhere, on any rank, leaves all of them as they were.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
-from mpicomp.compressors.protocol import Compressor, innermost
+from mpicomp.compressors.protocol import Compressor, chain, innermost, load_state_dict, state_dict
 from mpicomp.feedback import Feedback
 from mpicomp.vector import SparseVector
 
@@ -34,7 +36,8 @@ class Pipeline:
 
     def send(self, flat: Array | Exception) -> SparseVector:
         """Return what travels of a gradient (1-d); an exception in its place is raised, and told where ranks talk."""
-        self._held = [(vars(part), dict(vars(part))) for part in _chain(self.compressor)]
+        parts = [*chain(self.compressor), *chain(self.downlink)[1:]]
+        self._held = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
         try:
             if isinstance(flat, Exception):
                 raise flat
@@ -74,10 +77,25 @@ class Pipeline:
         self._corrected = self._sent = self._mean = self._rejected = None  # type: ignore[assignment]
         self._held = []
 
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of all that outlives a step, by the part that holds it."""
+        states = {"compressor": state_dict(self.compressor), "feedback": self.feedback.state_dict()}
+        if self.downlink is not None:
+            states |= {"downlink": self.downlink.state_dict(), "down": state_dict(self.downlink.compressor)}
+        return {f"{part}.{name}": array for part, state in states.items() for name, array in state.items()}
 
-def _chain(compressor: Any) -> list[Any]:
-    """Return the compressor and those it is wrapped around, as far as they have a state."""
-    chain = [compressor]
-    while hasattr(chain[-1], "compressor"):
-        chain.append(chain[-1].compressor)
-    return [part for part in chain if hasattr(part, "__dict__")]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned; ValueError when it does not fit."""
+        loaders: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "compressor": partial(load_state_dict, self.compressor),
+            "feedback": self.feedback.load_state_dict,
+        }
+        if self.downlink is not None:
+            loaders |= {
+                "downlink": self.downlink.load_state_dict,
+                "down": partial(load_state_dict, self.downlink.compressor),
+            }
+        if {key.partition(".")[0] for key in state} - loaders.keys():
+            raise ValueError(f"the state has {sorted(state)}: expected those of {sorted(loaders)}")
+        for part, load in loaders.items():
+            load({key.partition(".")[2]: state[key] for key in state if key.partition(".")[0] == part})

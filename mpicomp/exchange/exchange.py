@@ -1,0 +1,320 @@
+"""The exchange itself: from the gradients of one rank to the mean over all of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpicomp.compressors import Compressor
+from mpicomp.exchange.bucket import Bucket, Collective
+from mpicomp.exchange.flat import flattened, sound
+from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, described
+from mpicomp.exchange.pipeline import Pipeline
+from mpicomp.exchange.statistics import Statistics
+from mpicomp.feedback import Feedback
+
+Chooser = Callable[[str, Any], tuple[Compressor, Feedback]]
+
+
+class GradientExchange:
+    """Exchange gradients between the ranks of `comm`: what each rank hands over comes back as the ranks' mean.
+
+    comm: any mpi4py intracommunicator. compressor: picks what travels. feedback: keeps the rest; one object for each
+    exchange. collective: `gtopk_allreduce`, `sparse_allgather`, `sparse_allreduce`, or anything that gives every rank
+    the same sum, all keyword arguments bound (`functools.partial`); a nonblocking one, such as `sparse_iallreduce`,
+    lets buckets travel while later gradients are still being computed. average: divide the sum by the number of ranks.
+
+    dense: `dense_allreduce` or its nonblocking twin: for small tensors, and for feedback that averages residuals.
+    downlink: compresses the mean once more, on all ranks alike (`TwoWay`). log: called with the `Statistics` of each
+    step, which then have the norm of the residual.
+
+    For named tensors (see `start`), with the rules of `mpicomp.exchange.layout`: choose(name, array) returns
+    (compressor, feedback) for a tensor; without it each gets copies of the two that are given. small: tensors with
+    fewer numbers are not compressed one by one. bucket_nbytes: the gradients of a bucket have about as many bytes.
+
+    The object holds the residuals, so use one for each model, and the same calls on every rank. `statistics` tells what
+    the last step did. Raises TypeError for a part that is none.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        compressor: Compressor,
+        feedback: Feedback,
+        collective: Collective,
+        *,
+        average: bool = True,
+        dense: Collective | None = None,
+        downlink: Any = None,
+        choose: Chooser | None = None,
+        small: int = 1024,
+        bucket_nbytes: int = 2**25,
+        log: Callable[[Statistics], None] | None = None,
+    ) -> None:
+        _check_part("comm", comm, ("size",), "an mpi4py communicator")
+        _check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
+        _check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
+        _check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
+        if downlink is not None:
+            _check_part("downlink", downlink, ("compress", "keep"), "TwoWay(TopK(density=0.01))")
+        if getattr(feedback, "averaging_period", None) and dense is None:
+            raise TypeError(f"{type(feedback).__name__} averages residuals: give dense=dense_allreduce")
+        self.comm, self.compressor, self.feedback = comm, compressor, feedback
+        self.collective, self.average, self.dense, self.log = collective, average, dense, log
+        self.statistics: Statistics | None = None
+        self._own = Pipeline(compressor, feedback, downlink)
+        self._choose, self._small, self._bucket_nbytes = choose, small, bucket_nbytes
+        self._stations: list[Station] = []
+        self._names: set[str] = set()
+        self._arrays: dict[str, Any] = {}  # of this step, from `start` to `finish`
+        self._started = 0  # stations of this step
+
+    def __call__(self, gradient: Any) -> Any:
+        """Return the mean over the ranks of what travelled of `gradient`, as the same kind of array.
+
+        gradient: one array of any shape; or a list or tuple of arrays of one dtype (then a list comes back), which are
+        one vector: their entries compete with each other for the places; or a dict of arrays by name, each selected in
+        its own right, as `start` and `finish` do. In main memory; see `mpicomp.arrays` for the kinds. The same shapes,
+        in the same order, and dtypes on every rank (of an array or a list the total length and the dtype are compared).
+
+        Raises ValueError or TypeError for a bad gradient here, `CollectiveError` on the other ranks; OverflowError on
+        all of them when the sum leaves the range of the dtype. The residual is then as it was before the call.
+        """
+        if isinstance(gradient, Mapping):
+            return self._exchange_named(gradient)
+        flat, restore = flattened(gradient)
+        bucket = Bucket([self._own], [flat.size if not isinstance(flat, Exception) else 0], self.collective)
+        try:
+            bucket.start([flat], self.comm)
+            bucket.settle(self.comm, average=self.average)
+        except Exception:
+            bucket.abandon()
+            raise
+        finally:  # an error may be held, and the gradient must not be with it
+            del flat
+        (result,) = bucket.commit()
+        self._end_step([bucket])
+        return restore(result)
+
+    def register(self, tensors: Mapping[str, Any]) -> None:
+        """Say which tensors there are, in the order in which their gradients will come; all ranks call it.
+
+        tensors: arrays by name; their kinds, shapes and dtypes are looked at. Without this call the first step does it.
+
+        Raises TypeError or ValueError on a rank whose tensors are bad, and `CollectiveError` on the others;
+        CollectiveError on all when they differ.
+        """
+        found: Sequence[Tensor] | Exception
+        try:
+            if not tensors:
+                raise ValueError("got no tensor: expected at least one array by name")
+            found = [described(name, array)[0] for name, array in tensors.items()]
+        except Exception as error:
+            found = error
+        order = agreed(found, self.comm)
+        make = partial(self._pipeline, tensors)
+        rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes)
+        self._stations, self._names = build(order, rules), {tensor.name for tensor in order}
+
+    def start(self, name: str, array: Any) -> None:
+        """Hand over a tensor's gradient; its bucket leaves once it is full and those before it have left.
+
+        name: of a tensor, once a step. array: of the shape and dtype it had at first; do not change it before
+        `finish`, which raises what is wrong with it. In the first step, without `register`, buckets leave in `finish`.
+
+        Raises KeyError or ValueError at once for a name that is unknown, or was there in this step; the step goes on.
+        """
+        if name in self._arrays:
+            raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
+        if self._names and name not in self._names:
+            raise KeyError(f"{name!r} is none of the tensors of the first step: use another exchange for another model")
+        self._arrays[name] = array
+        try:
+            self._leave(lambda station: station.names <= self._arrays.keys())
+        except Exception:
+            self._abandon()
+            raise
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the sums of this step, and return the means by name, as the kinds of array that came at first.
+
+        A tensor that was not started on this rank counts as zero here: one that the step did not use, or all of them
+        on a rank that has no batch left. What the residual holds of it may travel.
+
+        Raises what a call does; the residuals of all tensors are then as they were, on all ranks.
+        """
+        try:
+            if not self._stations:
+                self.register(self._arrays)
+            self._leave(lambda station: True)
+            for station in self._stations:
+                station.bucket.settle(self.comm, average=self.average)
+        except Exception:
+            self._abandon()
+            raise
+        means: dict[str, Any] = {}
+        for station in self._stations:
+            means |= station.restore(station.bucket.commit())
+        self._arrays, self._started = {}, 0
+        self._end_step([station.bucket for station in self._stations])
+        return means
+
+    def ahead(self, parameters: Any) -> Any:
+        """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.
+
+        parameters: as the gradients: an array, a list, or a dict by name.
+        """
+        if not isinstance(parameters, Mapping):
+            flat, restore = flattened(parameters)
+            return restore(_ahead(self._own, sound(flat)))
+        points: dict[str, Any] = {}
+        for station in self._stations:
+            flats = zip(station.bucket.pipelines, station.flats(parameters), strict=True)
+            points |= station.restore([_ahead(pipeline, sound(flat)) for pipeline, flat in flats])
+        return points if self._stations else dict(parameters)
+
+    @property
+    def residual_norm(self) -> float:
+        """Euclidean norm of all that this rank keeps; a pass over the residuals."""
+        return float(np.sqrt(sum(_squared(pipeline.feedback) for pipeline in self._pipelines())))
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of all that this rank's exchange remembers: arrays by name, which np.savez can store.
+
+        Each rank saves its own. Settings are not in it, nor is the order of named tensors: `register` them in the same
+        order before `load_state_dict`. A run that is taken up so continues bit for bit.
+        """
+        return {
+            f"{vector}/{name}": array
+            for vector, pipeline in self._vectors().items()
+            for name, array in pipeline.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned; ValueError when it does not fit, and nothing changes then."""
+        vectors = self._vectors()
+        if {key.rpartition("/")[0] for key in state} - vectors.keys():
+            got = sorted({key.rpartition("/")[0] for key in state})
+            raise ValueError(f"the state is of {got}: expected {sorted(vectors)}; register named tensors first")
+        before = [pipeline.state_dict() for pipeline in vectors.values()]
+        try:
+            for vector, pipeline in vectors.items():
+                mine = {key.rpartition("/")[2]: state[key] for key in state if key.rpartition("/")[0] == vector}
+                pipeline.load_state_dict(mine)
+        except Exception:
+            for pipeline, held in zip(vectors.values(), before, strict=True):
+                pipeline.load_state_dict(held)
+            raise
+
+    def reset(self) -> None:
+        """Forget what is owed, on this rank: its mass is lost."""
+        for pipeline in self._pipelines():
+            for part in (pipeline.feedback, pipeline.downlink):
+                if part is not None:
+                    part.reset()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is owed in gradient units by `factor`, the old learning rate over the new one."""
+        for pipeline in self._pipelines():
+            pipeline.feedback.rescale(factor)
+            if pipeline.downlink is not None and not hasattr(pipeline.feedback, "ahead"):  # else it owes updates
+                pipeline.downlink.rescale(factor)
+
+    def _exchange_named(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        for name in gradients:
+            if self._names and name not in self._names:
+                self._fail_named(KeyError(f"{name!r} is none of the tensors of the first step"))
+        for name, array in gradients.items():
+            self.start(name, array)
+        means = self.finish()
+        return {name: means[name] for name in gradients}
+
+    def _fail_named(self, error: Exception) -> None:
+        """Take part in a step as a failed rank; raises."""
+        try:
+            for station in self._stations:
+                station.bucket.start([error for _ in station.groups], self.comm)
+            for station in self._stations:
+                station.bucket.settle(self.comm, average=self.average)
+        finally:
+            self._abandon()
+            del error
+
+    def _leave(self, ready: Callable[[Station], bool]) -> None:
+        """Start the buckets whose turn it is, and move on what is in flight."""
+        for station in self._stations[self._started :]:
+            if not ready(station):
+                break
+            self._started += 1
+            station.bucket.start(station.flats(self._arrays), self.comm)
+        for station in self._stations[: self._started]:
+            station.bucket.test()
+
+    def _abandon(self) -> None:
+        """End a step that failed: all is as before it."""
+        for station in self._stations:
+            station.bucket.abandon()
+        self._arrays, self._started = {}, 0
+
+    def _pipeline(self, tensors: Mapping[str, Any], tensor: Tensor | None) -> Pipeline:
+        """Return the pipeline of a tensor, or of small ones together."""
+        if self._choose is not None and tensor is not None:
+            return Pipeline(*self._choose(tensor.name, tensors[tensor.name]), deepcopy(self._own.downlink))
+        return Pipeline(*deepcopy((self.compressor, self.feedback, self._own.downlink)))
+
+    def _pipelines(self) -> list[Pipeline]:
+        return [pipeline for station in self._stations for pipeline in station.bucket.pipelines] or [self._own]
+
+    def _vectors(self) -> dict[str, Pipeline]:
+        """Return the pipelines by what they serve: a tensor, small ones together, or the one gradient."""
+        named = {
+            "+".join(tensor.name for tensor in group): pipeline
+            for station in self._stations
+            for group, pipeline in zip(station.groups, station.bucket.pipelines, strict=True)
+        }
+        return named or {"gradient": self._own}
+
+    def _end_step(self, buckets: Sequence[Bucket]) -> None:
+        """Average residuals where that is due, and tell what the step did."""
+        for pipeline in (pipeline for bucket in buckets for pipeline in bucket.pipelines):
+            if getattr(pipeline.feedback, "averaging_due", False):
+                total = self.dense(pipeline.feedback.residual, self.comm)  # type: ignore[misc]
+                total = total.wait() if hasattr(total, "wait") else total
+                pipeline.feedback.averaged(total / self.comm.size)  # type: ignore[attr-defined]
+        self.statistics = Statistics(
+            length=sum(bucket.bounds[-1] for bucket in buckets),
+            **{name: sum(getattr(bucket, name) for bucket in buckets) for name in _SUMMED},
+            residual_norm=self.residual_norm if self.log else None,
+        )
+        if self.log:
+            self.log(self.statistics)
+
+
+_SUMMED = (
+    "sent",
+    "received",
+    "rejected",
+    "nbytes",
+    "compress_seconds",
+    "communicate_seconds",
+    "restore_seconds",
+)
+
+
+def _check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str) -> None:
+    if isinstance(part, type):
+        raise TypeError(f"{name} is the class {part.__name__}: expected an object, {expected}")
+    if not all(hasattr(part, attribute) for attribute in attributes):
+        raise TypeError(f"{name} is {part!r}: expected {expected}")
+
+
+def _ahead(pipeline: Pipeline, flat: Array) -> Array:
+    ahead = getattr(pipeline.feedback, "ahead", None)
+    return flat if ahead is None else ahead(flat)
+
+
+def _squared(feedback: Feedback) -> float:
+    residual = getattr(feedback, "residual", None)
+    return 0.0 if residual is None else float(np.vdot(residual, residual))

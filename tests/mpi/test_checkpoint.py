@@ -1,0 +1,174 @@
+"""What outlives a step: saved and taken up again, averaged, compressed by the server, evaluated ahead."""
+
+import io
+
+import numpy as np
+import pytest
+
+from collectives import SupportPlan, aligned_allreduce, dense_allreduce, gtopk_allreduce, sparse_allreduce
+from mpicomp import (
+    EF21,
+    AggregationAware,
+    CyclicLeader,
+    ErrorFeedback,
+    GradientExchange,
+    MomentumCorrection,
+    Quantised,
+    RandomK,
+    SampledTopK,
+    SIDCo,
+    StepAhead,
+    TopK,
+    TwoWay,
+    WarmUp,
+)
+
+MAKERS = {
+    "error feedback": lambda comm: GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), gtopk_allreduce),
+    "momentum": lambda comm: GradientExchange(
+        comm, WarmUp(SampledTopK(0.1, seed=1), [0.5, 0.1], calls=2), MomentumCorrection(0.9), sparse_allreduce
+    ),
+    "step ahead": lambda comm: GradientExchange(
+        comm, Quantised(TopK(density=0.1), "float16"), StepAhead(0.1, 0.9, 2), gtopk_allreduce, dense=dense_allreduce
+    ),
+    "EF21": lambda comm: GradientExchange(comm, RandomK(0.1, seed=2), EF21(0.5), sparse_allreduce),
+    "two-way": lambda comm: GradientExchange(
+        comm, AggregationAware(0.1), ErrorFeedback(), sparse_allreduce, downlink=TwoWay(RandomK(0.2, seed=5))
+    ),
+    "SIDCo": lambda comm: GradientExchange(comm, SIDCo(0.05), ErrorFeedback(), gtopk_allreduce),
+    "SIDCo as published": lambda comm: GradientExchange(
+        comm, SIDCo(0.05, adaptation="published"), ErrorFeedback(), gtopk_allreduce
+    ),
+    "leader": lambda comm: GradientExchange(
+        comm, CyclicLeader(comm, SupportPlan, 0.1), ErrorFeedback(), aligned_allreduce
+    ),
+}
+SHAPES = {"weight": (40, 50), "bias": (7,), "scale": (3, 1)}
+
+
+def gradient(rank, step, name="weight"):
+    return np.random.default_rng([step, rank, len(name)]).standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    np.savez(file, **state)
+    file.seek(0)
+    return dict(np.load(file))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_run_that_is_taken_up_again_continues_bit_for_bit(comm, maker):
+    whole, first = MAKERS[maker](comm), MAKERS[maker](comm)
+    for step in range(7):
+        whole(gradient(comm.rank, step))
+        first(gradient(comm.rank, step))
+    second = MAKERS[maker](comm)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for step in range(7, 14):
+        assert whole(gradient(comm.rank, step)).tobytes() == second(gradient(comm.rank, step)).tobytes()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_named_tensors_are_taken_up_too(comm, maker):
+    def step_of(exchange, step):
+        return exchange({name: gradient(comm.rank, step, name) for name in SHAPES})
+
+    whole, first = MAKERS[maker](comm), MAKERS[maker](comm)
+    for step in range(3):
+        step_of(whole, step)
+        step_of(first, step)
+    second = MAKERS[maker](comm)
+    with pytest.raises(ValueError, match=r"expected \['gradient'\]; register named tensors first"):
+        second.load_state_dict(first.state_dict())
+    second.register({name: gradient(0, 0, name) for name in SHAPES})
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for step in range(3, 6):
+        expected, got = step_of(whole, step), step_of(second, step)
+        assert all(expected[name].tobytes() == got[name].tobytes() for name in SHAPES)
+
+
+def test_a_state_that_does_not_fit_changes_nothing(comm):
+    exchange = MAKERS["momentum"](comm)
+    exchange(gradient(comm.rank, 0))
+    before = exchange.state_dict()
+    for bad in (
+        {"gradient/compressor.0.pace": np.array(1)},
+        {"gradient/feedback.residual": before["gradient/feedback.residual"]},
+        {"gradient/other.residual": np.ones(3)},
+        {**before, "gradient/feedback.velocity": np.ones(3, np.float32)},
+        {**before, "gradient/compressor.0.step": np.array(9), "gradient/feedback.more": np.ones(3)},
+    ):
+        with pytest.raises(ValueError, match=r"the state (has|is of)|shape"):
+            exchange.load_state_dict(bad)
+        after = exchange.state_dict()
+        assert before.keys() == after.keys()
+        assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_reset_and_rescale_reach_every_vector(comm):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce, downlink=TwoWay(TopK(k=1)))
+    exchange({name: gradient(comm.rank, 0, name) for name in SHAPES})
+    before = exchange.state_dict()
+    exchange.rescale(2.0)
+    after = exchange.state_dict()
+    owed = [name for name in before if name.endswith("residual")]
+    assert len(owed) == 4, "of the large tensor and of the small ones, on this rank and on the server"
+    for name in owed:
+        np.testing.assert_array_equal(after[name], 2 * before[name])
+    exchange.reset()
+    assert exchange.residual_norm == 0
+
+
+def test_residuals_are_averaged_when_that_is_due(comm):
+    exchange = GradientExchange(
+        comm, TopK(k=1), StepAhead(0.5, averaging_period=2), sparse_allreduce, dense=dense_allreduce
+    )
+    exchange(gradient(comm.rank, 0))
+    exchange(gradient(comm.rank, 1))
+    assert len(set(comm.allgather(exchange.feedback.residual.tobytes()))) == 1
+    exchange(gradient(comm.rank, 2))
+    assert len(set(comm.allgather(exchange.feedback.residual.tobytes()))) == comm.size
+    with pytest.raises(TypeError, match="StepAhead averages residuals: give dense=dense_allreduce"):
+        GradientExchange(comm, TopK(k=1), StepAhead(0.5, averaging_period=2), sparse_allreduce)
+
+
+def test_the_point_ahead(comm):
+    """As an array, as a list and by name; other methods stay where they are."""
+    x, zero = np.ones(2000, np.float32), np.zeros((40, 50), np.float32)
+    exchange = GradientExchange(comm, TopK(k=1), StepAhead(0.5), sparse_allreduce)
+    np.testing.assert_array_equal(exchange.ahead(x), x)
+    exchange(gradient(comm.rank, 0).reshape(-1))
+    np.testing.assert_array_equal(exchange.ahead(x), x - exchange.feedback.residual)
+    halves = exchange.ahead([x[:1000].reshape(10, 100), x[1000:]])
+    assert halves[0].shape == (10, 100)
+    np.testing.assert_array_equal(np.concatenate([half.reshape(-1) for half in halves]), exchange.ahead(x))
+
+    named = GradientExchange(comm, TopK(k=1), StepAhead(0.5), sparse_allreduce)
+    model = {"weight": zero, "bias": np.zeros(7, np.float32), "scale": np.zeros((3, 1), np.float32)}
+    assert named.ahead(model)["weight"] is zero
+    named({name: gradient(comm.rank, 0, name) for name in SHAPES})
+    points = named.ahead(model)
+    state = named.state_dict()
+    np.testing.assert_array_equal(points["weight"].reshape(-1), -state["weight/feedback.residual"])
+    small = np.concatenate([points["bias"], points["scale"].reshape(-1)])
+    np.testing.assert_array_equal(small, -state["bias+scale/feedback.residual"])
+
+    plain = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
+    plain(gradient(comm.rank, 0))
+    np.testing.assert_array_equal(plain.ahead(zero), zero)
+
+
+def test_the_servers_residual_keeps_what_it_does_not_send(comm):
+    exchange = GradientExchange(
+        comm, TopK(k=20), ErrorFeedback(), sparse_allreduce, average=False, downlink=TwoWay(TopK(k=5))
+    )
+    given, applied = np.zeros(2000), np.zeros(2000)
+    for step in range(4):
+        every = [np.random.default_rng([step, rank]).integers(-9, 10, 2000) for rank in range(comm.size)]
+        given += sum(every)
+        total = exchange(every[comm.rank].astype(np.float32))
+        assert np.count_nonzero(total) <= 5
+        applied += total
+        owed = sum(comm.allgather(exchange.feedback.residual)) + exchange._own.downlink.residual
+        np.testing.assert_array_equal(applied + owed, given)
