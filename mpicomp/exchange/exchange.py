@@ -137,6 +137,11 @@ class GradientExchange:
             self._abandon()
             raise
 
+    def progress(self) -> None:
+        """Move on what is in flight, without waiting, as `start` does: messages advance inside of calls only."""
+        for station in self._stations[: self._started]:
+            station.bucket.test()
+
     def finish(self) -> dict[str, Any]:
         """Wait for the sums of this step, and return the means by name, as the kinds of array that came at first.
 
@@ -249,8 +254,7 @@ class GradientExchange:
                 break
             self._started += 1
             station.bucket.start(station.flats(self._arrays), self.comm)
-        for station in self._stations[: self._started]:
-            station.bucket.test()
+        self.progress()
 
     def _abandon(self) -> None:
         """End a step that failed: all is as before it."""
