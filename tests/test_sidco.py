@@ -140,7 +140,7 @@ def test_zeros_and_constants_and_nothing(distribution, dtype):
             before = compressor.correction
             vector = compressor.compress(np.zeros(size, dtype))
             assert (vector.nnz, vector.length, vector.dtype) == (0, size, dtype)
-            assert compressor.report == Report(0.01, 0.0, 0.0, 0)
+            assert compressor.report == Report(0.01, 0.0, 0.0, 0, 0)
             assert compressor.correction == before
         for value in -0.1, 7, np.finfo(dtype).smallest_subnormal:
             vector = SIDCo(0.01, distribution, stages).compress(np.full(20_000, value, dtype))
