@@ -121,6 +121,14 @@ def test_bench_compressors_always_has_the_baseline(capsys):
     assert lines == [["layers", density, name] for density in ("0.1", "0.01") for name in ("TopK", "GaussianK")]
 
 
+def test_bench_compressors_can_leave_out_the_waiting_for_a_core(tmp_path):
+    few = "--distributions", "normal", "--compressors", "RedSync"
+    assert bench_compressors(tmp_path, *few)[1]["clock"] == "perf_counter"
+    rows, about = bench_compressors(tmp_path, *few, "--cpu-time")
+    assert about["clock"] == "thread_time"
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
 def test_bench_compressors_goes_on_without_scipy(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "scipy.special", None)
     rows, about = bench_compressors(

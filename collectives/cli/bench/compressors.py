@@ -1,9 +1,11 @@
 """`mpicomp bench compressors`: what every compressor takes, keeps and sends, against exact top-k and one read."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,7 @@ def rows(
     densities: Sequence[float],
     length: int,
     repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Selection]:
     """Yield a row for each compressor of every distribution and density, the baseline first.
 
@@ -117,39 +120,48 @@ def rows(
     """
     names = [BASELINE, *(name for name in names if name != BASELINE)]
     with closing(progress(len(distributions) * len(densities) * repeats * (len(names) + 1))) as bar:
+        turns = partial(taking_turns, repeats=repeats, around=partial(watched, clock, bar))
         for distribution in distributions:
             gradient = draw(distribution, length)
             for density in densities:
-                yield from compare_all(names, distribution, gradient, density, repeats, bar)
+                found = compare_all(names, distribution, gradient, density, turns)
+                bar.clear()
+                yield from found
+
+
+def watched(clock: Callable[[], float], bar: Any, call: Call) -> float:
+    """Return how long a call takes; note what a compressor did in it."""
+    call()  # else what is timed depends on the caches and the heap that another one left
+    seconds = clocked(call, clock)
+    if isinstance(call, Trial):
+        call.note()
+    bar.update()
+    return seconds
 
 
 def compare_all(
-    names: Sequence[str], distribution: str, gradient: Array, density: float, repeats: int, bar: Any
-) -> Iterator[Selection]:
-    """Yield a row for each compressor, the baseline being the first, on one gradient at one density."""
+    names: Sequence[str],
+    distribution: str,
+    gradient: Array,
+    density: float,
+    turns: Callable[[Sequence[Call]], list[list[float]]],
+) -> list[Selection]:
+    """Return a row for each compressor on one gradient at one density; the first one is the baseline.
+
+    turns: from calls to the times of each.
+    """
     square = float(np.square(gradient, dtype=np.float64).sum())
     trials = [Trial(*ready(name, density, gradient), gradient, square) for name in names]
-
-    def watched(call: Call) -> float:
-        call()  # else what is timed depends on the caches and the heap that another one left
-        seconds = clocked(call)
-        if isinstance(call, Trial):
-            call.note()
-        bar.update()
-        return seconds
-
-    *times, reads = taking_turns([*trials, read_once(gradient)], repeats, watched)
-    baseline, floor = quartiles(times[0])[1], quartiles(reads)[1]
-    bar.clear()
-    for name, trial, taken in zip(names, trials, times, strict=True):
-        low, median, high = quartiles(taken)
-        yield Selection(
+    *times, reads = turns([*trials, read_once(gradient)])
+    spreads, floor, found = [quartiles(taken) for taken in times], quartiles(reads)[1], []
+    for name, trial, (low, median, high) in zip(names, trials, spreads, strict=True):
+        row = Selection(
             name=f"{distribution} {density:g} {name}",
             seconds=median,
             low=low,
             high=high,
             baseline=BASELINE,
-            baseline_seconds=baseline,
+            baseline_seconds=spreads[0][1],
             floor=floor,
             entries=trial.vector.nnz,
             distribution=distribution,
@@ -163,6 +175,8 @@ def compare_all(
             captured_by_top_k=statistics.fmean(trials[0].captured),
             message_nbytes=encoded_nbytes(trial.vector, smallest(trial.vector)),
         )
+        found.append(row)
+    return found
 
 
 def captured(gradient: Array, vector: SparseVector, square: float) -> float:
