@@ -27,8 +27,8 @@ Each compressor is called until its state has settled, before it is timed: SIDCo
 controller, so its first call shows the fit alone; AggregationAware observes what it sent itself. SampledTopK takes
 another sample and RandomK other positions in every call: "achieved" and "captured" are means over the timed calls.
 There is no residual: AdaComp sees a first step. Threshold has the threshold that lets the wanted density through.
-Each timed call follows an untimed one of the same compressor, so that none finds the caches and the heap as another
-left them.
+Each timed call follows untimed ones of the same compressor, so that none finds the caches and the heap as another left
+them.
 """
 
 COMPRESSORS_EXAMPLE = """\

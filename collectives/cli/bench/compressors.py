@@ -26,6 +26,8 @@ HEADER = (
     f"{'/read':>7} {'achieved':>9} {'first':>7} {'/target':>7} {'captured':>9} {'/top-k':>7} {'B/entry':>7}"
 )
 
+_WARM_SECONDS = 0.002
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Row):
@@ -131,7 +133,10 @@ def rows(
 
 def watched(clock: Callable[[], float], bar: Any, call: Call) -> float:
     """Return how long a call takes; note what a compressor did in it."""
-    call()  # else what is timed depends on the caches and the heap that another one left
+    begin = time.perf_counter()
+    call()  # else what is timed depends on the caches and the heap that another one left; a short call needs several
+    while time.perf_counter() < begin + _WARM_SECONDS:
+        call()
     seconds = clocked(call, clock)
     if isinstance(call, Trial):
         call.note()
