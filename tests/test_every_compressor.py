@@ -169,6 +169,16 @@ def test_the_report_says_what_was_done(name):
     assert re.match(name.split()[0], repr(compressor))
 
 
+@compressors
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_report_counts_the_bytes_in_memory(name, dtype):
+    compressor = EVERY[name](0.1)
+    inner = getattr(compressor, "compressor", compressor)
+    for dense in np.random.default_rng(1).standard_normal(500).astype(dtype), np.zeros(500, dtype):
+        vector = compress(compressor, dense)
+        assert inner.report.nbytes == vector.nbytes == vector.nnz * (4 + dense.itemsize)
+
+
 @pytest.mark.parametrize("make", [RedSync, MSTopK])
 def test_redsync_trims_to_the_exact_top_k_and_mstopk_fills_up_to_k(make):
     for seed, draw in enumerate(("standard_normal", "standard_cauchy", "standard_exponential")):

@@ -10,32 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, finite_values
 
+from collectives.cli.bench.data import double_gamma, double_pareto, laplace, layers
 from mpicomp import ErrorFeedback, Report, SIDCo
 from mpicomp.compressors.sidco import _pareto_quantile
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 DENSITIES = 0.1, 0.01, 0.001
-
-
-def signed(rng, magnitudes):
-    return (magnitudes * rng.choice([-1, 1], magnitudes.size)).astype(np.float32)
-
-
-def laplace(rng, n):
-    return rng.laplace(size=n).astype(np.float32)
-
-
-def double_gamma(rng, n):
-    return signed(rng, rng.gamma(0.6, size=n))
-
-
-def double_pareto(rng, n):
-    return signed(rng, np.expm1(-0.2 * np.log1p(-rng.random(n))) / 0.2)
-
-
-def layers(rng, n):
-    """Return a mixture: twenty layers of normal values whose scales span three decades."""
-    return (np.repeat(np.geomspace(1e-3, 1, 20), n // 20) * rng.standard_normal(n)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +120,7 @@ def test_zeros_and_constants_and_nothing(distribution, dtype):
             before = compressor.correction
             vector = compressor.compress(np.zeros(size, dtype))
             assert (vector.nnz, vector.length, vector.dtype) == (0, size, dtype)
-            assert compressor.report == Report(0.01, 0.0, 0.0, 0)
+            assert compressor.report == Report(0.01, 0.0, 0.0, 0, 0)
             assert compressor.correction == before
         for value in -0.1, 7, np.finfo(dtype).smallest_subnormal:
             vector = SIDCo(0.01, distribution, stages).compress(np.full(20_000, value, dtype))

@@ -52,7 +52,7 @@ class AdaComp:
         scale = dense.dtype.type(largest[largest > 0].mean() if positions.size else 0)
         values = np.copysign(scale, dense[positions])
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
-        self.report = Report(vector.density, vector.density, float(scale))
+        self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))
         return vector
 
     def __repr__(self) -> str:

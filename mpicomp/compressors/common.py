@@ -14,10 +14,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Report:
-    """What the last call did. threshold: of the magnitude, None where the method has none. rounds: of its search."""
+    """What the last call did.
+
+    target, achieved: densities. threshold: of the magnitude, None where the method has none. rounds: of its search.
+    nbytes: of the indices and values that it returned, as they are in memory (a message may be smaller:
+    `mpicomp.codec.encoded_nbytes`).
+    """
 
     target: float
     achieved: float
+    nbytes: int
     threshold: float | None = None
     rounds: int = 1
 
@@ -51,7 +57,7 @@ class Density:
 
     def reported(self, vector: SparseVector, threshold: float | None = None, rounds: int = 1) -> SparseVector:
         """Note what a call did, and return its vector."""
-        self.report = Report(self.share(vector.length), vector.density, threshold, rounds)
+        self.report = Report(self.share(vector.length), vector.density, vector.nbytes, threshold, rounds)
         return vector
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ class Dense:
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.compress`."""
         vector = SparseVector.from_dense(finite_vector(corrected))
-        self.report = Report(1.0, vector.density)
+        self.report = Report(1.0, vector.density, vector.nbytes)
         return vector
 
     def __repr__(self) -> str:

@@ -91,10 +91,11 @@ class SIDCo:
         """
         dense = to_vector(corrected)
         positions, values, threshold, stages = self._select(dense)
-        self.report = Report(self.density, values.size / max(1, dense.size), threshold, stages)
+        vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+        self.report = Report(self.density, vector.density, vector.nbytes, threshold, stages)
         if values.size:
             self._adapt(values.size / self.count(dense.size))
-        return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+        return vector
 
     def __repr__(self) -> str:
         return f"SIDCo({self.density}, {self.distribution!r}, stages={self.stages}, adaptation={self.adaptation!r})"

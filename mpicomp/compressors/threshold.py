@@ -25,7 +25,7 @@ class Threshold:
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that reach the threshold, or the largest one; see `Compressor.compress`."""
         vector = at_or_above(finite_vector(corrected), self.threshold)
-        self.report = Report(vector.density, vector.density, self.threshold)
+        self.report = Report(vector.density, vector.density, vector.nbytes, self.threshold)
         return vector
 
     def __repr__(self) -> str:

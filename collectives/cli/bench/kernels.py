@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cli.bench.data import FAMILIES
 from collectives.cli.bench.floor import read_once
 from collectives.cli.bench.timing import Call, Row, compare
 from mpicomp.codec import Coding, decode, encode, plain
@@ -35,19 +36,17 @@ def rows(length: int, repeats: int) -> Iterator[Row]:
 
 def top_k_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
     """Exact top-k of data like gradients, against NumPy and PyTorch."""
-    drawn: dict[str, Array] = {"normal": rng.standard_normal(length, np.float32), "laplace": rng.laplace(size=length)}
-    drawn["cauchy"] = np.clip(rng.standard_cauchy(length), -6e4, 6e4)
-    for family, sample in drawn.items():
-        values = sample.astype(np.float32)
+    drawn = {family: FAMILIES[family](rng, length) for family in ("normal", "laplace", "cauchy")}
+    for family, values in drawn.items():
         for density in (0.001, 0.01):
             k = round(density * length)
             against: dict[str, Call] = {"np.argpartition": partial(argpartition, values, k)}
             against |= {"np.partition, np.flatnonzero": partial(partition, values, k)} | torch_top_k(values, k)
             yield from top_k_row(f"top_k {family} {length / 1e6:g}e6 k/n={density}", values, k, against, repeats)
     for dtype in (np.float16, np.float64):
-        values, k = drawn["normal"].astype(dtype), length // 1000
-        against = {"np.argpartition": partial(argpartition, values, k)}
-        yield from top_k_row(f"top_k {values.dtype} {length / 1e6:g}e6 k/n=0.001", values, k, against, repeats)
+        cast, k = drawn["normal"].astype(dtype), length // 1000
+        against = {"np.argpartition": partial(argpartition, cast, k)}
+        yield from top_k_row(f"top_k {cast.dtype} {length / 1e6:g}e6 k/n=0.001", cast, k, against, repeats)
 
 
 def hard_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
