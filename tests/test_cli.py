@@ -1,17 +1,20 @@
 import io
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from collectives.cli import info, main
 from collectives.cli.bench.compressors import captured
 from collectives.cli.bench.contestants import MAKERS
 from collectives.cli.bench.data import FAMILIES, draw
+from collectives.cli.bench.overlap import Link
 from collectives.cli.bench.progress import progress
 from collectives.cli.bench.settings import positive
-from mpicomp import AdaComp, SIDCo
+from mpicomp import AdaComp, SIDCo, SparseVector
 
 
 def test_info_prints_what_the_installation_is_made_of(capsys):
@@ -63,6 +66,26 @@ def test_bench_exchange_compares_with_the_dense_allreduce(capsys):
     table = capsys.readouterr().out
     assert table.count("MPI_Allreduce") == 12
     assert "0.01 selection, sparse_allreduce" in table
+
+
+def test_bench_overlap_compares_with_a_step_that_waits(capsys):
+    """Also over a slow link, where one vector after the other has to pass."""
+    some = ["bench", "overlap", "--length", "4000", "--tensors", "4", "--compute", "0.01", "--repeats", "2"]
+    for link in [], ["--link", "1e8"]:
+        assert main([*some, "--density", "0.1", *link]) == 0
+        table = capsys.readouterr().out.splitlines()
+        assert table[1].startswith("0.1 overlapped, a bucket a tensor")
+        assert "compute, then one bucket" in table[2]
+
+
+def test_a_vector_passes_a_link_behind_those_before_it():
+    link, vector = Link(8e6), SparseVector(np.arange(1250), np.ones(1250, np.float32), 5000)  # 10 kB: 10 ms
+    began = time.perf_counter()
+    first, second = (link(vector, MPI.COMM_SELF) for _ in range(2))
+    assert second.end - first.end == pytest.approx(0.01)
+    assert first.wait().nnz == second.wait().nnz == 1250
+    assert time.perf_counter() - began > 0.02
+    assert first.test()
 
 
 SOME = ["bench", "compressors", "--length", "2000", "--repeats", "2", "--densities", "0.1", "0.01"]
@@ -218,6 +241,14 @@ def test_a_bad_number_is_refused(number, capsys):
         for option in "--length", "--repeats":
             error = refused([subject, f"{option}={number}"], capsys)
             assert f"argument {option}: got {number!r}: expected a whole number of at least 1" in error
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "inf", "nan", "fast"])
+def test_a_bad_rate_is_refused(number, capsys):
+    for option in "--link", "--compute":
+        assert f"{option}: got {number!r}: expected a number above 0" in refused(
+            ["overlap", f"{option}={number}"], capsys
+        )
 
 
 @pytest.mark.parametrize("density", ["0", "2", "-0.1", "nan", "few"])

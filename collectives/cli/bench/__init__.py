@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from collectives.cli.bench.contestants import BASELINE, MAKERS, SETTLING_CALLS, lacking
 from collectives.cli.bench.data import FAMILIES
-from collectives.cli.bench.settings import each_once, new_figure, new_file, positive, share
+from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, share
 from collectives.cli.bench.timing import HEADER, Row, as_json
 
 ABOUT_COMPRESSORS = f"""\
@@ -31,6 +31,11 @@ Each timed call follows untimed ones of the same compressor, so that none finds 
 them.
 """
 
+OVERLAP_EXAMPLE = """\
+example:
+  mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+"""
+
 COMPRESSORS_EXAMPLE = """\
 examples:
   mpicomp bench compressors
@@ -45,6 +50,12 @@ def add_to(commands: Any) -> None:
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     kernels = subjects.add_parser("kernels", help="each kernel of one rank, against NumPy, PyTorch and one read")
     exchange = subjects.add_parser("exchange", help="selection and collective, against MPI's dense allreduce")
+    overlap = subjects.add_parser(
+        "overlap",
+        help="a step whose gradients leave as they become ready, against one that waits for the last",
+        epilog=OVERLAP_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     compressors = subjects.add_parser(
         "compressors",
         help="time, density, captured norm and bytes of every compressor, against exact top-k",
@@ -52,11 +63,16 @@ def add_to(commands: Any) -> None:
         epilog=COMPRESSORS_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for parser, length in (kernels, 25_000_000), (exchange, 25_000_000), (compressors, 1_000_000):
+    lengths = (kernels, 25_000_000), (exchange, 25_000_000), (overlap, 2_000_000), (compressors, 1_000_000)
+    for parser, length in lengths:
         parser.add_argument("--length", type=positive, default=length, help="values of a gradient (%(default)s)")
         parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
         parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
     exchange.add_argument("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares that travel")
+    overlap.add_argument("--density", type=share, nargs="+", default=[0.05, 0.1], help="shares that travel")
+    overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
+    overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
+    overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
     _add_choices(compressors)
 
 
@@ -123,6 +139,11 @@ def measured(options: argparse.Namespace, comm: Any) -> Iterable[Row]:
         from collectives.cli.bench import exchange
 
         return exchange.rows(comm, options.length, options.density, options.repeats)
+    if options.subject == "overlap":
+        from collectives.cli.bench import overlap
+
+        how = {"tensors": options.tensors, "compute": options.compute, "rate": options.link}
+        return overlap.rows(comm, options.length, options.density, options.repeats, **how)
     from collectives.cli.bench import kernels
 
     if comm.rank:  # one rank is enough

@@ -41,10 +41,8 @@ def rows(
     gradients = {f"tensor {number}": part for number, part in enumerate(parts)}
     together = partial(together_clocked, comm)
     for density in densities:
-        buckets = {
-            "a bucket a tensor": 1,
-            f"{tensors // 4} tensors a bucket": gradients["tensor 0"].nbytes * tensors // 4,
-        }
+        few = max(1, tensors // 4)
+        buckets = {"a bucket a tensor": 1, f"{few} in a bucket": few * gradients["tensor 0"].nbytes}
         overlapped = [
             partial(step, _exchange(comm, density, size, rate), gradients, compute) for size in buckets.values()
         ]

@@ -28,6 +28,17 @@ def share(text: str) -> float:
     return density
 
 
+def above_zero(text: str) -> float:
+    """Return the finite number above 0 that a text says."""
+    try:
+        number = float(text)
+        if not 0 < number < float("inf"):
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}: expected a number above 0") from None
+    return number
+
+
 def new_file(text: str) -> pathlib.Path:
     """Return the path of a file that can be made; one that is there will be overwritten."""
     path = pathlib.Path(text)
