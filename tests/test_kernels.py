@@ -312,6 +312,14 @@ def test_a_survey_finds_a_scale_for_outliers(scale):
     assert sums.squares == pytest.approx(math.fsum(np.square(values.astype(float)).tolist()), rel=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_a_survey_finds_a_scale_among_zeros(scale):
+    values = np.zeros(50_000, np.float32)
+    values[1::997] = scale
+    sums = host.survey(values).all()
+    assert sums == (51, pytest.approx(51 * scale, rel=1e-6), pytest.approx(51 * scale * scale, rel=1e-6))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_survey_shows_a_value_that_is_not_finite(mode, bad):
     assert not math.isfinite(host.survey(np.array([1, bad, 2], np.float32)).all().total)

@@ -128,12 +128,12 @@ def survey(values: Array, low: float = 0.0, high: float = 0.0, cut: float = math
     two so that squares are in range; the tiles in order, in float64; then the columns by halves, 16, 8, ..., 1. A sum
     of float32 so has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) when roundings are random.
     """
-    found = _surveyed(
-        values, (low, high, max(high, cut)), share, float(np.abs(values[:: max(1, values.size >> 10)]).max(initial=0))
-    )
-    if not np.isfinite(found.columns[2]).all():
-        largest = float(np.abs(values).max(initial=0))  # so large beside the few looked at that its square overflows
-        found = _surveyed(values, (low, high, max(high, cut)), share, largest) if math.isfinite(largest) else found
+    thresholds = low, high, max(high, cut)
+    few = float(np.abs(values[:: max(1, values.size >> 10)]).max(initial=0))
+    found = _surveyed(values, thresholds, share, few) if few else None
+    if found is None or not np.isfinite(found.columns[2]).all():
+        largest = float(np.abs(values).max(initial=0))  # the few were zeros, or so small that squares overflowed
+        found = _surveyed(values, thresholds, share, largest) if found is None or math.isfinite(largest) else found
     return found
 
 
