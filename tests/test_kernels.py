@@ -238,19 +238,99 @@ def test_moments_of_nothing_and_of_the_largest():
     assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))
 
 
+def sums_in_the_order_of_the_docstring(values, threshold):
+    """Return the sums of |x| - threshold, and of its squares, where that is positive; the threshold is a value's."""
+    wide = np.promote_types(values.dtype, np.float32)
+    exponent = max(-120, min(math.frexp(float(np.abs(values).max()))[1], 1000))
+    tiles = np.zeros(-(-max(1, values.size) // 1024) * 1024, wide)
+    tiles[: values.size] = np.ldexp(np.abs(values.astype(wide)), -exponent)
+    over = np.maximum(tiles - wide.type(math.ldexp(threshold, -exponent)), 0)
+    sums = np.zeros((2, 32))
+    for tile in over.reshape(-1, 4, 8, 32):
+        columns = np.zeros((2, 32), wide)
+        for rows in tile:
+            eight = np.zeros((2, 32), wide)
+            for row in rows:
+                eight += row, row * row
+            columns += eight
+        sums += columns
+    for half in (16, 8, 4, 2, 1):
+        sums = sums[:, :half] + sums[:, half:]
+    return math.ldexp(sums[0, 0], exponent), math.ldexp(sums[1, 0], 2 * exponent)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threshold", [0, 0.1, 2.0])
-def test_tail_sums_what_exceeds_a_threshold_in_the_order_of_the_moments(mode, dtype, threshold):
-    for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["normal"]:
-        values = families(dtype, 40_000 if mode == "compiled" else 100)[family].astype(dtype)
-        over = np.maximum(np.abs(values.astype(np.float64)) - threshold, 0)
-        assert host.tail(values, threshold) == (np.count_nonzero(over), *moments_in_the_order_of_the_docstring(over))
-    assert host.tail(values[:0], threshold) == (0, 0, 0)
+@pytest.mark.parametrize("threshold", [0, 0.125, 2.0])
+def test_a_survey_adds_in_the_order_of_its_docstring(mode, dtype, threshold):
+    for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["normal", "denormal"]:
+        values = families(dtype, 40_000 if mode == "compiled" else 1500)[family].astype(dtype)
+        magnitudes = np.abs(values.astype(np.float64))
+        found = host.survey(values, threshold, threshold)
+        over = np.maximum(magnitudes - threshold, 0)
+        for sums, terms, shift in (found.all(), magnitudes, 0), (found.beyond(threshold), over, threshold):
+            assert sums == (np.count_nonzero(terms), *sums_in_the_order_of_the_docstring(values, shift))
+            assert sums.total == pytest.approx(math.fsum(terms), rel=1e-6)
+            assert sums.squares == pytest.approx(math.fsum(terms * terms), rel=1e-6)
+    assert host.survey(values[:0]).all() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_survey_answers_for_the_thresholds_that_it_was_given(mode, dtype):
+    for family in set(families(dtype)) - {"infinite"} if mode == "compiled" else ["normal"]:
+        values = families(dtype, 40_000 if mode == "compiled" else 1500)[family].astype(dtype)
+        magnitudes = np.abs(values.astype(np.float64))
+        low, high, cut = np.quantile(magnitudes, [0.7, 0.8, 0.9]).tolist()
+        found = host.survey(values, low, high, cut, 1)
+        assert found.complete
+        assert sorted(found.between) == sorted(magnitudes[(magnitudes > low) & (magnitudes <= high)])
+        for threshold in low, low / 2 + high / 2, high:
+            sums, over = found.beyond(threshold), np.maximum(magnitudes - threshold, 0)
+            assert sums.entries == np.count_nonzero(over)
+            assert sums.total == pytest.approx(math.fsum(over), rel=1e-5, abs=1e-6 * sums.entries * high)
+        for threshold in cut, cut * 1.5:
+            for ours, expected in zip(found.exceeding(threshold), host.exceeding(values, threshold), strict=True):
+                np.testing.assert_array_equal(ours, expected)
+        if 0 < low < high:
+            assert (found.beyond(low * 0.9), found.beyond(high * 1.1), found.exceeding(cut * 0.9)) == (None, None, None)
+
+
+def test_a_survey_says_that_there_was_no_room(mode):
+    values = np.arange(8192, dtype=np.float32)
+    found = host.survey(values, 1, 7000, 7000)
+    assert not found.complete
+    assert (found.beyond(5), found.exceeding(7500)) == (None, None)
+    assert found.all().total == pytest.approx(8191 * 4096, rel=1e-6)
+    assert host.survey(values, 7000, 7000, 7000, 0.2).complete
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1, 1e30])
+def test_a_survey_finds_a_scale_for_outliers(scale):
+    values = np.full(5000, scale, np.float32)
+    values[1234] = 3e38
+    sums = host.survey(values).all()
+    assert sums.total == pytest.approx(math.fsum(values.tolist()), rel=1e-6)
+    assert sums.squares == pytest.approx(math.fsum(np.square(values.astype(float)).tolist()), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_a_survey_finds_a_scale_among_zeros(scale):
+    values = np.zeros(50_000, np.float32)
+    values[1::997] = scale
+    sums = host.survey(values).all()
+    assert sums == (51, pytest.approx(51 * scale, rel=1e-6), pytest.approx(51 * scale * scale, rel=1e-6))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_the_tail_shows_a_value_that_is_not_finite(mode, bad):
-    assert not math.isfinite(host.tail(np.array([1, bad, 2], np.float32)).excess)
+def test_a_survey_shows_a_value_that_is_not_finite(mode, bad):
+    assert not math.isfinite(host.survey(np.array([1, bad, 2], np.float32)).all().total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sample_gives_each_column_places_of_its_own(monkeypatch, dtype):
+    assert host.sample(np.zeros(1 << 18, dtype)) is None
+    values = (np.arange(1 << 19) // 1024 % 32).astype(dtype)
+    taken = host.sample(values)
+    np.testing.assert_array_equal(taken.reshape(-1, 32), np.tile(np.arange(32), (1 << 8, 1)).astype(dtype))
 
 
 def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
@@ -409,6 +489,7 @@ def test_after_warming_up_nothing_is_left_to_compile(dtype):
         feedback.keep(feedback.correct(dense), kept, dropped)
         for choose in (codec.plain, codec.quick, codec.smallest):
             codec.decode(codec.encode(vector, coding=choose(vector)))
-        host.tail(dense), host.tail(dense, 0.5), host.exceeding(dense, 0.5)
+        host.survey(dense), host.survey(dense, 0.5, 0.5).exceeding(0.5), host.exceeding(dense, 0.5)
+        host.sample(np.tile(dense, 1 + (1 << 19) // dense.size))
         host.moments(dense), host.above(dense, 0.5), host.histogram(dense), host.gather(dense, vector.indices)
     assert signatures() == before

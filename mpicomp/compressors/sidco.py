@@ -4,10 +4,12 @@ Source: A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An efficient 
 technique for distributed training systems", MLSys 2021 (arXiv 2101.10761).
 
 The magnitudes x are fitted by their moments. The first stage finds the threshold that a quarter of them is expected to
-exceed; each further one fits what exceeds the threshold before it, and so follows the tail. With two stages the vector
-is read three times: for its moments, for those of the exceedances, and to select. To read it for the second fit is
-several times faster than to write a quarter of it down; further stages fit what exceeds the second threshold, which is
-compacted once, with its positions.
+exceed; each further one fits what exceeds the threshold before it, and so follows the tail. The vector is read once,
+for the sums of two stages and the selection: a sample foretells about where the first threshold will lie, and what the
+next will exceed; the read adds up what is above that, and writes down the few values that it leaves open. Where the
+sample misled, and in short vectors, the vector is read again, for the second fit and to select; the sample decides
+about nothing else, and a threshold differs by roundings alone: 1e-6 of it at most. Further stages fit what exceeds the
+second threshold. Equal vectors give equal bits.
 
 Differences from the paper: the controller of the density, which unlike the published adaptation of the stages does not
 stick at one stage; exact zeros are left out of the fit, which is asked for a share of the non-zeros instead; gamma's
@@ -17,6 +19,7 @@ largest entry always travels.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,12 +31,17 @@ from mpicomp.vector import SparseVector, index_dtype
 
 Array = NDArray[Any]
 Quantile = Callable[[float], float]  # the threshold that a share, 0 < share <= 1, is expected to exceed
+Fit = Callable[[Any], Quantile]  # of the sums of a survey
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 ADAPTATIONS = "control", "published", None
 
 _FIRST_SHARE = 0.25  # what the first of several stages lets through
-_NO_SPREAD = 1e-10  # relative variance below which rounding is all that is left of it
+_NO_SPREAD = 1e-5  # relative variance below which roundings of the sums would show in it
+
+_UNFORESEEN = 0.0, 0.0, math.inf
+_SIGMAS = 3  # of what a sample says: where that is too few, the vector is read again
+_ROOM = 1 / 32  # share of the vector that may be written down while it is read
 
 _GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
 _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
@@ -102,34 +110,53 @@ class SIDCo:
 
     def _select(self, dense: Array) -> tuple[Array, Array, float, int]:
         """Return positions, values, the threshold and the number of stages that gave it."""
-        kernels = kernels_for(dense)
-        nonzeros, quantile = self._first_fit(dense)
-        if not nonzeros:
+        kernels, fit = kernels_for(dense), self._first_fit(dense)
+        survey = kernels.survey(dense, *self._foreseen(dense, fit), _ROOM)
+        sums = survey.all()
+        if not math.isfinite(sums.total):
+            kernels.raise_not_finite(dense)
+        if not sums.entries:
             return np.empty(0, np.intp), dense[:0].copy(), 0.0, 0
-        if quantile is None:
+        if not math.isfinite(sums.squares):
             positions, values = kernels.largest(dense, self.count(dense.size))
             return positions, values, float(np.abs(values).min()), 0
-        shares = _shares(self.density * self.correction * dense.size / nonzeros, self.stages)
-        positions, values, threshold = _peaks(dense, quantile(shares[0]), shares[1:], self.distribution)
+        shares = self._shares(dense.size, sums.entries)
+        positions, values, threshold = _peaks(dense, survey, fit(sums)(shares[0]), shares[1:], self.distribution)
         if not values.size:
             positions, values = kernels.largest(dense, 1)
         return positions, values, threshold, len(shares)
 
-    def _first_fit(self, dense: Array) -> tuple[int, Quantile | None]:
-        """Return the number of non-zeros and their quantiles; none when their squares overflow."""
-        kernels = kernels_for(dense)
-        if self.distribution == "gamma":
-            sums = kernels.moments(dense)
-            count, total, squares = sums.nonzeros, sums.absolute, sums.squares
-        else:
-            count, total, squares = kernels.tail(dense)
-        if not math.isfinite(total):
-            kernels.raise_not_finite(dense)
-        if not count or not math.isfinite(squares):
-            return count, None
-        if self.distribution == "gamma":
-            return count, _gamma(total / count, sums.logs / count)
-        return count, _fit(self.distribution, count, total, squares)
+    def _first_fit(self, dense: Array) -> Fit:
+        """Return how the first stage is fitted to sums; only the gamma distribution has to look at the vector."""
+        if self.distribution != "gamma":
+            return _FITS[self.distribution]
+        _inverse_gamma()
+        moments = kernels_for(dense).moments(dense)
+        return partial(_gamma, mean_log=moments.logs / max(1, moments.nonzeros))
+
+    def _foreseen(self, dense: Array, fit: Fit) -> tuple[float, float, float]:
+        """Return, from a sample, between which thresholds the first one will lie, and what the next one will exceed.
+
+        They decide what one read of the vector is enough for, and nothing else.
+        """
+        sample = kernels_for(dense).sample(dense)
+        if sample is None:
+            return _UNFORESEEN
+        survey = kernels_for(sample).survey(sample)
+        shares = self._shares(sample.size, survey.all().entries)
+        low, middle, high = _interval(survey.groups(), fit, shares[0])
+        if not math.isfinite(high) or math.prod(shares[:2]) > _ROOM / 2:
+            return _UNFORESEEN
+        if not shares[1:]:
+            return low, low, low
+        groups = kernels_for(sample).survey(sample, middle, middle).groups(beyond=True)
+        least, excess, _ = _interval(groups, _FITS[_after(self.distribution)], shares[1])
+        cut = low + least - (excess - least)  # further off than the others: at the tail that costs little
+        return low, high, max(high, cut) if math.isfinite(cut) else math.inf
+
+    def _shares(self, length: int, nonzeros: float) -> list[float]:
+        """Return the share that each stage lets through of what the stage before it did."""
+        return _shares(self.density * self.correction * length / max(1, nonzeros), self.stages)
 
     def _adapt(self, ratio: float) -> None:
         """Learn from the last call. ratio: entries selected over entries wanted."""
@@ -155,32 +182,56 @@ def _shares(share: float, stages: int) -> list[float]:
     return [_FIRST_SHARE] + [(share / _FIRST_SHARE) ** (1 / (stages - 1))] * (stages - 1)
 
 
-def _peaks(dense: Array, threshold: float, shares: list[float], distribution: str) -> tuple[Array, Array, float]:
-    """Return positions and values above the last threshold, and that threshold: one more stage for each share."""
+def _interval(groups: list[Any], fit: Fit, share: float) -> tuple[float, float, float]:
+    """Return the mean of the thresholds of several samples, between the bounds of where that of them all will lie."""
+    if not all(sums.entries and math.isfinite(sums.squares) for sums in groups):
+        return math.nan, math.nan, math.nan
+    found = np.array([fit(sums)(share) for sums in groups])
+    middle, error = float(found.mean()), float(found.std(ddof=1)) / math.sqrt(found.size)
+    return max(0.0, middle - _SIGMAS * error), middle, middle + _SIGMAS * error
+
+
+def _peaks(
+    dense: Array, survey: Any, threshold: float, shares: list[float], distribution: str
+) -> tuple[Array, Array, float]:
+    """Return positions and values above the last threshold, and that threshold: one more stage for each share.
+
+    The vector is read again for what its survey did not foresee.
+    """
     kernels = kernels_for(dense)
     if shares:
-        threshold = _raised(dense, threshold, shares[0], distribution)
-    positions, values = kernels.exceeding(dense, threshold)
+        sums = survey.beyond(threshold) or kernels.survey(dense, threshold, threshold).beyond(threshold)
+        threshold = _raised(sums, threshold, shares[0], distribution)
+    positions, values = survey.exceeding(threshold) or kernels.exceeding(dense, threshold)
     for share in shares[1:]:
-        threshold = _raised(values, threshold, share, distribution)
+        threshold = _raised(
+            kernels.survey(values, threshold, threshold).beyond(threshold), threshold, share, distribution
+        )
     if shares[1:]:
         chosen, values = kernels.exceeding(values, threshold)
         positions = positions[chosen]
     return positions, values, threshold
 
 
-def _raised(values: Array, threshold: float, share: float, distribution: str) -> float:
-    """Return the threshold that a share of the magnitudes above `threshold` is expected to exceed."""
-    sums = kernels_for(values).tail(values, threshold)
-    after = "exponential" if distribution == "exponential" else "pareto"
-    return threshold + _fit(after, *sums)(share) if sums.entries else threshold
+def _raised(sums: Any, threshold: float, share: float, distribution: str) -> float:
+    """Return the threshold that a share of the magnitudes above `threshold`, whose sums these are, will exceed."""
+    return threshold + _FITS[_after(distribution)](sums)(share) if sums.entries else threshold
 
 
-def _fit(distribution: str, count: int, total: float, squares: float) -> Quantile:
+def _after(distribution: str) -> str:
+    """Return what the exceedances are fitted by."""
+    return "exponential" if distribution == "exponential" else "pareto"
+
+
+def _exponential_fit(sums: Any) -> Quantile:
+    return _exponential(sums.total / sums.entries)
+
+
+def _pareto_fit(sums: Any) -> Quantile:
     """Return the quantiles of the distribution that has these sums: of x and of its square."""
-    mean = total / count
-    variance = squares / count - mean * mean
-    if distribution == "exponential" or variance <= _NO_SPREAD * mean * mean:
+    mean = sums.total / sums.entries
+    variance = sums.squares / sums.entries - mean * mean
+    if variance <= _NO_SPREAD * mean * mean:
         return _exponential(mean)
     ratio = mean * mean / variance
     return lambda share: _pareto_quantile((1 - ratio) / 2, mean * (ratio + 1) / 2, share)
@@ -196,8 +247,9 @@ def _pareto_quantile(shape: float, scale: float, share: float) -> float:
     return scale / shape * math.expm1(-shape * math.log(share))
 
 
-def _gamma(mean: float, mean_log: float) -> Quantile:
+def _gamma(sums: Any, mean_log: float) -> Quantile:
     """Return the quantiles of the gamma distribution with these means of x and of log x."""
+    mean = sums.total / sums.entries
     s = math.log(mean) - mean_log
     if s <= _NO_SPREAD:
         return _exponential(mean)
@@ -213,3 +265,6 @@ def _inverse_gamma() -> Any:
     except ImportError as error:
         raise ImportError("distribution='gamma' needs SciPy: pip install scipy, or choose 'pareto'") from error
     return gammainccinv
+
+
+_FITS: dict[str, Fit] = {"exponential": _exponential_fit, "pareto": _pareto_fit}

@@ -25,12 +25,13 @@ from mpicomp.kernels.host.selection import (
     select,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, Tail, moments, tail
+from mpicomp.kernels.host.statistics import Moments, Sums, Survey, moments, sample, survey
 
 __all__ = [
     "Moments",
     "Search",
-    "Tail",
+    "Sums",
+    "Survey",
     "above",
     "accumulate",
     "divide",
@@ -46,9 +47,10 @@ __all__ = [
     "merge",
     "moments",
     "raise_not_finite",
+    "sample",
     "scatter_add",
     "select",
-    "tail",
+    "survey",
     "to_bitmap",
     "to_elias_fano",
     "top_k",

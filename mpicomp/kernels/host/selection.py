@@ -73,10 +73,15 @@ def exceeding(values: Array, threshold: float) -> Found:
     """
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
-    form, key = FORMATS[values.dtype], _key(threshold, values.dtype)
-    rounded_up = float(np.asarray(key).view(values.dtype)) > threshold
-    positions, found = _found(values.view(form.signed), form, key if rounded_up else key + 1)
+    form = FORMATS[values.dtype]
+    positions, found = _found(values.view(form.signed), form, first_above(threshold, values.dtype))
     return positions, found.view(values.dtype)
+
+
+def first_above(threshold: float, dtype: np.dtype[Any]) -> Any:
+    """Return the bits of the least magnitude of a dtype that exceeds a threshold >= 0, which is not rounded."""
+    key = _key(threshold, dtype)
+    return key if float(np.asarray(key).view(dtype)) > threshold else key + 1
 
 
 def histogram(values: Array) -> Array:

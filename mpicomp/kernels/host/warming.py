@@ -37,6 +37,7 @@ def _compiled() -> int:
 
 def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[], Any]]:
     long = np.random.default_rng(0).standard_normal(1 << 16).astype(dtype)  # long enough for a sample
+    longest = np.tile(long, 16)
     values, indices = long[:64], np.arange(64, dtype=index_dtype)
     keys, width = host.magnitude_keys(values)
     words, room = np.zeros(4, np.uint64), np.empty(64, index_dtype)
@@ -50,7 +51,8 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: next(host.kth_largest(keys, 9, width)),
         lambda: host.select(keys, int(keys[0]), 1),
         lambda: host.moments(long),
-        lambda: host.tail(long),
+        lambda: host.survey(long),
+        lambda: host.sample(longest),
         lambda: host.first_disorder(indices, 64),
         lambda: host.first_disorder(indices[::-1].copy(), 64),
         lambda: host.merge(indices, values, indices, values),
