@@ -11,10 +11,10 @@ from strategies import DTYPES, finite_values
 
 from mpicomp import ErrorFeedback, TopK, codec
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, coding, merging, selection, statistics, warming
+from mpicomp.kernels.host import bits, coding, merging, selection, statistics, surveying, warming
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, coding, merging, selection, statistics]
+MODULES = [bits, coding, merging, selection, statistics, surveying]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 

@@ -113,7 +113,7 @@ class MomentumCorrection(Kept):
 
 def _norm(gradient: NDArray[Any]) -> float:
     """Return the Euclidean norm, also of values whose squares overflow; NaN or infinity if a value is."""
-    squares = kernels_for(gradient).tail(gradient).squares
+    squares = kernels_for(gradient).survey(gradient).all().squares
     if squares != math.inf:
         return math.sqrt(squares)
     largest = float(np.abs(gradient).max())

@@ -6,6 +6,7 @@ are the same in every run.
 
 ``selection``   the largest magnitudes, and what is above a threshold
 ``statistics``  sums over a gradient, in one read
+``surveying``   sums in one fast read, and the values that what comes next is expected to need
 ``merging``     sums of sparse vectors, and what goes between sparse and dense
 ``bits``        magnitudes as integers; indices as bitmaps
 ``coding``      indices at the fewest bits
@@ -25,7 +26,8 @@ from mpicomp.kernels.host.selection import (
     select,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, Sums, Survey, moments, sample, survey
+from mpicomp.kernels.host.statistics import Moments, moments
+from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
 __all__ = [
     "Moments",

@@ -1,29 +1,17 @@
-"""Sums over a gradient in one read, in a fixed order: what threshold estimators go by.
-
-``moments`` adds in float64 throughout. ``survey`` is for speed: it adds 32 values at a time in the format of the data,
-and those sums in float64; beside the sums it writes down the few values that what comes next is expected to need.
-"""
+"""Sums over a gradient in one read, in float64 and in a fixed order: for estimators that need logarithms."""
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
-from mpicomp.kernels.host.selection import Found, first_above, first_not_finite
+from mpicomp.kernels.host.bits import Array, jit
+from mpicomp.kernels.host.selection import first_not_finite
 
 _LANES = 256
 _BLOCK = 64 * _LANES
 _PIECE = 64 * _BLOCK  # values converted at a time, where they have to be
-_LONGEST = 1 << 30  # of a call of the survey: its counts of a column are 32 bits wide
-
-_COLUMNS, _ROWS, _AT_ONCE = 32, 32, 8  # of a tile of the survey: a bit of a word stands for each row
-_TILE = _COLUMNS * _ROWS
-_COLUMN_BITS = np.uint32(1) << np.arange(_COLUMNS, dtype=np.uint32)
-_GROUPS = 16  # of columns
-_LINE, _STRIDE = 16, 1024  # values of a sample that lie together, and from one such place to the next
 
 _BIAS = 1023
 _FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
@@ -43,62 +31,6 @@ class Moments(NamedTuple):
     not_finite: int  # the first position of a NaN or an infinity; -1 when there is none
 
 
-class Sums(NamedTuple):
-    """Sums over the magnitudes above a threshold, shifted by it; above 0 these are the non-zeros."""
-
-    entries: float
-    total: float  # sum of |x| - threshold; NaN or infinite when a value is, or when the sum overflows
-    squares: float  # sum of (|x| - threshold)^2
-
-
-class Survey(NamedTuple):
-    """What one read tells of a vector: see `survey`.
-
-    Where `complete` is False there was no room to write down what lies between the thresholds, and above the cut.
-    """
-
-    columns: Array  # float64 of shape (6, 32): for each column of the tiles the sums of all, then those above `high`
-    low: float
-    high: float
-    cut: float
-    shift: float  # what the sums above `high` are shifted by: `high`, rounded down to the format of the values
-    between: Array  # float64: the magnitudes m with low < m <= high
-    positions: Array  # intp, in order but for those within a tile: where a magnitude exceeds the cut
-    values: Array  # the values there
-    complete: bool
-
-    def all(self) -> Sums:
-        """Return the sums over all magnitudes, zeros apart."""
-        return Sums(*_folded(self.columns[:3]))
-
-    def groups(self, *, beyond: bool = False) -> list[Sums]:
-        """Return the sums of 16 groups of columns each, over all magnitudes or over those above `high`."""
-        rows = self.columns[3:] if beyond else self.columns[:3]
-        return [Sums(*group) for group in rows.reshape(3, -1, _GROUPS).sum(axis=1).T.tolist()]
-
-    def beyond(self, threshold: float) -> Sums | None:
-        """Return the sums over the magnitudes above a threshold; None unless it lies between `low` and `high`."""
-        if not (self.complete and self.low <= threshold <= self.high):
-            return None
-        entries, total, squares = _folded(self.columns[3:])
-        over = np.maximum(self.between - threshold, 0)
-        step = self.shift - threshold  # not negative but for rounding, so that no digits cancel
-        squares += step * (2 * total + step * entries) + float(np.square(over).sum())
-        return Sums(entries + np.count_nonzero(over), total + step * entries + float(over.sum()), squares)
-
-    def exceeding(self, threshold: float) -> Found | None:
-        """Return what `exceeding` returns for the whole vector; None when the threshold lies below the cut."""
-        if not (self.complete and self.cut <= threshold):
-            return None
-        form = FORMATS[self.values.dtype]
-        positions, found = np.empty_like(self.positions), np.empty_like(self.values)
-        floor = first_above(threshold, self.values.dtype)
-        kept = _keep(
-            self.positions, self.values.view(form.signed), form.mask, floor, positions, found.view(form.signed)
-        )
-        return positions[: int(kept)], found[: int(kept)]
-
-
 def moments(values: Array) -> Moments:
     """Return the moments of `values` (1-d contiguous float16, float32 or float64) in one read.
 
@@ -114,99 +46,6 @@ def moments(values: Array) -> Moments:
     nonzeros, exponents = numbers.tolist()
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
     return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
-
-
-def survey(values: Array, low: float = 0.0, high: float = 0.0, cut: float = math.inf, share: float = 0.01) -> Survey:
-    """Return in one read the sums over all magnitudes of `values`, those above `high`, and what lies about thresholds.
-
-    values: as for `moments`. low, high, cut: thresholds, 0 <= low <= high <= cut. What is between the first two is
-    written down, so that the sums above any threshold there are exact; so is, with positions, what exceeds the cut.
-    share: of the values, for which there is room.
-
-    The order of the additions is fixed. In tiles of 1024 values column j of 32 adds up the values j, j + 32, ... of the
-    tile: by eight, and the four sums of eight, in the format of the values (float16 as float32), scaled by a power of
-    two so that squares are in range; the tiles in order, in float64; then the columns by halves, 16, 8, ..., 1. A sum
-    of float32 so has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) when roundings are random.
-    """
-    thresholds = low, high, max(high, cut)
-    few = float(np.abs(values[:: max(1, values.size >> 10)]).max(initial=0))
-    found = _surveyed(values, thresholds, share, few) if few else None
-    if found is None or not np.isfinite(found.columns[2]).all():
-        largest = float(np.abs(values).max(initial=0))  # the few were zeros, or so small that squares overflowed
-        found = _surveyed(values, thresholds, share, largest) if found is None or math.isfinite(largest) else found
-    return found
-
-
-def sample(values: Array) -> Array | None:
-    """Return one of 64 values, in tiles for `survey`: each column has places of its own. None of a short vector."""
-    tiles = values.size // (_STRIDE * _COLUMNS)
-    if tiles < _LINE:
-        return None
-    taken = np.empty(tiles * _LINE * _COLUMNS, values.dtype)
-    form = FORMATS[values.dtype]
-    _take(values.view(form.signed), taken.view(form.signed))
-    return taken
-
-
-def _surveyed(values: Array, thresholds: tuple[float, float, float], share: float, scaled_by: float) -> Survey:
-    wide = np.promote_types(values.dtype, np.float32)
-    form, scale = FORMATS[wide], _scale(scaled_by, wide)
-    limits = np.array([form.mask, *(first_above(each, wide) for each in thresholds)], form.signed)
-    limits[3] -= 1
-    shift = (limits[2:3] - 1).view(wide)[0]
-    state, sums = np.zeros(7 * _COLUMNS, wide), np.zeros(6 * _COLUMNS)
-    room = int(share * values.size) + 2 * _TILE
-    buffers, filled, first = _buffers(room, np.dtype(np.intp), form.signed, form.signed), np.zeros(3, np.int64), 0
-    scaling, marks = np.array([scale, shift * scale], wide), state.view(form.signed)
-    for tiles in _tiles(values, wide):
-        _survey(tiles.view(form.signed), first, limits, scaling, state, marks, sums, *buffers, filled)
-        first += tiles.size
-    count, held, full = filled.tolist()
-    positions, found, between = buffers
-    columns, inside = _unscaled(sums, first, float(scale)), between[:held].view(wide).astype(np.float64)
-    found = found[:count].view(wide).astype(values.dtype, copy=False)
-    return Survey(columns, *thresholds, float(shift), inside, positions[:count], found, not full)
-
-
-def _buffers(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
-    """Return arrays of one piece of memory: the C library keeps that for the next call, where it returns many."""
-    ends = np.cumsum([room * dtype.itemsize for dtype in dtypes])
-    whole = np.empty(int(ends[-1]), np.uint8)
-    return [part.view(dtype) for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)]
-
-
-def _unscaled(sums: Array, length: int, scale: float) -> Array:
-    absolute, squares, excess, excess_squares, nonzeros, not_above = sums.reshape(6, _COLUMNS)
-    above = length // _COLUMNS - not_above
-    with np.errstate(over="ignore"):
-        first, second = np.array([absolute, excess]) / scale, np.array([squares, excess_squares]) / scale / scale
-    return np.array([nonzeros, first[0], second[0], above, first[1], second[1]])
-
-
-def _scale(largest: float, dtype: np.dtype[Any]) -> Any:
-    """Return the power of two that brings a magnitude to between 1/2 and 1, as far as the format has it."""
-    limits = np.finfo(dtype)
-    exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
-    return dtype.type(2.0 ** -min(max(exponent, 3 - limits.maxexp), -limits.minexp))
-
-
-def _folded(columns: Array) -> list[float]:
-    with np.errstate(over="ignore"):
-        while columns.shape[1] > 1:
-            half = columns.shape[1] // 2
-            columns = columns[:, :half] + columns[:, half:]
-    return columns[:, 0].tolist()  # type: ignore[no-any-return]
-
-
-def _tiles(values: Array, wide: np.dtype[Any]) -> Iterator[Array]:
-    """Yield the values in whole tiles, the last one filled up with zeros; float16 as float32, in pieces."""
-    full = values.size // _TILE * _TILE
-    piece = _LONGEST if values.dtype == wide else _PIECE
-    for start in range(0, full, piece):
-        yield values[start : min(start + piece, full)].astype(wide, copy=False)
-    last = np.zeros(_TILE, wide)
-    last[: values.size - full] = values[full:]
-    yield last
 
 
 def _blocks(values: Array) -> Iterator[Array]:
@@ -288,142 +127,3 @@ def _fold(sums, counts):  # type: ignore[no-untyped-def]
             counts[0, j] += counts[0, j + half]
             counts[1, j] += counts[1, j + half]
         half //= 2
-
-
-@jit
-def _survey(bits, first, limits, scaling, partial, marks, sums, positions, found, between, filled):  # type: ignore[no-untyped-def]
-    """Survey the tiles of `bits`; `first` is the position of the first value.
-
-    limits: mask, the least keys above low and high, the greatest up to the cut. scaling: the scale, and the shift times
-    it. partial and marks: one buffer of zeros, as floating point and as integers: four rows of sums, then two of counts
-    and one of hits. filled: how many values were found above the cut, and between, and whether there was no more room.
-    """
-    mask, low, high, cut, scale, shift = limits[0], limits[1], limits[2], limits[3], scaling[0], scaling[1]
-    for i in range(bits.size // _TILE):
-        tile = bits[_TILE * i : _TILE * (i + 1)]
-        _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks)
-        columns = np.uint64(_close_tile(partial, marks, sums))
-        if columns != np.uint64(0):
-            if max(filled[0], filled[1]) + _TILE > positions.size:
-                filled[2] = 1
-            else:
-                hits = marks[6 * _COLUMNS :]
-                _write_down(tile, first + _TILE * i, limits, columns, hits, positions, found, between, filled)
-    for j in range(4 * _COLUMNS, 6 * _COLUMNS):
-        sums[j] += marks[j]
-        marks[j] = 0
-
-
-def _as_floating(key: Any) -> Any:
-    """Return the number that has these bits; compiled by the overload below."""
-    return key.view(f"f{key.itemsize}")
-
-
-@overload(_as_floating)
-def _compile_as_floating(key):  # type: ignore[no-untyped-def]
-    if key.bitwidth == 32:
-        return lambda key: np.int32(key).view(np.float32)
-    return lambda key: np.int64(key).view(np.float64)
-
-
-@jit
-def _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks):  # type: ignore[no-untyped-def]
-    """Add a tile to the sums of its columns, by eight, and shift into a word of each which are to be written down.
-
-    The sign of a difference of keys says which is the larger; there are no branches and no masks, so that this
-    becomes vector instructions of the full width. The two buffers are one: where they lay at the same places of two
-    pages, a processor would take them for each other.
-    """
-    integer, zero = tile.dtype.type, partial.dtype.type(0)
-    for row in range(0, _ROWS, _AT_ONCE):
-        rows = tile[_COLUMNS * row : _COLUMNS * (row + _AT_ONCE)]
-        for j in range(_COLUMNS):
-            nonzeros, not_above, hits = integer(0), integer(0), marks[j + 6 * _COLUMNS]
-            absolute = squares = excess = excess_squares = zero
-            for r in range(_AT_ONCE):
-                key = integer(rows[_COLUMNS * r + j] & mask)
-                below_high = integer(key - high)
-                nonzeros = integer(nonzeros + min(key, integer(1)))
-                not_above = integer(not_above + (integer(1) if below_high < 0 else integer(0)))
-                wanted = integer((below_high & ~integer(key - low)) | integer(cut - key))
-                hits = integer(((hits >> integer(1)) & mask) | (wanted & ~mask))
-                x = _as_floating(key) * scale
-                over = x - shift
-                over = over if over > zero else zero
-                absolute += x
-                squares += x * x
-                excess += over
-                excess_squares += over * over
-            partial[j] += absolute
-            partial[j + _COLUMNS] += squares
-            partial[j + 2 * _COLUMNS] += excess
-            partial[j + 3 * _COLUMNS] += excess_squares
-            marks[j + 4 * _COLUMNS] += nonzeros
-            marks[j + 5 * _COLUMNS] += not_above
-            marks[j + 6 * _COLUMNS] = hits
-
-
-@jit
-def _close_tile(partial, marks, sums):  # type: ignore[no-untyped-def]
-    """Add the sums of a tile to those of all and clear them; return the set of the columns that have hits."""
-    for j in range(4 * _COLUMNS):
-        sums[j] += partial[j]
-        partial[j] = 0
-    hits = marks[6 * _COLUMNS :]
-    columns = np.uint32(0)
-    for j in range(_COLUMNS):
-        columns |= _COLUMN_BITS[j] if hits[j] != 0 else np.uint32(0)
-    return columns
-
-
-@jit
-def _write_down(tile, first, limits, columns, hits, positions, found, between, filled):  # type: ignore[no-untyped-def]
-    """Append each hit to both buffers, and count it in one: without a branch, which would be foreseen badly."""
-    count, held = np.uint64(filled[0]), np.uint64(filled[1])
-    unused = np.uint64(8 * hits.itemsize - _ROWS)
-    while columns != np.uint64(0):
-        lowest = columns & (~columns + np.uint64(1))
-        column = PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)]
-        columns ^= lowest
-        rows = (np.uint64(hits[column]) >> unused) & np.uint64(0xFFFFFFFF)
-        while rows != np.uint64(0):
-            lowest = rows & (~rows + np.uint64(1))
-            place = PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)] * np.uint64(_COLUMNS) + column
-            rows ^= lowest
-            key = tile[place] & limits[0]
-            positions[count], found[count], between[held] = np.uint64(first) + place, tile[place], key
-            above = np.uint64(key > limits[3])
-            count += above
-            held += np.uint64(1) - above
-    filled[0], filled[1] = count, held
-
-
-@jit
-def _keep(positions, bits, mask, floor, kept, found):  # type: ignore[no-untyped-def]
-    """Copy what is at or above `floor`, put in order: an entry goes before the few of its tile that it precedes."""
-    count = 0
-    for i in range(positions.size):
-        if bits.dtype.type(bits[i] & mask) >= floor:
-            place = count
-            while place > 0 and kept[place - 1] > positions[i]:
-                kept[place], found[place] = kept[place - 1], found[place - 1]
-                place -= 1
-            kept[place], found[place] = positions[i], bits[i]
-            count += 1
-    return count
-
-
-@jit
-def _take(values, taken):  # type: ignore[no-untyped-def]
-    """Fill `taken` with 16 values from each stride; those of one place go to one column of a tile.
-
-    The first value of all places of a row of columns is read before the others, so that memory answers at once.
-    """
-    seen = values.dtype.type(0)
-    for i in range(taken.size // (_LINE * _COLUMNS)):
-        for j in range(_COLUMNS):
-            seen |= values[_STRIDE * (_COLUMNS * i + j) + _LINE - 1]
-        for j in range(_COLUMNS):
-            for k in range(_LINE):
-                taken[_COLUMNS * (_LINE * i + k) + j] = values[_STRIDE * (_COLUMNS * i + j) + k]
-    return seen

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, coding, merging, selection, statistics
+from mpicomp.kernels.host import bits, coding, merging, selection, statistics, surveying
 
-MODULES = (bits, coding, merging, selection, statistics)
+MODULES = (bits, coding, merging, selection, statistics, surveying)
 
 
 class Step(NamedTuple):
