@@ -1,8 +1,7 @@
 """A table's worth of trainings: for every method and density a rate, and with that one training a seed."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,10 +60,11 @@ class Grid:
     rates: Sequence[float]
     seeds: int
     recipe: Recipe
-    tuned: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tuned", len(self.rates) > 1)
+    @property
+    def tuned(self) -> bool:
+        """Whether there are rates to choose from."""
+        return len(self.rates) > 1
 
     @property
     def steps(self) -> int:
@@ -72,27 +72,30 @@ class Grid:
         return len(self.cells) * (self.seeds + self.tuned * len(self.rates)) * self.recipe.steps
 
     def rows(self, comm: Any, progress: Progress) -> Iterator[Row]:
-        """Train on all ranks of `comm`, and yield the rows as they are done.
+        """Train on all ranks of `comm`, and yield the rows as they are done."""
+        return (self.row(method, density, comm, progress) for method, density in self.cells)
 
-        Of several rates each row takes its own: the one with the least loss on the validation part, after a training
-        without that part from a seed of its own. The trainings that count then have the validation part as well.
+    def row(self, method: Method, density: float | None, comm: Any, progress: Progress) -> Row:
+        """Train one method at one density.
+
+        Of several rates it takes the one with the least loss on the validation part, after a training without that part
+        from a seed of its own. The trainings that count then have the validation part as well.
         """
-        for method, density in self.cells:
 
-            def outcome(rate: float, seed: int, held_out: str, method: Method = method, density: Any = density) -> Any:
-                progress.begin(f"{label(method, density)} at {rate:g}", self.recipe.steps)
-                trial = Trial(method, density or 1.0, rate, seed, held_out)
-                return train(self.task, trial, self.recipe, comm, progress.tell)
+        def outcome(rate: float, seed: int, held_out: str) -> Outcome:
+            progress.begin(f"{label(method, density)} at {rate:g}", self.recipe.steps)
+            trial = Trial(method, density or 1.0, rate, seed, held_out)
+            return train(self.task, trial, self.recipe, comm, progress.tell)
 
-            tried = {rate: outcome(rate, TUNING_SEED, "validation").loss for rate in self.rates} if self.tuned else {}
-            rate = min(tried, key=lambda rate: tried[rate]) if tried else self.rates[0]
-            yield Row(method, density, rate, tried, [outcome(rate, seed, "test") for seed in range(self.seeds)])
+        tried = {rate: outcome(rate, TUNING_SEED, "validation").loss for rate in self.rates} if self.tuned else {}
+        rate = min(tried, key=lambda rate: tried[rate]) if tried else self.rates[0]
+        return Row(method, density, rate, tried, [outcome(rate, seed, "test") for seed in range(self.seeds)])
 
 
 def cells(methods: Iterable[Method], densities: Sequence[float]) -> list[Cell]:
     """Return what there is a row for; a method that asks for no density has one row."""
-    every = [product([method], densities if method.has_density else [None]) for method in methods]
-    return [cell for cells_of_one in every for cell in cells_of_one]
+    asked, none = list(densities), [None]
+    return [(method, density) for method in methods for density in (asked if method.has_density else none)]
 
 
 def label(method: Method, density: float | None) -> str:

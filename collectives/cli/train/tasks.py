@@ -75,7 +75,7 @@ def digits() -> Task:
         figure="test accuracy, %",
         figure_of=lambda evaluation: 100 * evaluation.hits,
         more_is_better=True,
-        rates=(0.025, 0.05, 0.1),
+        rates=(0.0125, 0.025, 0.05, 0.1, 0.2),
     )
 
 
