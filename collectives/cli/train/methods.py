@@ -50,9 +50,9 @@ FEEDBACKS: dict[str, Callable[[float, float], Feedback]] = {  # of rate and mome
     "momentum-correction": lambda rate, momentum: MomentumCorrection(momentum),
     "step-ahead": StepAhead,
     "ef21": lambda rate, momentum: EF21(),
+    "ef21-momentum": lambda rate, momentum: EF21(1 - momentum),
 }
-OWN_MOMENTUM = ("momentum-correction", "step-ahead")
-UPDATES = ("step-ahead",)  # where the rate is inside: what comes out of the exchange is subtracted as it is
+OWN_MOMENTUM = ("momentum-correction", "step-ahead", "ef21-momentum")
 COLLECTIVES: dict[str, Callable[..., Any]] = {
     "allgather": sparse_allgather,
     "allreduce": sparse_allreduce,
@@ -90,6 +90,7 @@ METHODS = {
         Method("aggregation-aware", "aggregation-aware", "error-feedback", "allreduce"),
         Method("step-ahead", "topk", "step-ahead", "allgather"),
         Method("ef21", "topk", "ef21", "allgather"),
+        Method("ef21-momentum", "topk", "ef21-momentum", "allgather"),
         Method("topk-no-feedback", "topk", "none", "allgather"),
     )
 }
@@ -99,12 +100,13 @@ class Descent:
     """Stochastic gradient descent with momentum over all ranks: makes of this rank's gradient the common update.
 
     Momentum is heavy-ball, v = momentum v + mean and x -= rate v, on the mean that comes out of the exchange; methods
-    that have momentum of their own (`OWN_MOMENTUM`) get the same factor there, and none after.
+    that have momentum of their own (`OWN_MOMENTUM`) get the same factor there, and none after. With the same rate all
+    take equally long steps where nothing is compressed.
     """
 
     def __init__(self, comm: Any, method: Method, density: float, rate: float, momentum: float) -> None:
         self.comm, self.exchange = comm, _exchange(comm, method, density, rate, momentum)
-        self.rate = 1.0 if method.feedback in UPDATES else rate
+        self.rate = scale(method.feedback, rate, momentum)
         self.momentum = 0.0 if method.feedback in OWN_MOMENTUM else momentum
         self._velocity: Floats | float = 0.0
 
@@ -132,6 +134,17 @@ class Descent:
         mean: Floats = self.exchange(gradient)
         observe(self.exchange.compressor, mean)
         return mean
+
+
+def scale(feedback: str, rate: float, momentum: float) -> float:
+    """Return the factor of what comes out of the exchange.
+
+    Step-ahead hands out an update, which has the rate in it. EF21's momentum is a mean of gradients, where heavy-ball's
+    is a sum that comes to 1 / (1 - momentum) of them.
+    """
+    if feedback == "step-ahead":
+        return 1.0
+    return rate / (1 - momentum) if feedback == "ef21-momentum" else rate
 
 
 def _exchange(comm: Any, method: Method, density: float, rate: float, momentum: float) -> GradientExchange | None:

@@ -112,16 +112,17 @@ def plot(grid: Grid, done: Sequence[Row], path: pathlib.Path) -> None:
     styles = dict(zip(densities, cycle(("-", "--", ":", "-.")), strict=False))
     for row in done:
         steps, figures = curve(row)
-        colour = "black" if row.method.name == "dense" else f"C{names.index(row.method.name) % 10}"
+        sent = steps[1:] * max(row.mean("nbytes"), 1)  # nothing yet at step 0, and the scale is logarithmic
+        colour = "black" if row.method.name == "dense" else f"C{(names.index(row.method.name) - 1) % 10}"
         look = {"color": colour, "linestyle": styles[row.density or 1]}
         left.plot(steps, figures, label=row.name, **look)
-        right.plot(steps * max(row.mean("nbytes"), 1), figures, **look)
+        right.plot(sent, figures[1:], **look)
     left.set(xlabel="step", ylabel=grid.task.figure)
     right.set(xlabel="bytes that the busiest rank has sent", xscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     if grid.task.more_is_better and done:
-        left.set_ylim(bottom=min(80.0, *(row.mean("figure") for row in done)) - 5)
+        left.set_ylim(bottom=min(80.0, *(row.mean("figure") for row in done)) - 5, top=101)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
     plt.close(figure)
