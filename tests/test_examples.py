@@ -38,3 +38,16 @@ def test_train_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "at least 2 points behind dense" in done.stdout
     assert "FAILED" in done.stdout
+
+
+def test_least_squares():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "least_squares.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": ok") == 4

@@ -209,7 +209,10 @@ def test_misuse_is_named(method):
     with pytest.raises(ValueError, match="got a vector of length 3: expected 40"):
         feedback.keep(corrected, SparseVector.empty(3, np.float64), None)
     feedback.keep(corrected, nothing, None)
-    for change in (lambda: None, lambda: feedback.load_state_dict(feedback.state_dict()), lambda: feedback.rescale(2)):
+    with pytest.raises(RuntimeError, match="keep without correct"):
+        feedback.keep(corrected, nothing, None)
+    for change in (lambda: feedback.load_state_dict(feedback.state_dict()), lambda: feedback.rescale(2)):
+        corrected = feedback.correct(normal(1))
         change()
         with pytest.raises(RuntimeError, match="keep without correct"):
             feedback.keep(corrected, nothing, None)
@@ -381,7 +384,8 @@ def test_step_ahead_follows_its_rule_also_when_the_rate_changes(momentum, dtype)
 
 
 def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gradient():
-    feedback = StepAhead(np.float64(0.5))
+    feedback = StepAhead(np.float32(0.5))
+    assert feedback.state_dict()["rate"].dtype == np.float64
     assert one_step(feedback, normal(0, dtype=np.float32), TopK(k=5))[-1].dtype == np.float32
     for dtype in (np.float16, np.float32, np.float64):
         assert feedback.ahead(np.zeros(LENGTH, dtype)).dtype == dtype

@@ -30,6 +30,8 @@ from mpicomp.arrays import kernels_for
 from mpicomp.feedback.common import Kept, Layout, wide
 from mpicomp.vector import SparseVector
 
+_BLOCK = 65536
+
 
 class MomentumCorrection(Kept):
     """Keep a velocity u and what it owes, v, the residual.
@@ -90,7 +92,7 @@ class MomentumCorrection(Kept):
         self._settle(corrected, sent, rejected)
         velocity = self._spares["velocity"]
         back = rejected.indices if rejected is not None else sent.indices[:0]
-        if self.masking and (back.size or (sent.nnz < sent.length and corrected.any())):
+        if self.masking and (back.size or (sent.nnz < sent.length and _anything(corrected))):
             kept = kernels_for(velocity).gather(velocity, back)
             velocity[sent.indices] = 0
             velocity[back] = kept
@@ -116,3 +118,8 @@ def _norm(gradient: NDArray[Any]) -> float:
         return math.sqrt(squares)
     largest = float(np.abs(gradient).max())
     return largest * math.sqrt(float(np.square(gradient / largest).sum())) if largest < math.inf else math.inf
+
+
+def _anything(values: NDArray[Any]) -> bool:
+    """Return whether a value is not zero; it stops at the first block that has one, which any() does not."""
+    return any(values[start : start + _BLOCK].any() for start in range(0, values.size, _BLOCK))

@@ -62,7 +62,7 @@ class StepAhead(Kept):
     def rate(self, rate: float) -> None:
         if not 0 < rate < math.inf:
             raise ValueError(f"rate is {rate!r}: expected a learning rate above 0")
-        self._rate = float(rate)  # a NumPy scalar would widen float32
+        self._rate = float(rate)  # a NumPy scalar would have float32 multiplied in float64
 
     def ahead(self, x: Any) -> Any:
         """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.

@@ -41,12 +41,11 @@ class TwoWay(Kept):
         raises. Called twice without `keep` it gives the same twice, if the compressor does.
         """
         self._step = None  # its buffer is written to
-        fresh = mean.to_dense()  # for the compressors that look at it, and it tells length and dtype
-        self._stage(fresh)
-        total = self._spare("residual")
+        self._stage(np.broadcast_to(np.zeros((), mean.dtype), (mean.length, *mean.values.shape[1:])))
+        total, fresh = self._spare("residual"), self._spare("aggregate", mean.dtype)
         np.copyto(total, self._arrays["residual"])
         kernels_for(total).scatter_add(total, mean.indices, mean.values)
-        result = self.compressor.compress(total, gradient=fresh)
+        result = self.compressor.compress(total, gradient=mean.to_dense(fresh))
         self._step = total, result
         return result
 

