@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from collectives.cli import bench, info
+from collectives.cli import bench, info, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,5 +13,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="what this installation is made of, and whether the launcher and MPI fit together")
     bench.add_to(commands)
+    train.add_to(commands)
     options = parser.parse_args(arguments)
-    return bench.run(options, sys.stdout) if options.command == "bench" else info.run(sys.stdout)
+    if options.command == "info":
+        return info.run(sys.stdout)
+    if options.command == "bench":
+        return bench.run(options, sys.stdout)
+    return train.run(options, sys.stdout)
