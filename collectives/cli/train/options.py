@@ -2,11 +2,11 @@
 
 import argparse
 import importlib.util
-import math
 import pathlib
 from itertools import product
 from typing import Any
 
+from collectives.cli.bench.settings import above_zero, positive, share
 from collectives.cli.train.methods import COLLECTIVES, COMPRESSORS, FEEDBACKS, METHODS, Method
 from collectives.cli.train.tasks import TASKS
 
@@ -26,42 +26,12 @@ def add_to(commands: Any) -> None:
     own.add_argument("--feedback", nargs="+", choices=FEEDBACKS, help="what becomes of the rest (error-feedback)")
     own.add_argument("--collective", nargs="+", choices=COLLECTIVES, help="how it travels (allgather)")
     add("--density", type=share, nargs="+", default=[0.01, 0.001], help="shares that travel (0.01 0.001)")
-    add("--seeds", type=count, default=1, help="trainings of each row, for mean and spread (%(default)s)")
-    add("--steps", type=count, default=300, help="steps of a training (%(default)s)")
-    add("--batch", type=count, default=32, help="examples that a rank takes a step (%(default)s)")
-    add("--rate", type=positive, nargs="+", help="learning rate; each row takes its best of several (by task)")
+    add("--seeds", type=positive, default=1, help="trainings of each row, for mean and spread (%(default)s)")
+    add("--steps", type=positive, default=300, help="steps of a training (%(default)s)")
+    add("--batch", type=positive, default=32, help="examples that a rank takes a step (%(default)s)")
+    add("--rate", type=above_zero, nargs="+", help="learning rate; each row takes its best of several (by task)")
     add("--json", type=pathlib.Path, metavar="FILE", help="write the rows and their curves to a file")
     add("--plot", type=pathlib.Path, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
-
-
-def count(text: str) -> int:
-    """Return the number that a text says; argparse.ArgumentTypeError for one below 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected an integer of at least 1")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """Return the density that a text says; argparse.ArgumentTypeError for one out of range."""
-    density = _number(text)
-    if not 0 < density <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected 0 < density <= 1 (0.01 sends a hundredth)")
-    return density
-
-
-def positive(text: str) -> float:
-    """Return the rate that a text says; argparse.ArgumentTypeError for one that is none."""
-    rate = _number(text)
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected a learning rate above 0, such as 0.05")
-    return rate
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def chosen(options: argparse.Namespace) -> list[Method]:

@@ -12,6 +12,7 @@ from mpicomp.kernels.host.selection import first_not_finite
 _LANES = 256
 _BLOCK = 64 * _LANES
 _PIECE = 64 * _BLOCK  # values converted at a time, where they have to be
+_LONGEST = 1 << 30  # values of a part: what is counted in it fits 32 bits
 
 _BIAS = 1023
 _FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
@@ -40,21 +41,24 @@ def moments(values: Array) -> Moments:
     one logarithm in all and is more accurate than a sum of rounded ones.
     """
     totals, numbers = np.array([0.0, 0.0, 0.0, 1.0]), np.zeros(2, np.int64)
-    for blocks in _blocks(values):
-        _add_blocks(blocks, totals, numbers)
+    for part in blocks(values, _BLOCK):
+        _add_blocks(part, totals, numbers)
     absolute, squares, largest, product = totals.tolist()
     nonzeros, exponents = numbers.tolist()
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
     return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
 
 
-def _blocks(values: Array) -> Iterator[Array]:
-    """Yield the values in whole blocks, the last one filled up with zeros; float16 as float32."""
+def blocks(values: Array, size: int) -> Iterator[Array]:
+    """Yield the values in whole blocks of a power of two, many at a time, the last one filled up with zeros.
+
+    float16 comes as float32, in pieces that stay in the cache.
+    """
     wide = np.promote_types(values.dtype, np.float32)
-    full = values.size // _BLOCK * _BLOCK
-    for start in range(0, full, _PIECE):
-        yield values[start : min(start + _PIECE, full)].astype(wide, copy=False)
-    last = np.zeros(_BLOCK, wide)
+    full, piece = values.size // size * size, _LONGEST if values.dtype == wide else _PIECE
+    for start in range(0, full, piece):
+        yield values[start : min(start + piece, full)].astype(wide, copy=False)
+    last = np.zeros(size, wide)
     last[: values.size - full] = values[full:]
     yield last
 

@@ -4,7 +4,6 @@ For speed 32 values at a time are added in the format of the data, and those sum
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +11,10 @@ from numba.extending import overload
 
 from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
 from mpicomp.kernels.host.selection import Found, first_above
+from mpicomp.kernels.host.statistics import blocks
 
 _COLUMNS, _ROWS, _AT_ONCE = 32, 32, 8  # of a tile: a bit of a word stands for each row
 _TILE = _COLUMNS * _ROWS
-_PIECE = 1024 * _TILE  # values converted at a time, where they have to be
-_LONGEST = 1 << 30  # values of a call: its counts of a column are 32 bits wide
 _COLUMN_BITS = np.uint32(1) << np.arange(_COLUMNS, dtype=np.uint32)
 _GROUPS = 16  # of columns
 _LINE, _STRIDE = 16, 1024  # values of a sample that lie together, and from one such place to the next
@@ -120,7 +118,7 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
     room = int(share * values.size) + 2 * _TILE
     buffers, filled, first = _buffers(room, np.dtype(np.intp), form.signed, form.signed), np.zeros(3, np.int64), 0
     scaling, marks = np.array([scale, shift * scale], wide), state.view(form.signed)
-    for tiles in _tiles(values, wide):
+    for tiles in blocks(values, _TILE):
         _survey(tiles.view(form.signed), first, limits, scaling, state, marks, sums, *buffers, filled)
         first += tiles.size
     count, held, full = filled.tolist()
@@ -158,17 +156,6 @@ def _folded(columns: Array) -> list[float]:
             half = columns.shape[1] // 2
             columns = columns[:, :half] + columns[:, half:]
     return columns[:, 0].tolist()  # type: ignore[no-any-return]
-
-
-def _tiles(values: Array, wide: np.dtype[Any]) -> Iterator[Array]:
-    """Yield the values in whole tiles, the last one filled up with zeros; float16 as float32, in pieces."""
-    full = values.size // _TILE * _TILE
-    piece = _LONGEST if values.dtype == wide else _PIECE
-    for start in range(0, full, piece):
-        yield values[start : min(start + piece, full)].astype(wide, copy=False)
-    last = np.zeros(_TILE, wide)
-    last[: values.size - full] = values[full:]
-    yield last
 
 
 @jit
