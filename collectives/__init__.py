@@ -10,7 +10,7 @@ from collectives.allreduce import sparse_allreduce, sparse_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
-from collectives.progress import Request
+from collectives.progress import Request, configure
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
 from collectives.transport import Traffic, traffic
@@ -22,6 +22,7 @@ __all__ = [
     "Traffic",
     "aligned_allreduce",
     "aligned_iallreduce",
+    "configure",
     "dense_allreduce",
     "dense_iallreduce",
     "gtopk_allreduce",

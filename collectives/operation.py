@@ -70,7 +70,7 @@ def begin(
         terms |= {"length": vector.length, "dtype": str(vector.dtype), "width": vector.width}
     channel = Channel(endpoint, Terms(operation, name, **terms), error, codec=codec)
     offer = Offer(vector, vector.nnz if channel.terms.k is None else channel.terms.k)
-    return start(all_or_none(channel, algorithms[name](offer, channel)))
+    return start(all_or_none(channel, algorithms[name](offer, channel)), channel)
 
 
 def _known(what: str, name: Any, names: list[str]) -> str:

@@ -5,9 +5,11 @@ complete. An operation that is alone waits inside MPI; when several are in fligh
 peer may wait for another one first), and the core is given away between two rounds of polling: ranks that poll without
 a pause starve each other when there are more ranks than cores.
 
-The operations in flight are a property of the process, as in MPI itself: their list is cached on MPI.COMM_SELF.
+The operations in flight are a property of the process, as in MPI itself: their list is cached on MPI.COMM_SELF. So is
+the time after which a rank that waits gives up (`deadline`); with one, it polls.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,10 @@ from functools import cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from collectives.transport import Pending, Steps, attached
+from collectives import deadline
+from collectives.channel import Channel
+from collectives.transport import Arrival, Endpoint, Pending, Steps, attached
+from mpicomp.errors import CollectiveTimeoutError
 
 T = TypeVar("T")
 
@@ -29,8 +34,9 @@ class Request(Generic[T]):
     on inside calls of this library only: complete them before a call of MPI that waits for the other ranks.
     """
 
-    def __init__(self, steps: Steps[T], engine: "Engine") -> None:
+    def __init__(self, steps: Steps[T], channel: Channel, engine: "Engine") -> None:
         self._steps, self._engine = steps, engine
+        self.endpoint, self._operation, self._round = channel.endpoint, channel.terms.operation, 0
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
@@ -60,6 +66,7 @@ class Request(Generic[T]):
             if not _complete(self._pending, block):
                 return False
             self._pending = next(self._steps)
+            self._round += 1
         except StopIteration as end:
             self._result, self.done = end.value, True
         except Exception as error:
@@ -70,18 +77,37 @@ class Request(Generic[T]):
             self._error, self.done = error.with_traceback(deeper), True
         return True
 
+    def waits(self) -> dict[str, Any]:
+        """Return in which operation and round it waits, and for which ranks."""
+        ranks = {one.source for one in self._pending if isinstance(one, Arrival) and not one.test()}
+        return {"operation": self._operation, "round": self._round, "for": sorted(ranks)}
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, whatever is still in flight."""
+        self._steps.close()
+        self.endpoint.abandoned += self._pending
+        self._error, self.done = error, True
+
 
 class Engine:
-    """The operations that this process has in flight, over all communicators, in the order of their start."""
+    """The operations that this process has in flight, over all communicators, in the order of their start.
+
+    timeout: seconds that a rank waits while nothing moves; None for ever.
+    """
 
     def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
+        self.timeout = seconds(os.environ.get("MPICOMP_TIMEOUT"), "the environment variable MPICOMP_TIMEOUT")
         self._inside = Lock()
 
-    def start(self, steps: Steps[T]) -> Request[T]:
-        """Put a collective in flight."""
+    def start(self, steps: Steps[T], channel: Channel) -> Request[T]:
+        """Put a collective in flight; CollectiveTimeoutError where the communicator is revoked."""
+        if self.timeout is not None and channel.endpoint.revoked is None and channel.endpoint.heard_notice():
+            self._give_up(channel.endpoint, {"operation": channel.terms.operation, "round": 0, "for": []}, 0.0)
+        if channel.endpoint.revoked is not None:
+            raise CollectiveTimeoutError(channel.endpoint.revoked)
         with self._one_thread():
-            request = Request(steps, self)
+            request = Request(steps, channel, self)
             if not request.done:
                 self._in_flight.append(request)
         return request
@@ -92,6 +118,8 @@ class Engine:
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
+        if self.timeout is not None:
+            self.poll_until(lambda: request.done, request.endpoint)
         while not request.done:
             if self._in_flight == [request]:
                 self._advance([request], block=True)
@@ -100,20 +128,38 @@ class Engine:
 
     def wait_for(self, pending: Pending) -> None:
         """Return when `pending` is complete; the operations in flight go on meanwhile."""
-        if self._in_flight:
+        if self._in_flight or self.timeout is not None:
             self.poll_until(pending.test)
         else:
             pending.wait()
 
-    def poll_until(self, reached: Callable[[], bool]) -> None:
-        """Poll, and give the core away after every round in which nothing moved."""
-        nap = _SHORTEST_NAP
+    def poll_until(self, reached: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
+        """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long."""
+        nap, moved = _SHORTEST_NAP, time.monotonic()
         while not reached():
             if self.poll():
-                nap = _SHORTEST_NAP
+                nap, moved = _SHORTEST_NAP, time.monotonic()
             else:
+                if self.timeout is not None:
+                    self._watch(endpoint, time.monotonic() - moved, self.timeout)
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
+
+    def _watch(self, endpoint: Endpoint | None, waited: float, timeout: float) -> None:
+        """Give up where it is time to, or another rank has."""
+        if endpoint is None:
+            if waited > timeout:
+                raise CollectiveTimeoutError(f"waited {waited:.3g} s for all ranks to make their first call")
+        elif waited > timeout or endpoint.heard_notice():
+            first = next(request for request in self._in_flight if request.endpoint is endpoint)
+            self._give_up(endpoint, first.waits(), waited)
+
+    def _give_up(self, endpoint: Endpoint, mine: dict[str, Any], waited: float) -> None:
+        """End all operations on an endpoint."""
+        said = deadline.give_up(endpoint, mine, waited, self.timeout or deadline.GRACE)
+        for request in [request for request in self._in_flight if request.endpoint is endpoint]:
+            request.fail(CollectiveTimeoutError(said))
+        self._in_flight = [request for request in self._in_flight if not request.done]
 
     def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
         with self._one_thread():
@@ -139,9 +185,32 @@ def _complete(pending: tuple[Pending, ...], block: bool) -> bool:
     return True
 
 
-def start(steps: Steps[T]) -> Request[T]:
+def configure(*, timeout: float | None) -> None:
+    """Set how long a rank waits inside the library while nothing moves before it gives up; the same on all ranks.
+
+    timeout: seconds above 0, longer than the longest message takes; None, the default, for ever. The environment
+    variable MPICOMP_TIMEOUT sets it at the start. A rank that gives up raises `CollectiveTimeoutError`, and so do those
+    that wait with it; see `collectives.deadline`. With a timeout a rank polls instead of waiting inside MPI.
+
+    Raises ValueError for another value.
+    """
+    _engine().timeout = seconds(timeout, "timeout")
+
+
+def seconds(value: Any, name: str) -> float | None:
+    """Return a number of seconds; None stays None. ValueError for what is no time to wait."""
+    try:
+        timeout = None if value is None else float(value)
+    except (TypeError, ValueError):
+        timeout = 0.0
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None")
+    return timeout
+
+
+def start(steps: Steps[T], channel: Channel) -> Request[T]:
     """Put a collective in flight in this process."""
-    return _engine().start(steps)
+    return _engine().start(steps, channel)
 
 
 def wait_for(pending: Pending) -> None:

@@ -61,6 +61,7 @@ class Arrival:
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
         self.buffer: Buffer = np.empty(0, np.uint8)
+        self.source = source
         self._envelope = comm, source, tag
         self._request: MPI.Request | None = None
 
@@ -160,12 +161,14 @@ class Endpoint:
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
-        self._tag_count = int(comm.Get_attr(MPI.TAG_UB) or 32767) + 1  # MPI promises at least 32767
+        self.notice_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)  # MPI promises at least 32767
         self._next_tag = 0
+        self.revoked: str | None = None  # why no operation may start any more
+        self.abandoned: list[Pending] = []  # what was in flight then: MPI still owns its buffers
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; every rank starts its operations in one order, so the tags agree."""
-        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self._tag_count
+        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self.notice_tag
         return tag
 
     def send(self, buffer: Buffer, dest: int, tag: int) -> Sending:
@@ -177,6 +180,23 @@ class Endpoint:
     def receive(self, source: int, tag: int) -> Arrival:
         """Await a message."""
         return Arrival(self.comm, source, tag)
+
+    def heard_notice(self) -> bool:
+        """Look whether another rank has given up."""
+        from mpi4py import MPI
+
+        return self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag)
+
+    def notice(self) -> tuple[int, Buffer] | None:
+        """Return the rank and the words of one that gave up, and has not been heard before; None if there is none."""
+        from mpi4py import MPI
+
+        status = _status()
+        if not self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag, status):
+            return None
+        arrival = self.receive(status.Get_source(), self.notice_tag)
+        arrival.wait()
+        return arrival.source, arrival.buffer
 
     def reduce(self, array: NDArray[Any]) -> Reduction:
         """Start MPI's own Allreduce of `array`; its traffic is counted as what the best algorithm sends, 2 f n v."""

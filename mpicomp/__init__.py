@@ -23,7 +23,7 @@ from mpicomp.compressors import (
     WarmUp,
     quantise,
 )
-from mpicomp.errors import CodecError, CollectiveError
+from mpicomp.errors import CodecError, CollectiveError, CollectiveTimeoutError
 from mpicomp.exchange import GradientExchange, Statistics
 from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead, TwoWay
 from mpicomp.vector import SparseVector
@@ -37,6 +37,7 @@ __all__ = [
     "BlockRandomK",
     "CodecError",
     "CollectiveError",
+    "CollectiveTimeoutError",
     "Compressor",
     "CyclicLeader",
     "Dense",

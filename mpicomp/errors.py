@@ -9,5 +9,12 @@ class CollectiveError(RuntimeError):
     """
 
 
+class CollectiveTimeoutError(CollectiveError):
+    """Say that a collective waited longer than `collectives.configure(timeout=...)` allows, in what and for whom.
+
+    Raised on every rank that waits, and by every later call on this communicator. No vector or residual was changed.
+    """
+
+
 class CodecError(ValueError):
     """Say that bytes are no message of this codec: truncated, of another version, or inconsistent in themselves."""

@@ -1,0 +1,59 @@
+"""Deadlines: a rank that waits too long gives up, tells the others, and says who did not come.
+
+Off unless asked for (`configure`). The clock runs while a rank waits inside the library, and starts anew whenever
+something moves. A rank that gives up sends each other rank a notice of what it waits for, and listens for theirs: those
+that wait as well give up at once and answer. So the error names the ranks that sent none; where all did, it says who
+waits in what, as when ranks call different collectives.
+
+After that the library's duplicate of the communicator is revoked: calls on the communicator raise at once, on a rank
+that comes later as soon as it looks. Other communicators are as good as before. A rank that is late may find all that
+it needs and return a result where the others raised: nobody can tell it in time.
+"""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from collectives.transport import LINE, Endpoint
+
+GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
+
+
+def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: float) -> str:
+    """Revoke the endpoint, hear who else has given up, and return what there is to say.
+
+    mine: the operation and round in which this rank waits, and the ranks that it waits for.
+    """
+    text = json.dumps(mine).encode()
+    notice = np.frombuffer(text.ljust(-(-len(text) // LINE) * LINE), np.uint8)
+    others = [rank for rank in range(endpoint.size) if rank != endpoint.rank]
+    endpoint.abandoned += [endpoint.send(notice, rank, endpoint.notice_tag) for rank in others]
+    heard, end = {endpoint.rank: mine}, time.monotonic() + min(GRACE, timeout)
+    while len(heard) < endpoint.size and time.monotonic() < end:
+        arrived = endpoint.notice()
+        if arrived is None:
+            time.sleep(1e-3)
+        else:
+            heard[arrived[0]] = json.loads(arrived[1].tobytes())
+    endpoint.revoked = _verdict(mine, waited, heard, [rank for rank in others if rank not in heard])
+    return endpoint.revoked
+
+
+def _verdict(mine: dict[str, Any], waited: float, heard: dict[int, dict[str, Any]], silent: list[int]) -> str:
+    said = f"{mine['operation']} gave up after {waited:.3g} s in round {mine['round']}, "
+    said += f"waiting for {_named(mine['for'])}. "
+    if silent:
+        said += f"Silent: {_named(silent)}. "
+    else:
+        said += "No rank is silent: " + "; ".join(
+            f"rank {rank} waits in round {each['round']} of {each['operation']} for {_named(each['for'])}"
+            for rank, each in sorted(heard.items())
+        )
+        said += ". "
+    return said + "The communicator is revoked for this library: end the job, or go on with another communicator"
+
+
+def _named(ranks: list[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) if ranks else "MPI"

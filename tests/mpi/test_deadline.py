@@ -1,0 +1,142 @@
+"""A rank that waits too long gives up, on every rank that waits, and says who did not come."""
+
+import time
+
+import numpy as np
+import pytest
+from cases import assert_equal, bring, bring_all, window
+from mpi4py import MPI
+
+from collectives import (
+    aligned_allreduce,
+    configure,
+    dense_allreduce,
+    gtopk_allreduce,
+    gtopk_iallreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
+from mpicomp import CollectiveTimeoutError, ErrorFeedback, GradientExchange, SparseVector, TopK
+
+TIMEOUT = 0.4
+COLLECTIVES = {
+    "sparse_allgather": sparse_allgather,
+    "sparse_allreduce": sparse_allreduce,
+    "split_allgather": lambda vector, comm: sparse_allreduce(vector, comm, algorithm="split_allgather"),
+    "sparse_reduce_scatter": sparse_reduce_scatter,
+    "gtopk_allreduce": gtopk_allreduce,
+    "exact": lambda vector, comm: gtopk_allreduce(vector, comm, algorithm="exact"),
+    "sparse_reduce": sparse_reduce,
+    "sparse_bcast": sparse_bcast,
+    "aligned_allreduce": aligned_allreduce,
+    "dense_allreduce": lambda vector, comm: dense_allreduce(np.ones(4), comm),
+}
+
+
+@pytest.fixture
+def own(comm):
+    """A communicator of its own, on which the library has made its duplicate: it is revoked, and not freed."""
+    if comm == MPI.COMM_NULL:
+        yield comm
+        return
+    duplicate = comm.Dup()
+    sparse_allgather(SparseVector.empty(1), duplicate)
+    configure(timeout=TIMEOUT)
+    yield duplicate
+    configure(timeout=None)
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_rank_that_does_not_come_is_named_by_all_that_wait(comm, own, name):
+    """And when it comes it raises as well, at once; so does every later call."""
+    if comm.size != 3 and (name not in ("sparse_allreduce", "dense_allreduce") or comm.size not in (2, 8)):
+        return
+    culprit, vector = comm.size - 1, SparseVector([1, 2], [1.0, 2.0], 4)
+    if comm.rank != culprit:
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=rf"gave up after .* in round \d.*Silent: rank {culprit}\. "):
+            COLLECTIVES[name](vector, own)
+        assert time.monotonic() - began >= TIMEOUT
+    comm.Barrier()
+    if comm.rank == culprit:
+        with pytest.raises(CollectiveTimeoutError, match="The communicator is revoked"):
+            COLLECTIVES[name](vector, own)
+    with pytest.raises(CollectiveTimeoutError, match="revoked for this library"):
+        sparse_allgather(vector, own)
+    assert len(sparse_allgather(vector, comm)) == comm.size, "another communicator is as good as before"
+
+
+@pytest.mark.exactly(4)
+def test_ranks_in_different_collectives_are_told_who_waits_in_what(comm, own):
+    """At four ranks these two do not begin alike: without a deadline they would wait for each other."""
+    vector = bring("random", comm.rank, comm.size)
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"No rank is silent: rank 0 waits in round \d of sparse_allgather"
+    ):
+        (sparse_allgather if comm.rank == 0 else sparse_allreduce)(vector, own)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_rank_that_is_merely_slow_is_waited_for(comm, own, pause):
+    """The clock starts anew whenever something moves, and stands still outside of the library."""
+    for _ in range(3):
+        if comm.rank == comm.size - 1:
+            time.sleep(pause)
+        total = sparse_allreduce(bring("random", comm.rank, comm.size), own)
+        assert_equal(total, sum(window(vector) for vector in bring_all("random", comm.size)))
+    request = sparse_iallreduce(bring("random", comm.rank, comm.size), own)
+    time.sleep(1.5 * TIMEOUT)
+    assert_equal(request.wait(), sum(window(vector) for vector in bring_all("random", comm.size)))
+
+
+@pytest.mark.exactly(3)
+def test_all_that_is_in_flight_on_the_communicator_ends(comm, own):
+    vector = bring("random", comm.rank, comm.size)
+    if comm.rank < 2:
+        requests = [sparse_iallreduce(vector, own), gtopk_iallreduce(vector, own)]
+        for request in requests:
+            with pytest.raises(CollectiveTimeoutError, match="Silent: rank 2"):
+                request.wait()
+            assert request.test()
+    comm.Barrier()
+
+
+@pytest.mark.exactly(2)
+def test_an_exchange_keeps_its_residual(comm, own):
+    exchange = GradientExchange(own, TopK(k=1), ErrorFeedback(), sparse_allreduce)
+    exchange(np.array([1.0, 2.0, 3.0]))
+    before = exchange.feedback.residual.copy()
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match="Silent: rank 1"):
+            exchange(np.array([1.0, 2.0, 3.0]))
+    comm.Barrier()
+    np.testing.assert_array_equal(exchange.feedback.residual, before)
+
+
+@pytest.mark.exactly(2)
+def test_the_first_call_on_a_communicator_has_a_deadline_too(comm):
+    fresh = comm.Dup()
+    configure(timeout=TIMEOUT)
+    try:
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"waited .* s for all ranks to make their first call"):
+                sparse_allgather(SparseVector.empty(1), fresh)
+    finally:
+        configure(timeout=None)
+    comm.Barrier()
+    if comm.rank == 1:
+        fresh.Idup()[1].Wait()  # so that the other rank's ends
+    comm.Barrier()
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan"), float("inf")])
+def test_a_bad_timeout_is_refused(comm, timeout):
+    with pytest.raises(ValueError, match=r"timeout is .*: expected seconds above 0, or None"):
+        configure(timeout=timeout)
+    assert MPI.Is_initialized()
