@@ -7,8 +7,7 @@ one `GradientExchange` by the names of the parameters, so that residuals belong 
 after the first step, and nothing is lost. The futures of all buckets are completed in the last one.
 
 * Unused parameters: with find_unused_parameters=True DDP hands zeros to the hook. Of a parameter that no rank used it
-  throws the result away; but a residual may travel in that step, so the hook writes the result to `.grad` itself
-  (which wants DDP's default gradient_as_bucket_view=False).
+  throws the result away; but a residual may travel in that step, so the hook writes the result to `.grad` itself.
 * Uneven batches: inside `model.join()` a rank that has no batch left calls the hook with zeros, and gets the model of a
   rank that went on in the end. The mean is always over all ranks, as with join's divide_by_initial_world_size=True.
 
@@ -33,11 +32,11 @@ from collectives import warm_up
 
 
 class HookState:
-    """What the hook keeps: the exchange, the parameters' names, and what waits for the end of the step."""
+    """What the hook keeps: the exchange, the names of the parameters, and what waits for the end of the step."""
 
     def __init__(self, model, exchange):
-        self.exchange = exchange
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.exchange, self.views = exchange, model.gradient_as_bucket_view
+        self.names = {parameter: name for name, parameter in model.module.named_parameters()}
         self.waiting = []  # (future, buffer, its part for each parameter)
         self.buckets = set()  # the parameters of each bucket so far, to see that they change
 
@@ -46,9 +45,11 @@ class HookState:
         means, waiting, self.waiting = self.exchange.finish(), self.waiting, []
         for future, buffer, parts in waiting:
             for parameter, part in parts:
-                mean = means[self.names[parameter]]
-                part.copy_(mean)
-                parameter.grad = mean  # DDP writes the same over it, unless no rank has used the parameter
+                part.copy_(means[self.names[parameter]])
+                if parameter.grad is not None:
+                    parameter.grad.copy_(part)
+                else:  # not used here; if on no rank, DDP leaves it None
+                    parameter.grad = part if self.views else part.clone()
             future.set_result(buffer)
 
 
@@ -76,8 +77,9 @@ def init_process_group(comm):
 def train(case, data, comm, steps):
     """Train from the same start as every other case; return the network, and the hook's state."""
     network = plain.new_network()
-    model = DistributedDataParallel(network, bucket_cap_mb=0.05, find_unused_parameters=case.skips)
-    state = HookState(network, plain.new_exchange(network, comm))
+    settings = {"find_unused_parameters": case.skips, "gradient_as_bucket_view": case.uneven}  # both ways of each
+    model = DistributedDataParallel(network, bucket_cap_mb=0.05, **settings)
+    state = HookState(model, plain.new_exchange(network, comm))
     model.register_comm_hook(state, exchange_hook)
     optimizer = torch.optim.SGD(model.parameters(), plain.RATE)
     with model.join() if case.uneven else nullcontext():

@@ -10,8 +10,9 @@ leaves at once, and `finish` waits for the sums after the backward pass. Three r
   ranks may have used it, or the residual of earlier steps travels. So every `.grad` is set to what `finish` returns;
 * a rank that has no batch left calls `finish` alone, until the last rank has none.
 
-Each large tensor is selected in its own right and the small ones travel dense: nothing depends on how tensors are put
-into buckets, and torch_ddp_hook.py ends with the same bits. The data are the digits that come with scikit-learn.
+Each large tensor is selected in its own right and the small ones travel dense, in the exchange's own buckets: nothing
+depends on when gradients become ready, and torch_ddp_hook.py, where DDP has buckets of its own, ends with the same
+bits. The data are the digits that come with scikit-learn.
 
 Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
 """
