@@ -76,8 +76,9 @@ class GradientExchange:
 
         gradient: one array of any shape; or a list or tuple of arrays of one dtype (then a list comes back), which are
         one vector: their entries compete with each other for the places; or a dict of arrays by name, each selected in
-        its own right, as `start` and `finish` do. In main memory; see `mpicomp.arrays` for the kinds. The same shapes,
-        in the same order, and dtypes on every rank (of an array or a list the total length and the dtype are compared).
+        its own right, as `start` and `finish` do: then all means come back, those of other names behind. In main
+        memory; see `mpicomp.arrays` for the kinds. The same shapes, in the same order, and dtypes on every rank (of an
+        array or a list the total length and the dtype are compared).
 
         Raises ValueError or TypeError for a bad gradient here, `CollectiveError` on the other ranks; OverflowError on
         all of them when the sum leaves the range of the dtype. The residual is then as it was before the call.
@@ -121,8 +122,9 @@ class GradientExchange:
     def start(self, name: str, array: Any) -> None:
         """Hand over a tensor's gradient; its bucket leaves once it is full and those before it have left.
 
-        name: of a tensor, once a step. array: of the shape and dtype it had at first; do not change it before
-        `finish`, which raises what is wrong with it. In the first step, without `register`, buckets leave in `finish`.
+        name: of a tensor, once a step. array: of the shape and dtype it had at first, or None for zeros; do not change
+        it before `finish`, which raises what is wrong with it. In the first step, without `register`, buckets leave in
+        `finish`.
 
         Raises KeyError or ValueError at once for a name that is unknown, or was there in this step; the step goes on.
         """
@@ -234,7 +236,7 @@ class GradientExchange:
         for name, array in gradients.items():
             self.start(name, array)
         means = self.finish()
-        return {name: means[name] for name in gradients}
+        return {name: means[name] for name in gradients} | means
 
     def _fail_named(self, error: Exception) -> None:
         """Take part in a step as a failed rank; raises."""

@@ -221,6 +221,21 @@ def test_names_are_looked_at_at_once_and_the_step_goes_on(comm):
     assert mean == np.float32(sum(gradients(rank, 0)["scale"] for rank in range(comm.size)) / comm.size)
 
 
+def test_none_counts_as_zero_and_all_means_come_back(comm):
+    """A rank whose step did not use a tensor still gets what the others sent of it."""
+    exchange = GradientExchange(comm, TopK(density=1.0), ErrorFeedback(), sparse_allreduce, small=0, average=False)
+    exchange.register(gradients(0, 0))
+    mine = gradients(comm.rank, 0)
+    if comm.rank == 0:
+        mine = {"scale": None, "b.weight": mine["b.weight"]}
+    totals = exchange(mine)
+    assert list(totals)[: len(mine)] == list(mine)
+    assert totals.keys() == SHAPES.keys()
+    others = [gradients(rank, 0) for rank in range(1, comm.size)]
+    np.testing.assert_array_equal(totals["a.weight"], sum((each["a.weight"] for each in others), np.zeros((30, 40))))
+    np.testing.assert_array_equal(totals["scale"], sum((each["scale"] for each in others), np.zeros(())))
+
+
 def test_dtypes_do_not_mix(comm):
     tensors = {"half": np.ones(50, np.float16), "single": np.ones(50, np.float32), "double": np.ones(50)}
     exchange = GradientExchange(comm, TopK(k=50), ErrorFeedback(), sparse_iallreduce, small=0)
