@@ -14,7 +14,7 @@ READY = $(VENV)/.ready
 
 demo: $(READY)
 	mkdir -p build
-	timeout 600 mpirun -n 4 python -m mpi4py examples/train_digits.py --assert-claims --plot build/train_digits.png
+	timeout 600 mpirun -n 4 python -m mpi4py examples/numpy_digits.py --assert-claims --plot build/numpy_digits.png
 
 test: $(READY)
 	python -m pytest --ignore tests/mpi

@@ -24,18 +24,18 @@ def run(size, example, *arguments, cwd):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_train_digits(tmp_path, size):
+def test_numpy_digits(tmp_path, size):
     pytest.importorskip("sklearn")
-    done = run(size, "train_digits.py", "--steps", "12", "--plot", "here.png", cwd=tmp_path)
+    done = run(size, "numpy_digits.py", "--steps", "12", "--plot", "here.png", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": ok") == 5
     assert "plot: here.png" in done.stdout
     assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_train_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
+def test_numpy_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
     pytest.importorskip("sklearn")
-    done = run(2, "train_digits.py", "--steps", "1", "--assert-claims", cwd=tmp_path)
+    done = run(2, "numpy_digits.py", "--steps", "1", "--assert-claims", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "at least 2 points behind dense" in done.stdout
     assert "FAILED" in done.stdout

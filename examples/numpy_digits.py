@@ -1,8 +1,8 @@
 """Train a small network on handwritten digits, data-parallel, with three ways to average the gradients.
 
-    mpirun -n 4 python -m mpi4py examples/train_digits.py
+    mpirun -n 4 python -m mpi4py examples/numpy_digits.py
 
-Shows a table and a plot (train_digits.png): global Top-k with error feedback reaches the test accuracy of a dense
+Shows a table and a plot (numpy_digits.png): global Top-k with error feedback reaches the test accuracy of a dense
 allreduce and sends a few per cent of its bytes; the same without feedback loses most of the gradient and falls behind.
 All three start from the same weights and see the same batches, at the same learning rate. The data are the 1,797 images
 that come with scikit-learn; the network is plain NumPy, and its gradient is one flat array.
@@ -268,7 +268,7 @@ def parse_arguments():
     parser.add_argument("--batch", type=int, default=32, help="images a rank takes a step (default %(default)s)")
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default %(default)s)")
-    parser.add_argument("--plot", default="train_digits.png", help="where the plot goes (default %(default)s)")
+    parser.add_argument("--plot", default="numpy_digits.png", help="where the plot goes (default %(default)s)")
     parser.add_argument("--assert-claims", action="store_true", help="check what the README says of 4 ranks, too")
     return parser.parse_args()
 
