@@ -129,17 +129,19 @@ def test_the_ranks_servers_have_the_same_bits(comm):
 
 def test_averaging_the_residuals_leaves_their_sum(comm):
     """To the last bit where the number of ranks is a power of two."""
-    feedback = StepAhead(0.5, 0.5, averaging_period=2)
-    exchange = GradientExchange(comm, TopK(k=9), feedback, sparse_allreduce, average=False)
-    for step in range(4):
-        exchange(gradient(comm.rank, step))
-        assert feedback.averaging_due == (step % 2 == 1)
-        if feedback.averaging_due:
-            before = over_ranks(feedback.residual, comm)
-            feedback.averaged(dense_allreduce(feedback.residual, comm) / comm.size)
-            tolerance = 0 if comm.size & (comm.size - 1) == 0 else 1e-9
-            np.testing.assert_allclose(over_ranks(feedback.residual, comm), before, rtol=0, atol=tolerance)
-            assert len(set(comm.allgather(feedback.residual.tobytes()))) == 1
+    averaging, plain = (
+        GradientExchange(
+            comm, TopK(k=9), StepAhead(0.5, 0.5, period), sparse_allreduce, average=False, dense=dense_allreduce
+        )
+        for period in (2, None)
+    )
+    for step in range(2):
+        np.testing.assert_array_equal(averaging(gradient(comm.rank, step)), plain(gradient(comm.rank, step)))
+        owed = over_ranks(plain.feedback.residual, comm)
+        tolerance = 0 if comm.size & (comm.size - 1) == 0 else 1e-9
+        np.testing.assert_allclose(over_ranks(averaging.feedback.residual, comm), owed, rtol=0, atol=tolerance)
+        assert not averaging.feedback.averaging_due
+    assert len(set(comm.allgather(averaging.feedback.residual.tobytes()))) == 1
 
 
 def test_a_failed_exchange_leaves_every_method_as_it_was(comm):
