@@ -68,11 +68,15 @@ def _draw(axes: Any, axis: str, fixed: str, rows: Rows, title: str) -> None:
         own = sorted((row for row in rows if (row["algorithm"], row["codec"]) == name), key=lambda row: row[axis])
         along, middle = ([row[what] for row in own] for what in (axis, "seconds"))
         spread = [[row["seconds"] - row["low"] for row in own], [row["high"] - row["seconds"] for row in own]]
-        label = " ".join(part for part in name if part != "-")
+        label = name[0] if name[1] in ("-", "auto") else f"{name[0]}, {name[1]}"
         mark, color = "osD^vP*"[place % 7], f"C{place % 10}"
         axes.errorbar(along, middle, spread, fmt=f"{mark}-", color=color, capsize=2, label=label)
         _mark(axes, axis, own, color)
     axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="seconds, the slowest rank", title=f"{title}, {fixed}")
+    if axis == "ranks":
+        known = sorted({row[axis] for row in rows})
+        axes.set_xticks(known, [str(ranks) for ranks in known])
+        axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
@@ -83,9 +87,8 @@ def _mark(axes: Any, axis: str, own: Rows, color: str) -> None:
     along, ours, dense = ([row[name] for row in timed] for name in (axis, "seconds", "dense_seconds"))
     for place in crossovers(along, ours, dense):
         axes.axvline(place, color=color, linestyle=":", linewidth=1)
-        axes.annotate(
-            f"{place:.2g}", (place, axes.get_ylim()[0]), color=color, rotation=90, va="bottom", ha="right", fontsize=8
-        )
+        where = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right"}  # heights as shares of a panel
+        axes.text(place, 0.02, f"as dense: {place:.2g}", color=color, fontsize=8, **where)
 
 
 def _title(setting: tuple[Any, ...]) -> str:

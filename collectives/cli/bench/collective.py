@@ -47,6 +47,7 @@ BASELINES = {
     "allgather": ["dense", "allgather"],
     "gtopk": ["dense", "tree", "allgather"],
 }
+EXCHANGED = "allreduce", "gtopk"  # what GradientExchange may go by
 CODECS = ["auto", "plain", "quick", "smallest"]
 DTYPES = ["float16", "float32", "float64"]
 
@@ -175,7 +176,8 @@ def rows(comm: Any, plan: Plan, cases: Sequence[Case]) -> Iterator[Comparison]:
     call of each.
     """
     warm_up(comm, sorted({case.dtype for case in cases}))
-    each = len(plan.algorithms) * len(plan.codecs) + len(plan.baselines) + 2 * plan.from_gradient
+    steps = plan.from_gradient * (1 + (plan.subject in EXCHANGED))
+    each = len(plan.algorithms) * len(plan.codecs) + len(plan.baselines) + steps
     bar: Any = progress(len(cases) * each * (1 + plan.repeats)) if comm.rank == 0 else Silent()
     for case in cases:
         vector = draw(case.pattern, comm.rank, comm.size, case.length, case.entries, case.dtype)
@@ -204,7 +206,7 @@ def contestants(comm: Any, plan: Plan, case: Case, vector: SparseVector) -> list
     for algorithm, codec in itertools.product(plan.algorithms, plan.codecs):
         run = partial(COLLECTIVES[plan.subject], algorithm=algorithm, codec=codec)
         found.append(Contestant(algorithm, codec, _call(run, bring, comm)))
-    if gradient is not None and plan.subject in ("allreduce", "gtopk"):
+    if gradient is not None and plan.subject in EXCHANGED:
         run = partial(COLLECTIVES[plan.subject], algorithm=plan.algorithms[0], codec=plan.codecs[0])
         exchange = GradientExchange(comm, compressor, ErrorFeedback(), run)
         name = f"GradientExchange {plan.algorithms[0]}"
