@@ -42,8 +42,9 @@ def two_hosts():
     if os.geteuid() or not shutil.which("tc"):
         pytest.skip("network namespaces and shaped links need root, and tc (iproute2)")
     status, said = on_hosts("up", "2", "100mbit")
-    if status:
+    if "the kernel" in said or "not permitted" in said:
         pytest.skip(f"this machine makes no testbed: {said}")
+    assert status == 0, said
     yield
     assert on_hosts("down") == (0, "")
 
@@ -54,7 +55,7 @@ def test_two_hosts_carry_bytes_that_are_counted(two_hosts, tmp_path):
     assert on_hosts("reset") == (0, "")
     status, printed = on_hosts("run", sys.executable, "-m", "mpi4py", str(program))
     assert status == 0, printed
-    host, seconds = printed.split()
+    host, seconds = printed.splitlines()[0].split()  # behind it may stand what mpirun has to say
     assert host == f"{NAME}-1"
     assert float(seconds) > 0.9 * 8 * SENT / 100e6  # a link passes no more than its rate
     first, second = json.loads(on_hosts("bytes", "--json")[1])

@@ -33,7 +33,8 @@ example:
 
 ABOUT_COLLECTIVE = """\
 Sparse vectors, or dense gradients, are brought to every algorithm of a collective; all that are compared take turns. A
-time is that of the slowest rank, from a common start: median and quartiles over the turns.
+time is that of the slowest rank, from a common start: median and quartiles over the turns. Each timed call but those of
+MPI's dense sum follows an untimed one of the same, as in a loop of steps.
 
   supports   independent: random places; shared: the same ones on all ranks; disjoint: no place on two ranks; hot: 9 of
              10 entries in a twentieth of the length
