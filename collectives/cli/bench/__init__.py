@@ -1,113 +1,23 @@
 """`mpicomp bench`: what the parts of a step take, beside what there is without the library, in one run."""
 
 import argparse
+import itertools
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from collectives.cli.bench.contestants import BASELINE, MAKERS, SETTLING_CALLS, lacking
-from collectives.cli.bench.data import FAMILIES
-from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, share
+from collectives.cli.bench.collective import COLLECTIVES
+from collectives.cli.bench.contestants import BASELINE, lacking
+from collectives.cli.bench.parsers import add_to
 from collectives.cli.bench.timing import HEADER, Row, as_json
 
-ABOUT_COMPRESSORS = f"""\
-Every compressor on values of several distributions, at several densities, in one process. All that are compared take
-turns; a time is the median of the turns, as a ratio to exact top-k (TopK, always there) and to one read of the values.
+__all__ = ["add_to", "run"]
 
-  /target    achieved over wanted density, of the first call and of the timed ones; "-" for a method without a target
-  captured   1 - |gradient - sent|^2 / |gradient|^2: of values sent as they are, their share of the squared norm;
-             "/top-k" is over what exact top-k captures
-  B/entry    bytes of the smallest message (mpicomp.codec), header included, over its entries
-
-Each compressor is called until its state has settled, before it is timed: SIDCo {SETTLING_CALLS} times for its
-controller, so its first call shows the fit alone; AggregationAware observes what it sent itself. SampledTopK takes
-another sample and RandomK other positions in every call: "achieved" and "captured" are means over the timed calls.
-There is no residual: AdaComp sees a first step. Threshold has the threshold that lets the wanted density through.
-Each timed call follows untimed ones of the same compressor, so that none finds the caches and the heap as another left
-them.
-"""
-
-OVERLAP_EXAMPLE = """\
-example:
-  mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
-"""
-
-COMPRESSORS_EXAMPLE = """\
-examples:
-  mpicomp bench compressors
-  mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
-  mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
-"""
-
-
-def add_to(commands: Any) -> None:
-    """Add the command and what can be measured to the command line."""
-    bench = commands.add_parser("bench", help="time kernels, compressors, or whole steps under mpirun; with baselines")
-    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
-    kernels = subjects.add_parser("kernels", help="each kernel of one rank, against NumPy, PyTorch and one read")
-    exchange = subjects.add_parser("exchange", help="selection and collective, against MPI's dense allreduce")
-    overlap = subjects.add_parser(
-        "overlap",
-        help="a step whose gradients leave as they become ready, against one that waits for the last",
-        epilog=OVERLAP_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    compressors = subjects.add_parser(
-        "compressors",
-        help="time, density, captured norm and bytes of every compressor, against exact top-k",
-        description=ABOUT_COMPRESSORS,
-        epilog=COMPRESSORS_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    lengths = (kernels, 25_000_000), (exchange, 25_000_000), (overlap, 2_000_000), (compressors, 1_000_000)
-    for parser, length in lengths:
-        parser.add_argument("--length", type=positive, default=length, help="values of a gradient (%(default)s)")
-        parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
-        parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
-    exchange.add_argument("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares that travel")
-    overlap.add_argument("--density", type=share, nargs="+", default=[0.05, 0.1], help="shares that travel")
-    overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
-    overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
-    overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
-    _add_choices(compressors)
-
-
-def _add_choices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--densities",
-        type=share,
-        nargs="+",
-        action=each_once,
-        default=[0.1, 0.01, 0.001],
-        metavar="SHARE",
-        help="shares that are to travel, each above 0 and at most 1 (0.1 0.01 0.001)",
-    )
-    for option, known in ("--distributions", FAMILIES), ("--compressors", MAKERS):
-        parser.add_argument(
-            option,
-            nargs="+",
-            action=each_once,
-            choices=list(known),
-            default=list(known),
-            metavar="NAME",
-            help=f"some of {', '.join(known)} (all)",
-        )
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="count the time in which the thread computes, not that in which it waits for a core: for a busy machine",
-    )
-    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write a table for each density as Markdown")
-    parser.add_argument(
-        "--plot",
-        type=new_figure,
-        metavar="FILE",
-        help="draw time against what is captured, and achieved over target by distribution (needs matplotlib)",
-    )
+T = TypeVar("T")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
@@ -119,18 +29,60 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         if comm.rank == 0:  # one rank is enough
             run_compressors(options, out)
         return 0
+    if options.subject in COLLECTIVES:
+        return run_collective(options, comm, out)
+    if options.subject == "plot":
+        if comm.rank == 0:
+            from collectives.cli.bench import chart
+
+            chart.plot([row for rows in options.files for row in rows], options.figure)
+        return 0
     rows = show(measured(options, comm), out if comm.rank == 0 else None)
     if options.json and comm.rank == 0:
-        library = MPI.Get_library_version().partition(",")[0]
-        options.json.write_text(as_json(rows, **about(options), ranks=comm.size, MPI=library))
+        options.json.write_text(as_json(rows, **about(options), length=options.length, **about_mpi(comm)))
     return 0
+
+
+def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
+    """Measure a collective, print the table on rank 0, and write what else is asked for; 2 for what cannot be."""
+    from collectives.cli.bench import chart, collective
+
+    baselines = [] if "none" in options.baselines else options.baselines
+    repeats = options.repeats, min(options.dense_repeats or options.repeats, options.repeats)
+    plan = collective.Plan(
+        options.subject, options.algorithms, options.codecs, baselines, *repeats, options.from_gradient
+    )
+    asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
+    cases = [collective.Case(*each) for each in asked]
+    if too_many := collective.too_many(cases, comm.size):
+        if comm.rank == 0:
+            sys.stderr.write(f"mpicomp bench {options.subject}: {too_many}\n")
+        return 2
+    measuring = collective.rows(comm, plan, cases)
+    rows = show(measuring, None if comm.rank or options.osu else out, collective.HEADER)
+    if comm.rank:
+        return 0
+    if options.osu:
+        out.write(collective.osu(rows))
+    if options.json:
+        options.json.write_text(as_json(rows, **about(options), **about_mpi(comm)))
+    if options.plot:
+        chart.plot([row.as_dict() for row in rows], options.plot)
+    return 0
+
+
+def about_mpi(comm: Any) -> dict[str, Any]:
+    """Return the number of ranks, and the MPI library."""
+    from mpi4py import MPI
+
+    return {"ranks": comm.size, "MPI": MPI.Get_library_version().partition(",")[0]}
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the figures of a run depend on."""
     versions = {name: metadata.version(name) for name in ("numpy", "numba")}
     machine = {"machine": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    return {"subject": options.subject, "length": options.length, **machine, **versions}
+    return {"subject": options.subject, **machine, **versions}
 
 
 def measured(options: argparse.Namespace, comm: Any) -> Iterable[Row]:
@@ -163,14 +115,16 @@ def run_compressors(options: argparse.Namespace, out: TextIO) -> None:
     clock = time.thread_time if options.cpu_time else time.perf_counter
     rows: Sequence[Any] = show(compressors.rows(names, *asked, clock), out, compressors.HEADER)
     if options.json:
-        options.json.write_text(as_json(rows, **about(options), clock=clock.__name__, skipped=missing))
+        options.json.write_text(
+            as_json(rows, **about(options), length=options.length, clock=clock.__name__, skipped=missing)
+        )
     if options.markdown:
         options.markdown.write_text(pivot.markdown(rows))
     if options.plot:
         pivot.plot(rows, options.plot)
 
 
-def show(rows: Iterable[Row], out: TextIO | None, header: str = HEADER) -> list[Row]:
+def show(rows: Iterable[T], out: TextIO | None, header: str = HEADER) -> list[T]:
     """Print rows as they come, where there is something to print to, and return them."""
     done = []
     if out:

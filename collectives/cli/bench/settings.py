@@ -61,6 +61,16 @@ def new_figure(text: str) -> pathlib.Path:
     return path
 
 
+def rows_file(text: str) -> list[dict[str, Any]]:
+    """Return the rows that a benchmark of a collective wrote to a file."""
+    from collectives.cli.bench import chart
+
+    try:
+        return chart.read(pathlib.Path(text))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
+
+
 class each_once(argparse.Action):  # noqa: N801
     """Store a list of values without its repetitions."""
 

@@ -85,6 +85,6 @@ def compare(
     ]
 
 
-def as_json(rows: Sequence[Row], **about: Any) -> str:
+def as_json(rows: Sequence[Any], **about: Any) -> str:
     """Return the rows, and what the run was about, as JSON."""
     return json.dumps({**about, "rows": [row.as_dict() for row in rows]}, indent=1)

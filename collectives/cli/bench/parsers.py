@@ -1,0 +1,191 @@
+"""The options of `mpicomp bench`: what each means, and the errors that say what is expected."""
+
+import argparse
+from typing import Any
+
+from collectives.cli.bench.collective import ALGORITHMS, BASELINES, CODECS, DTYPES
+from collectives.cli.bench.contestants import MAKERS, SETTLING_CALLS
+from collectives.cli.bench.data import FAMILIES
+from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, rows_file, share
+from collectives.cli.bench.supports import PATTERNS
+
+ABOUT_COMPRESSORS = f"""\
+Every compressor on values of several distributions, at several densities, in one process. All that are compared take
+turns; a time is the median of the turns, as a ratio to exact top-k (TopK, always there) and to one read of the values.
+
+  /target    achieved over wanted density, of the first call and of the timed ones; "-" for a method without a target
+  captured   1 - |gradient - sent|^2 / |gradient|^2: of values sent as they are, their share of the squared norm;
+             "/top-k" is over what exact top-k captures
+  B/entry    bytes of the smallest message (mpicomp.codec), header included, over its entries
+
+Each compressor is called until its state has settled, before it is timed: SIDCo {SETTLING_CALLS} times for its
+controller, so its first call shows the fit alone; AggregationAware observes what it sent itself. SampledTopK takes
+another sample and RandomK other positions in every call: "achieved" and "captured" are means over the timed calls.
+There is no residual: AdaComp sees a first step. Threshold has the threshold that lets the wanted density through.
+Each timed call follows untimed ones of the same compressor, so that none finds the caches and the heap as another left
+them.
+"""
+
+OVERLAP_EXAMPLE = """\
+example:
+  mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+"""
+
+ABOUT_COLLECTIVE = """\
+Sparse vectors, or dense gradients, are brought to every algorithm of a collective; all that are compared take turns. A
+time is that of the slowest rank, from a common start: median and quartiles over the turns. Each timed call but those of
+MPI's dense sum follows an untimed one of the same, as in a loop of steps.
+
+  supports   independent: random places; shared: the same ones on all ranks; disjoint: no place on two ranks; hot: 9 of
+             10 entries in a twentieth of the length
+  dense /    time of MPI's own sum of the dense vector over this time
+  kB sent    by the busiest rank, as the library counts; for a call of MPI's, the least that it can send
+  / bound    those bytes over the least that a rank has to send on average, with indices at their entropy
+"""
+
+COLLECTIVE_EXAMPLE = """\
+examples:
+  mpirun -n 4 mpicomp bench {0}
+  mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
+  mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest --osu
+"""
+
+HELP_OF_COLLECTIVES = {
+    "allreduce": "the exact sum on all ranks, against MPI's dense allreduce",
+    "reduce_scatter": "the exact sum, a share on each rank, against MPI's dense reduce-scatter",
+    "allgather": "every rank's vector on every rank, against MPI's dense allreduce",
+    "gtopk": "the largest entries of the sum on all ranks, against MPI's dense allreduce",
+}
+
+COMPRESSORS_EXAMPLE = """\
+examples:
+  mpicomp bench compressors
+  mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
+  mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command and what can be measured to the command line."""
+    bench = commands.add_parser("bench", help="time kernels, compressors, or whole steps under mpirun; with baselines")
+    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    kernels = subjects.add_parser("kernels", help="each kernel of one rank, against NumPy, PyTorch and one read")
+    exchange = subjects.add_parser("exchange", help="selection and collective, against MPI's dense allreduce")
+    overlap = subjects.add_parser(
+        "overlap",
+        help="a step whose gradients leave as they become ready, against one that waits for the last",
+        epilog=OVERLAP_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    compressors = subjects.add_parser(
+        "compressors",
+        help="time, density, captured norm and bytes of every compressor, against exact top-k",
+        description=ABOUT_COMPRESSORS,
+        epilog=COMPRESSORS_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    lengths = (kernels, 25_000_000), (exchange, 25_000_000), (overlap, 2_000_000), (compressors, 1_000_000)
+    for parser, length in lengths:
+        parser.add_argument("--length", type=positive, default=length, help="values of a gradient (%(default)s)")
+        parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
+        parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
+    exchange.add_argument("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares that travel")
+    overlap.add_argument("--density", type=share, nargs="+", default=[0.05, 0.1], help="shares that travel")
+    overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
+    overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
+    overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
+    _add_choices(compressors)
+    for subject, about in HELP_OF_COLLECTIVES.items():
+        _add_collective(subjects, subject, about)
+    plot = subjects.add_parser("plot", help="draw what runs of one of these four wrote with --json, at several P")
+    plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
+    plot.add_argument("files", type=rows_file, nargs="+", metavar="JSON", help="files to read: p2.json p4.json p8.json")
+
+
+def _add_collective(subjects: Any, subject: str, about: str) -> None:
+    parser = subjects.add_parser(
+        subject,
+        help=about,
+        description=ABOUT_COLLECTIVE,
+        epilog=COLLECTIVE_EXAMPLE.format(subject),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    lists: list[tuple[str, Any, list[Any], str]] = [
+        ("--lengths", positive, [1_000_000], "values of the dense vectors: 1e6 25_000_000"),
+        ("--densities", share, [0.001, 0.01], "shares of them that a rank brings: 0.001 0.01"),
+    ]
+    for option, kind, default, text in lists:
+        shown = f"{text} (default: {' '.join(f'{value:g}' for value in default)})"
+        parser.add_argument(option, type=kind, nargs="+", action=each_once, default=default, metavar="N", help=shown)
+    some: list[tuple[str, list[str], list[str]]] = [
+        ("--patterns", list(PATTERNS), ["independent"]),
+        ("--dtypes", DTYPES, ["float32"]),
+        ("--algorithms", ALGORITHMS[subject], ALGORITHMS[subject]),
+        ("--codecs", CODECS, ["auto"]),
+    ]
+    for option, known, default in some:
+        shown = f"some of {', '.join(known)} (default: {' '.join(default) if default != known else 'all'})"
+        parser.add_argument(
+            option, nargs="+", action=each_once, choices=known, default=default, metavar="NAME", help=shown
+        )
+    _add_what_is_timed(parser, subject)
+
+
+def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
+    known = BASELINES[subject]
+    parser.add_argument(
+        "--baselines",
+        nargs="+",
+        action=each_once,
+        choices=[*known, "none"],
+        default=known,
+        metavar="NAME",
+        help=f"some of {', '.join(known)}; or none (default: all)",
+    )
+    parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each (%(default)s)")
+    parser.add_argument(
+        "--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 3 (as many)"
+    )
+    parser.add_argument(
+        "--from-gradient",
+        action="store_true",
+        help="start from a dense gradient: each call selects first; also the selection alone and, where there is one, "
+        "GradientExchange with the first algorithm and codec",
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well: p4.json")
+    parser.add_argument("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")
+    parser.add_argument("--osu", action="store_true", help="print as the OSU micro-benchmarks do, at the end")
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--densities",
+        type=share,
+        nargs="+",
+        action=each_once,
+        default=[0.1, 0.01, 0.001],
+        metavar="SHARE",
+        help="shares that are to travel, each above 0 and at most 1 (0.1 0.01 0.001)",
+    )
+    for option, known in ("--distributions", FAMILIES), ("--compressors", MAKERS):
+        parser.add_argument(
+            option,
+            nargs="+",
+            action=each_once,
+            choices=list(known),
+            default=list(known),
+            metavar="NAME",
+            help=f"some of {', '.join(known)} (all)",
+        )
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the time in which the thread computes, not that in which it waits for a core: for a busy machine",
+    )
+    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write a table for each density as Markdown")
+    parser.add_argument(
+        "--plot",
+        type=new_figure,
+        metavar="FILE",
+        help="draw time against what is captured, and achieved over target by distribution (needs matplotlib)",
+    )

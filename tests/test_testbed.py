@@ -1,0 +1,87 @@
+"""The testbed of benchmarks/testbed: two hosts carry bytes at the rate of their links, and the kernel counts them."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+TESTBED = pathlib.Path(__file__).parent.parent / "benchmarks" / "testbed" / "testbed.py"
+NAME = f"test-{os.getpid()}"
+SENT = 4_000_000
+PROGRAM = f"""
+import time
+import numpy as np
+from mpi4py import MPI
+comm, data = MPI.COMM_WORLD, np.ones({SENT}, np.uint8)
+assert comm.size == 2, comm.size
+comm.Barrier()
+start = time.perf_counter()
+comm.Send(data, 1) if comm.rank == 0 else comm.Recv(data, 0)
+comm.Barrier()
+if comm.rank == 0:
+    print(MPI.Get_processor_name(), time.perf_counter() - start)
+"""
+
+
+def on_hosts(*arguments, name=NAME):
+    """Run the script and return what it printed, or its error."""
+    command = [sys.executable, str(TESTBED), "--name", name, *arguments]
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=100, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def two_hosts():
+    if os.geteuid() or not shutil.which("tc"):
+        pytest.skip("network namespaces and shaped links need root, and tc (iproute2)")
+    status, said = on_hosts("up", "2", "100mbit")
+    if "the kernel" in said or "not permitted" in said:
+        pytest.skip(f"this machine makes no testbed: {said}")
+    assert status == 0, said
+    yield
+    assert on_hosts("down") == (0, "")
+
+
+def test_two_hosts_carry_bytes_that_are_counted(two_hosts, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert on_hosts("reset") == (0, "")
+    status, printed = on_hosts("run", sys.executable, "-m", "mpi4py", str(program))
+    assert status == 0, printed
+    host, seconds = printed.splitlines()[0].split()  # behind it may stand what mpirun has to say
+    assert host == f"{NAME}-1"
+    assert float(seconds) > 0.9 * 8 * SENT / 100e6  # a link passes no more than its rate
+    first, second = json.loads(on_hosts("bytes", "--json")[1])
+    assert SENT < first["sent"] < 1.06 * SENT
+    assert SENT < second["received"] < 1.06 * SENT
+    assert second["sent"] < 0.06 * SENT
+    assert on_hosts("up", "2", "100mbit") == (1, "testbed: it is up already: call `down` first\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["up", "2", "fast"], "got 'fast': expected a rate such as 100mbit"),
+        (["up", "2", "0mbit"], "got '0mbit': expected a rate"),
+        (["up", "none", "1gbit"], "got 'none': expected 1 to 200 hosts"),
+        (["up", "2", "1gbit", "soon"], "got 'soon': expected a delay such as 50us"),
+        (["run"], "expected a command"),
+    ],
+)
+def test_what_it_cannot_understand_it_says(arguments, reason):
+    status, said = on_hosts(*arguments)
+    assert (status, reason in said) == (2, True), said
+
+
+def test_it_says_when_it_is_not_up_or_may_not_be():
+    status, said = on_hosts("bytes", name="never-made")
+    may = os.geteuid() == 0 and shutil.which("tc")
+    assert status == 1
+    assert "it is not up" in said if may else "expected to be root" in said or "there is no tc" in said
