@@ -411,7 +411,7 @@ def reduction(model: Model, nbytes: float) -> Cost:
 def dense_mpi(model: Model) -> Cost:
     """See `collectives.dense`: the terms, and MPI's own Allreduce of a copy."""
     nbytes = model.case.span * max(4, model.case.value_nbytes)
-    return model.gather(model.message(0, 0)) + model.kernel("join", model.case.span) + reduction(model, nbytes)
+    return model.gather(model.message(0, 0)) + model.kernel("copy", model.case.span) + reduction(model, nbytes)
 
 
 OPERATIONS: dict[str, dict[str, Callable[[Model], Cost]]] = {

@@ -28,6 +28,7 @@ KERNELS = (
     "accumulate",
     "join",
     "fill",
+    "copy",
     "select",
     "pack",
     "unpack",
@@ -255,11 +256,11 @@ def _curve(name: str, points: Any) -> Curve:
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:
-    """Return the curve of measured points: where noise makes a larger size faster, it counts as no slower."""
+    """Return the curve of measured points: noise only adds, so no size takes longer than a larger one."""
     risen: list[tuple[float, float]] = []
-    for size, seconds in points:
-        risen.append((float(size), max(seconds, risen[-1][1] if risen else 1e-9)))
-    return Curve(tuple(risen))
+    for size, seconds in reversed(points):
+        risen.append((float(size), max(1e-9, min(seconds, risen[-1][1] if risen else seconds))))
+    return Curve(tuple(reversed(risen)))
 
 
 def typical_kernels() -> dict[str, Curve]:
@@ -270,6 +271,7 @@ def typical_kernels() -> dict[str, Curve]:
         "accumulate": (25e-6, 2.5e8),
         "join": (6e-6, 1e9),
         "fill": (6e-6, 5e8),
+        "copy": (2e-6, 1e9),
         "select": (15e-6, 2e8),
         "pack": (8e-6, 1.2e9),
         "unpack": (8e-6, 1e10),

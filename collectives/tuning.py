@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -111,6 +112,13 @@ class Tuner:
         best = min(names, key=seconds.__getitem__)  # the first one of equals
         return best, seconds[best]
 
+    def decide(self, length: int, entries: float, value_nbytes: int, nodes: Sequence[int]) -> str:
+        """Return what `sparse_allreduce` does in the end when each rank brings so many entries."""
+        name = without_survey(nodes)
+        if name and not self.worth_asking(length, value_nbytes, nodes):
+            return name
+        return self.allreduce(length, [math.ceil(entries)] * sum(nodes), value_nbytes, nodes)
+
     def worth_asking(self, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:
         """Return whether the ranks of a communicator that can do without a survey do better to ask for the counts.
 
@@ -201,7 +209,7 @@ def _found(nodes: Sequence[int]) -> bytes:
     asked = os.environ.get(profiles.VARIABLE, "")
     if asked == "none":
         return b""
-    path = asked or str(default_path(nodes))
+    path = asked or str(default_path(len(nodes), len(set(nodes))))
     if not asked and not os.path.exists(path):
         return b""
     try:
@@ -218,12 +226,11 @@ def _why(asked: str) -> str:
     return f"because it is there; delete it, or set {profiles.VARIABLE}=none, to do without"
 
 
-def default_path(nodes: Sequence[int]) -> Any:
+def default_path(ranks: int, nodes: int) -> Path:
     """Return where `mpicomp tune` puts a profile of this host, MPI library and number of ranks by default."""
     from mpi4py import MPI
 
-    host, mpi = host_and_library(MPI)
-    return profiles.default_path(host, mpi, len(nodes), len(set(nodes)), os.environ)
+    return profiles.default_path(*host_and_library(MPI), ranks, nodes, os.environ)
 
 
 def host_and_library(mpi: Any) -> tuple[str, str]:

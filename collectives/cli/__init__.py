@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from collectives.cli import bench, info
+from collectives.cli import bench, explain, info, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -12,6 +12,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="what this installation is made of, and whether the launcher and MPI fit together")
-    bench.add_to(commands)
+    for subject in (bench, tune, explain):
+        subject.add_to(commands)
     options = parser.parse_args(arguments)
-    return bench.run(options, sys.stdout) if options.command == "bench" else info.run(sys.stdout)
+    if options.command == "info":
+        return info.run(sys.stdout)
+    run = {"bench": bench.run, "tune": tune.run, "explain": explain.run}[options.command]
+    return run(options, sys.stdout)
