@@ -63,7 +63,7 @@ def rows(
             timed = {name: settled(comm, call) for name, call in contestants(comm, fixed, vector, len(sizes)).items()}
             for _ in range(repeats):
                 for each in timed.values():
-                    each.seconds.append(together(comm, each.call, max(1, each.loops)) / max(1, each.loops))
+                    each.seconds.append(together(comm, each.call, each.loops) / each.loops)
             for (operation, algorithm), each in timed.items():
                 expected = predicted(operation, algorithm, vector, sizes, profile)
                 yield Checked(operation, algorithm, length, density, each.median, expected)

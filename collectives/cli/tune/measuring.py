@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import cost, sparse_allreduce, warm_up
+from collectives import cost, gtopk_allreduce, sparse_allgather, sparse_reduce_scatter, warm_up
 from collectives.channel import Channel, Offer
 from collectives.profiles import KERNELS, Profile, parse, rising
 from collectives.progress import start, wait_for
@@ -21,7 +21,7 @@ from mpicomp.vector import SparseVector, add_up, join, merge, top_k
 Call = Callable[[], Any]
 
 LONG_ENOUGH = 2e-3  # seconds: shorter calls are repeated until they take as long ...
-MOST_LOOPS = 256  # ... or so often
+MOST_LOOPS = 512  # ... or so often
 TOO_LONG = 0.25  # seconds: larger sizes are left out
 MESSAGES = [2**power for power in (6, 10, 13, 16, 18, 20, 22, 24)]  # bytes
 REDUCTIONS = [2**power for power in (6, 12, 16, 18, 20, 22, 24, 26)]
@@ -31,10 +31,11 @@ DENSITY, DENSE = 0.02, 0.25  # of the vectors that kernels are measured on; of t
 
 @dataclass
 class Timed:
-    """A call whose time is wanted: how often it is repeated to be long enough, and the seconds of one, by turn."""
+    """A call to be timed: how often it is repeated to be long enough, what that took first, seconds of one by turn."""
 
     call: Call
-    loops: int = 1
+    loops: int
+    first: float
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -75,18 +76,21 @@ def measure(comm: Any, repeats: int) -> Profile:
 
 
 def anchored(comm: Any, profile: Profile, repeats: int) -> Profile:
-    """Return the profile with the seconds that small sums take beside their rounds as those of a call."""
+    """Return the profile with the seconds that small operations take beside their rounds as those of a call."""
     endpoint_of(comm, wait_for).tuner = Tuner(profile)
     vector = SparseVector(np.arange(16) * 60 + comm.rank % 60, np.ones(16, np.float32), 1000)
-    names = "recursive_doubling", "allgather"
-    sums = [settled(comm, partial(sparse_allreduce, vector, comm, algorithm=name)) for name in names]
+    calls: dict[tuple[str, str], Call] = {
+        ("sparse_allgather", "dissemination"): partial(sparse_allgather, vector, comm),
+        ("sparse_reduce_scatter", "split"): partial(sparse_reduce_scatter, vector, comm),
+        ("gtopk_allreduce", "recursive_doubling"): partial(gtopk_allreduce, vector, comm),
+    }
+    timed = {name: settled(comm, call) for name, call in calls.items()}
     for _ in range(2 * repeats):
-        for each in sums:
+        for each in timed.values():
             each.seconds.append(together(comm, each.call, each.loops) / each.loops)
     case = cost.Case(comm.size, vector.length, 16, nodes=profile.nodes)
-    rounds = [cost.predict("sparse_allreduce", name, case, profile).seconds for name in names]
-    left = statistics.mean(each.median - known for each, known in zip(sums, rounds, strict=True))
-    return replace(profile, call=comm.bcast(max(1e-6, left)))
+    left = [each.median - cost.predict(*name, case, profile).seconds for name, each in timed.items()]
+    return replace(profile, call=comm.bcast(max(1e-6, statistics.mean(left))))
 
 
 def prepared(comm: Any, calls: Iterable[tuple[float, Call]]) -> Sizes:
@@ -94,33 +98,29 @@ def prepared(comm: Any, calls: Iterable[tuple[float, Call]]) -> Sizes:
     sizes: Sizes = {}
     for size, call in calls:
         sizes[size] = settled(comm, call)
-        if sizes[size].loops == 0:
-            sizes[size].loops = 1
+        if sizes[size].first > TOO_LONG:
             break
     return sizes
 
 
 def settled(comm: Any, call: Call) -> Timed:
-    """Return a call to be timed, with as many loops as make it long enough; none for one that takes too long."""
+    """Return a call to be timed, with as many loops as make it long enough, by the faster one of two looks."""
+    call()
     loops, seconds = 1, together(comm, call, 1)
-    while seconds < LONG_ENOUGH and loops < MOST_LOOPS:
+    while min(seconds, together(comm, call, loops)) < LONG_ENOUGH and loops < MOST_LOOPS:
         loops = min(MOST_LOOPS, max(2 * loops, int(loops * LONG_ENOUGH / max(seconds, 1e-6))))
         seconds = together(comm, call, loops)
-    return Timed(call, 0 if seconds > TOO_LONG else loops)
+    return Timed(call, loops, first=seconds)
 
 
 def together(comm: Any, call: Call, loops: int) -> float:
-    """Return how long all ranks take together for so many calls, from a common start.
-
-    The clock runs until all ranks are done: with more ranks than cores one may not have begun when another one ends.
-    """
+    """Return how long the slowest rank takes for so many calls, from a common start."""
     from mpi4py import MPI
 
     comm.Barrier()
     begin = time.perf_counter()
     for _ in range(loops):
         call()
-    comm.Barrier()
     return float(comm.allreduce(time.perf_counter() - begin, op=MPI.MAX))
 
 
