@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from collectives import cost, profiles
-from collectives.cost import Case, Model, expected_union
+from collectives.cost import Case, Cost, Model, expected_union
 from collectives.profiles import Profile, ProfileError
 from mpicomp.codec import CODECS, Coding
 from mpicomp.vector import SparseVector, index_dtype
@@ -112,12 +112,21 @@ class Tuner:
         best = min(names, key=seconds.__getitem__)  # the first one of equals
         return best, seconds[best]
 
-    def decide(self, length: int, entries: float, value_nbytes: int, nodes: Sequence[int]) -> str:
-        """Return what `sparse_allreduce` does in the end when each rank brings so many entries."""
-        name = without_survey(nodes)
-        if name and not self.worth_asking(length, value_nbytes, nodes):
-            return name
-        return self.allreduce(length, [math.ceil(entries)] * sum(nodes), value_nbytes, nodes)
+    def automatic(self, case: Case, nodes: Sequence[int]) -> tuple[str, Cost]:
+        """Return the algorithm that "auto" of `sparse_allreduce` runs in the end, and what all of it is to cost.
+
+        The choice takes supports for independent, whatever the overlap of the case: the ranks do not know it.
+        """
+        assert self.profile is not None, "asked for a prediction without a profile"
+        model, name = Model(case, self.profile), without_survey(nodes)
+        spent, survey = cost.begun("sparse_allreduce", model), cost.survey(model, told=True)
+        asked = case.length, case.entries, case.value_nbytes, nodes
+        if name is None:
+            name, spent = self.fastest(*asked)[0], spent + survey
+        elif self.worth_asking(case.length, case.value_nbytes, nodes):
+            name, spent = self.fastest(*asked)[0], spent + model.agreed()
+            spent += survey if name in cost.SAMPLED else Cost()
+        return name, spent + cost.ALLREDUCE[name](model)
 
     def worth_asking(self, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:
         """Return whether the ranks of a communicator that can do without a survey do better to ask for the counts.

@@ -2,10 +2,11 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from collectives import cost, tuning
+from collectives import cost
 from collectives.cli.bench.settings import positive, share
 from collectives.cli.tune import a_profile
 from collectives.profiles import NETWORKS, Profile
@@ -99,10 +100,11 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     )
     fault = unknown_link(case, profile)
     if fault:
-        out.write(f"mpicomp explain: {fault}\n")
+        sys.stderr.write(f"mpicomp explain: {fault}\n")
         return 2
-    found = list(explained(case, profile))
-    chosen = choice(case, profile)
+    nodes = [case.per_node] * (case.nodes - 1)
+    chosen, spent = Tuner(profile).automatic(case, [*nodes, case.ranks - sum(nodes)])
+    found = [*explained(case, profile), row("sparse_allreduce", "auto", spent)]
     if options.json:
         about = {"ranks": case.ranks, "nodes": case.nodes, "length": case.length, "entries": case.entries}
         union = {"union": case.union(case.ranks), "auto": chosen}
@@ -139,18 +141,8 @@ def row(operation: str, algorithm: str, found: cost.Cost) -> dict[str, Any]:
     return {"operation": operation, "algorithm": algorithm, **figures}
 
 
-def choice(case: cost.Case, profile: Profile) -> str:
-    """Return what `sparse_allreduce` would take with this profile."""
-    if case.nodes < case.ranks and case.nodes > 1:
-        model = cost.Model(case, profile)
-        known = tuning.candidates([2, 2], case.value_nbytes)
-        return min(known, key=lambda name: cost.ALLREDUCE[name](model).seconds)
-    nodes = [1] * case.nodes if case.nodes > 1 else [case.ranks]
-    return Tuner(profile).decide(case.length, case.entries, case.value_nbytes, nodes)
-
-
 def table(case: cost.Case, found: list[dict[str, Any]], chosen: str) -> str:
-    """Return the rows as a table, the choice marked."""
+    """Return the rows as a table, and by which algorithm "auto" goes."""
     union = case.union(case.ranks)
     lines = [
         f"{case.ranks} ranks on {case.nodes} nodes, {case.entries:.0f} of {case.length} entries each; "
@@ -158,7 +150,7 @@ def table(case: cost.Case, found: list[dict[str, Any]], chosen: str) -> str:
         f"{'':24}{'':20} {'ms':>12} {'bytes':>16} {'rounds':>7}",
     ]
     for each in found:
-        mark = "  <- auto" if (each["operation"], each["algorithm"]) == ("sparse_allreduce", chosen) else ""
+        mark = f"  by {chosen}" if each["algorithm"] == "auto" else ""
         figures = f"{1e3 * each['seconds']:12.3f} {each['bytes']:16d} {each['rounds']:7d}"
         lines.append(f"{each['operation']:24}{each['algorithm']:20} {figures}{mark}")
     return "\n".join(lines) + "\n"

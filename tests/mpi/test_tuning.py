@@ -10,6 +10,7 @@ from mpi4py import MPI
 from collectives import SupportPlan, allreduce, sparse_allreduce
 from collectives.cli import main
 from collectives.cli.tune import measuring
+from collectives.cost import Case
 from collectives.profiles import NETWORKS, VARIABLE, Curve, ProfileError, load
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
@@ -96,7 +97,7 @@ def test_all_ranks_take_what_the_profile_says(fresh, told, taken, known):
     vector = brings(fresh.rank, 2500)
     total = sparse_allreduce(vector, fresh)
     assert total.nnz >= 2500
-    assert taken == [Tuner(known).decide(LENGTH, 2500, 4, [fresh.size])]
+    assert taken == [Tuner(known).automatic(Case(fresh.size, LENGTH, 2500), [fresh.size])[0]]
     assert len(set(fresh.allgather(taken[0]))) == 1
     check_sums(fresh)
 

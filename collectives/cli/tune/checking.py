@@ -97,27 +97,15 @@ def predicted(
 ) -> float | None:
     """Return the seconds that the model gives; what is named for 2 or 4 ranks first agrees on the terms."""
     case = tuning.case_of(vector.length, vector.nnz, vector.value_nbytes, nodes)
-    known, tuner = tuning.without_survey(nodes), Tuner(profile)
+    tuner = Tuner(profile)
     if algorithm == RULE or not tuner.knows(nodes):
         return None
-    asking = cost.Model(case, profile).agreed().seconds if known == "recursive_doubling" else 0.0
     if algorithm == AUTO:
-        return automatic(tuner, case, nodes, asking)
-    named = asking if operation == "sparse_allreduce" else 0.0
-    return cost.predict(operation, algorithm, case, profile).seconds + named
-
-
-def automatic(tuner: Tuner, case: cost.Case, nodes: Sequence[int], asking: float) -> float:
-    """Return the seconds that the model gives for the tuner's own choice."""
-    assert tuner.profile is not None, "asked for a prediction without a profile"
-    name, asked = tuning.without_survey(nodes), False
-    if name is None or tuner.worth_asking(case.length, case.value_nbytes, nodes):
-        few = name is not None
-        name, _ = tuner.fastest(case.length, case.entries, case.value_nbytes, nodes)
-        asked = not few or name in cost.SAMPLED
-    else:
-        asking = 0.0
-    return cost.predict("sparse_allreduce", name, case, tuner.profile, asked=asked).seconds + asking
+        return tuner.automatic(case, nodes)[1].seconds
+    found = cost.predict(operation, algorithm, case, profile).seconds
+    if operation == "sparse_allreduce" and tuning.without_survey(nodes) == "recursive_doubling":
+        found += cost.Model(case, profile).agreed().seconds
+    return found
 
 
 def verdict(checked: Sequence[Checked]) -> dict[str, float]:
