@@ -28,6 +28,7 @@ SMALL_PIECE = 64  # entries: below, a message costs its latency, and fewer of th
 DIRECT_RANKS = 64  # up to here P - 1 messages of a split cost less than lg P rounds of larger ones
 REMEMBERED = 1024  # answers of a Tuner
 STEPS_AN_OCTAVE = 8  # densities that are 9 % apart have one answer
+SHORTEST = 1e-12  # seconds: what no sum is faster than
 WORTH_ASKING = 1.1  # times as fast: below, ranks that need no survey make none
 
 
@@ -131,7 +132,8 @@ class Tuner:
     def worth_asking(self, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:
         """Return whether the ranks of a communicator that can do without a survey do better to ask for the counts.
 
-        That is, whether at some density another algorithm is over a tenth faster, with the round of asking added.
+        That is, whether at some density another algorithm is over a tenth faster, with the round of asking added, and
+        by a larger factor than that round slows the smallest sums.
         """
         known = without_survey(nodes)
         if known is None or sum(nodes) == 1 or not self.knows(nodes):
@@ -141,14 +143,15 @@ class Tuner:
 
     def _worth_asking(self, known: str, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:
         assert self.profile is not None, "asked for a prediction without a profile"
+        gain = loss = 0.0
         for halvings in range(14):
             case = case_of(length, length / 2**halvings, value_nbytes, nodes)
             model = Model(case, self.profile)
-            plain = cost.ALLREDUCE[known](model).seconds
-            best = self.fastest(length, case.entries, value_nbytes, nodes)[1]
-            if plain > WORTH_ASKING * (best + model.agreed().seconds):
-                return True
-        return False
+            start = cost.begun("sparse_allreduce", model).seconds
+            plain = start + cost.ALLREDUCE[known](model).seconds
+            asking = start + model.agreed().seconds + self.fastest(length, case.entries, value_nbytes, nodes)[1]
+            gain, loss = max(gain, plain / max(asking, SHORTEST)), max(loss, asking / max(plain, SHORTEST))
+        return gain > max(WORTH_ASKING, loss)
 
     def coding(self, vector: SparseVector, *, apart: bool) -> Coding:
         """Return how a message is coded when the caller leaves it open.

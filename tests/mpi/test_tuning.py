@@ -26,7 +26,7 @@ def profile(latency, bandwidth, message=0.0):
     return replace(NETWORKS["hdr"], call=0.0, message=message, inside=link, between=link, kernels=FREE)
 
 
-SLOW_START, SLOW_LINK = profile(1.0, 1e12, message=1.0), profile(0.0, 1e6)
+SLOW_START, SLOW_LINK = profile(1.0, 1e12, message=1.0), replace(profile(0.0, 1e6), call=1e-3)
 LENGTH = 3000
 
 
