@@ -43,7 +43,8 @@ def sparse_allreduce(
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     comm: an mpi4py intracommunicator.
     algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense"; with the nodes in
-    mind "node_leaders" or "node_lanes"; or "auto", which takes one by `collectives.tuning.choose_allreduce`.
+    mind "node_leaders" or "node_lanes"; or "auto", which takes one by the profile of the communicator
+    (`mpicomp tune`), without one by `collectives.tuning.choose_allreduce`.
     partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of where the entries
     stand, "hashed" blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless
     one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges.
@@ -88,11 +89,35 @@ def with_partition(vector: Any, terms: dict[str, Any], size: int) -> SparseVecto
 
 
 def auto(offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Run what the survey suggests; few ranks need none."""
-    name = tuning.without_survey(node_sizes(channel))
+    """Run what the survey suggests; few ranks need none, or by a profile no more than the sum of their counts."""
+    nodes, vector = node_sizes(channel), offer.vector
+    name = tuning.without_survey(nodes)
     if name is None:
         return (yield from surveyed(None, offer, channel))
-    return (yield from ALGORITHMS[name](offer, channel, Survey([], [], offer.vector.length)))
+    if channel.tuner.worth_asking(vector.length, vector.value_nbytes, nodes):
+        entries = yield from counted_by(name, offer, channel)
+        if channel.broken:
+            return vector
+        name, _ = channel.tuner.fastest(vector.length, entries / channel.size, vector.value_nbytes, nodes)
+        if name not in UNSAMPLED:
+            return (yield from surveyed(name, offer, channel))
+    return (yield from ALGORITHMS[name](offer, channel, Survey([], [], vector.length)))
+
+
+def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:
+    """Return how many entries all ranks bring, over the schedule of `name`, the algorithm that takes no survey.
+
+    Whether it is worth asking is a function of the length, which is not compared before: a rank that asks and one that
+    does not have to meet, and then know of each other. Both schedules let every rank hear of every other.
+    """
+    outline = Offer(channel.nothing(), offer.vector.nnz)
+    if name == "allgather":
+        return sum(theirs.k for theirs in (yield from channel.gather(outline)))
+
+    def total(ours: Offer, theirs: Offer, block: int) -> Offer:
+        return Offer(ours.vector, ours.k + theirs.k)
+
+    return (yield from folded(outline, channel, total, partial(doubling, channel=channel, combine=total))).k
 
 
 def named(name: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
@@ -112,7 +137,7 @@ def surveyed(name: str | None, offer: Offer, channel: Channel) -> Steps[SparseVe
         return offer.vector
     if name is None:
         value_nbytes = offer.vector.value_nbytes
-        name = tuning.choose_allreduce(survey.length, survey.counts, value_nbytes, node_sizes(channel))
+        name = channel.tuner.allreduce(survey.length, survey.counts, value_nbytes, node_sizes(channel))
     return (yield from ALGORITHMS[name](offer, channel, survey))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from collectives import schedule
 from collectives.terms import Terms
 from collectives.transport import LINE, Arrival, Buffer, Endpoint, Sending, Steps, Turn
+from collectives.tuning import Tuner
 from mpicomp.codec import CODECS, decode, encode, encoded_nbytes
 from mpicomp.errors import CodecError
 from mpicomp.vector import SparseVector
@@ -48,7 +50,8 @@ class Channel:
     """One operation's way to the other ranks, or to some of them.
 
     error: the reason why this rank brings no sound offer of its own; the channel is then broken from the start. codec:
-    how vectors are written; "auto" is "quick" inside a node, where copying is faster than coding, else "smallest".
+    how vectors are written; "auto" is what the communicator's `Tuner` says: without a profile "quick" inside a node,
+    where copying is faster than coding, else "smallest".
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Channel:
         self.rank, self.size = ranks.index(self.endpoint.rank), len(ranks)
         self.core = schedule.core_size(self.size)
         apart = len({self.endpoint.nodes[rank] for rank in ranks}) > 1
-        self._coding = CODECS[("smallest" if apart else "quick") if self.codec == "auto" else self.codec]
+        by_link = partial(self.endpoint.tuner.coding, apart=apart)
+        self._coding = by_link if self.codec == "auto" else CODECS[self.codec]
 
     def among(self, ranks: Sequence[int]) -> "Channel":
         """Return the channel between some of its ranks only, numbered in this order; this rank is one of them."""
@@ -74,6 +78,11 @@ class Channel:
     def nodes(self) -> list[list[int]]:
         """Return the ranks of each node: those that share memory; the nodes in the order of their first ranks."""
         return schedule.groups([self.endpoint.nodes[rank] for rank in self._ranks])
+
+    @property
+    def tuner(self) -> Tuner:
+        """What chooses for this communicator, alike on all ranks."""
+        return self.endpoint.tuner
 
     @property
     def root(self) -> int:

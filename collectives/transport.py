@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.tuning import agreed_tuner
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -158,6 +160,7 @@ class Endpoint:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
+        self.tuner = agreed_tuner(duplicate, self.nodes)
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
@@ -231,7 +234,8 @@ def _first_ranks(comm: "MPI.Intracomm") -> list[int]:
 def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     """Return the endpoint of a communicator. The first call on it is collective, and waits by `wait_for`.
 
-    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null.
+    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null; ProfileError, a ValueError,
+    on all ranks when rank 0 finds a broken profile (see `tuning.agreed_tuner`).
     """
     from mpi4py import MPI
 
@@ -243,7 +247,11 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     def make() -> Endpoint:
         duplicate, request = comm.Idup()
         wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
-        return Endpoint(comm, duplicate)
+        try:
+            return Endpoint(comm, duplicate)
+        except ValueError:  # on all ranks: the profile that they were to agree on
+            duplicate.Free()
+            raise
 
     return attached(comm, _endpoint_key(), make)
 

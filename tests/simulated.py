@@ -11,10 +11,12 @@ import numpy as np
 from collectives.channel import Channel
 from collectives.terms import Terms
 from collectives.transport import Traffic
+from collectives.tuning import Tuner
 
 
 class Network:
-    def __init__(self, size, nodes=None, seed=0):
+    def __init__(self, size, nodes=None, seed=0, tuner=None):
+        self.tuner = tuner or Tuner()
         self.boxes = defaultdict(deque)  # (source, dest, tag) -> (buffer, round)
         self.reductions = []  # the arrays that came so far, for each Allreduce in order
         self.endpoints = [Endpoint(self, rank, size, nodes or [0] * size) for rank in range(size)]
@@ -45,6 +47,7 @@ class Endpoint:
     def __init__(self, network, rank, size, nodes):
         self.network, self.rank, self.size, self.nodes = network, rank, size, nodes
         self.traffic, self.turns, self.reduced = Traffic(), deque(), 0
+        self.tuner = network.tuner
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
 
     def end_step(self):

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from collectives.cli import bench, info, train
+from collectives.cli import bench, explain, info, train, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -12,11 +12,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="what this installation is made of, and whether the launcher and MPI fit together")
-    bench.add_to(commands)
-    train.add_to(commands)
+    subjects = {"bench": bench, "train": train, "tune": tune, "explain": explain}
+    for subject in subjects.values():
+        subject.add_to(commands)
     options = parser.parse_args(arguments)
-    if options.command == "info":
-        return info.run(sys.stdout)
-    if options.command == "bench":
-        return bench.run(options, sys.stdout)
-    return train.run(options, sys.stdout)
+    return info.run(sys.stdout) if options.command == "info" else subjects[options.command].run(options, sys.stdout)
