@@ -64,7 +64,10 @@ class AggregationAware(Density):
         bonus = before * np.float32(self.decay if self.metric == "recency" else 0)
         if self.metric == "votes":
             if votes is None or len(votes) != aggregate.nnz:
-                raise ValueError(f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries")
+                raise ValueError(
+                    f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries; "
+                    "take sparse_allgather, or partial(sparse_allreduce, votes=True)"
+                )
             bonus[aggregate.indices] = votes
         else:
             bonus[aggregate.indices] = np.abs(aggregate.values) if self.metric == "magnitude" else 1

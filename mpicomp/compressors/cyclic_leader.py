@@ -10,9 +10,11 @@ Differences from the paper: exact top-k, not one in chunks; the low-pass filter 
 of ranks. Where the leader's vector is zero, nobody sends in that step.
 """
 
+from functools import partial
 from typing import Any
 
 from mpicomp.compressors.common import Density, all_at, finite_vector
+from mpicomp.compressors.protocol import failed
 from mpicomp.compressors.topk import TopK
 from mpicomp.vector import SparseVector
 
@@ -62,4 +64,7 @@ class CyclicLeader(Density):
 
     def fail(self, error: Exception) -> None:
         """Take part in the agreement as a failed rank: `error` is raised here, and CollectiveError on the others."""
-        self.plan.leader(error, self.comm, self.step % self.comm.size)
+        try:
+            failed(partial(self.plan.leader, root=self.step % self.comm.size), error, self.comm)
+        finally:
+            del error

@@ -1,6 +1,6 @@
 """What every compressor can do."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +31,20 @@ def innermost(compressor: Any) -> Any:
     return chain(compressor)[-1]
 
 
+def failed(part: Callable[[Any, Any], Any], error: Exception, comm: Any) -> Any:
+    """Take part in what takes (vector, comm) as a failed rank; return the Request, or raise `error` if it blocks."""
+    traceback = error.__traceback__
+    try:
+        return part(error, comm)
+    except Exception as raised:
+        if raised is not error:
+            raise
+    try:
+        raise error.with_traceback(traceback)
+    finally:  # else the error, its traceback and this frame hold each other
+        del error, traceback
+
+
 def chain(compressor: Any) -> list[Any]:
     """Return a compressor and those it is wrapped around, the innermost one last."""
     parts = [compressor]
@@ -53,13 +67,18 @@ def state_dict(compressor: Any) -> dict[str, NDArray[Any]]:
 
 
 def load_state_dict(compressor: Any, state: Mapping[str, Any]) -> None:
-    """Take up what `state_dict` returned of a compressor with these settings; ValueError for names of another one."""
+    """Take up what `state_dict` returned of a compressor with these settings; ValueError for that of another one."""
     parts = chain(compressor)
     known = {
         f"{depth}.{name}": (part, name) for depth, part in enumerate(parts) for name in getattr(part, "remembers", ())
     }
     if not state.keys() <= known.keys():
         raise ValueError(f"the state has {sorted(state)}: expected {sorted(known)} at most, of {compressor!r}")
+    for key, (part, name) in known.items():
+        held = getattr(part, name)
+        optional = held is None or isinstance(held, np.ndarray)
+        if not optional and (key not in state or np.ndim(state[key]) != np.ndim(held)):
+            raise ValueError(f"the state has {state.get(key, 'nothing')!r} as {key}: expected one such as {held!r}")
     for key, (part, name) in known.items():
         value = np.array(state[key]) if key in state else None
         plain = value is not None and (value.ndim == 0 or isinstance(getattr(part, name), list))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.protocol import failed
 from mpicomp.exchange.pipeline import Pipeline
 from mpicomp.vector import SparseVector, add_up, index_dtype
 
@@ -51,9 +52,9 @@ class Bucket:
         try:
             if error is not None and told:
                 raise error
-            self._launch(self._side_by_side(vectors) if error is None else error, comm)
+            self._launch(self._together(vectors, flats) if error is None else error, comm)
         finally:  # else an error, its traceback and this frame hold each other, and the gradient with them
-            del error, flats, flat
+            del error, flats, flat, vectors
 
     def test(self) -> None:
         """Move on what is in flight, without waiting."""
@@ -85,29 +86,39 @@ class Bucket:
         self.restore_seconds += perf_counter() - began
         return results
 
-    def abandon(self) -> None:
-        """Be as before `start`; what is in flight is waited for, as the other ranks do."""
+    def abandon(self, *, wait: bool = True) -> None:
+        """Be as before `start`; what is in flight is waited for, as the other ranks do, unless `wait` is false."""
         try:
-            if hasattr(self._outcome, "wait"):
+            if wait and hasattr(self._outcome, "wait"):
                 self._outcome.wait()
         except Exception:  # it failed too: the step is already over
             pass
         finally:
             self._outcome = None
-            for pipeline in self.pipelines:
+            for pipeline in reversed(self.pipelines):  # two may share a compressor: the first one saw it as it was
                 pipeline.roll_back()
 
-    def _launch(self, brings: SparseVector | Exception, comm: Any) -> None:
+    def _launch(self, brings: Any, comm: Any) -> None:
         began = perf_counter()
         try:
             if isinstance(brings, Exception):
-                self._outcome = _failed(self.collective, brings, comm)
+                self._outcome = failed(self.collective, brings, comm)
             else:
-                self.sent, self.nbytes, self._dtype = brings.nnz, brings.nbytes, brings.dtype
-                self._outcome = self.collective(brings.to_dense() if self.dense else brings, comm)
+                self._outcome = self.collective(brings, comm)
         finally:
             del brings
         self.communicate_seconds = perf_counter() - began
+
+    def _together(self, vectors: list[Any], flats: Sequence[Any]) -> Any:
+        """Return what the collective takes, or why there is none: what a compressor returned may be anything."""
+        try:
+            for pipeline, vector, flat in zip(self.pipelines, vectors, flats, strict=True):
+                _check_sent(pipeline.compressor, vector, flat)
+            vector = self._side_by_side(vectors)
+            self.sent, self.nbytes, self._dtype = vector.nnz, vector.nbytes, vector.dtype
+            return vector.to_dense() if self.dense else vector
+        except Exception as error:  # whatever it is: the other ranks have to hear of it
+            return error.with_traceback(None)  # its frames would hold the gradient
 
     def _side_by_side(self, vectors: list[SparseVector]) -> SparseVector:
         if len(vectors) == 1:
@@ -150,18 +161,11 @@ class Bucket:
         return total, sum(part.nnz for part in parts), rejected, votes
 
 
-def _failed(collective: Collective, error: Exception, comm: Any) -> Any:
-    """Take part in the collective as a failed rank, and return the Request; one that blocks raises `error`."""
-    traceback = error.__traceback__
-    try:
-        return collective(error, comm)
-    except Exception as raised:
-        if raised is not error:
-            raise
-    try:
-        raise error.with_traceback(traceback)
-    finally:
-        del error, traceback
+def _check_sent(compressor: Any, vector: Any, flat: Array) -> None:
+    if not isinstance(vector, SparseVector):
+        raise TypeError(f"{compressor!r} returned {type(vector).__name__}: expected a SparseVector")
+    if (vector.length, vector.dtype, vector.width) != (flat.size, flat.dtype, None):
+        raise ValueError(f"{compressor!r} returned {vector!r}: expected {flat.dtype} numbers of length {flat.size}")
 
 
 def _inside(vector: SparseVector, first: int, end: int) -> slice:

@@ -1,21 +1,27 @@
 """The exchange itself: from the gradients of one rank to the mean over all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from mpicomp.compressors import Compressor
+from mpicomp.compressors.protocol import failed
+from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
 from mpicomp.exchange.flat import flattened, sound
 from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, described
 from mpicomp.exchange.pipeline import Pipeline
 from mpicomp.exchange.statistics import Statistics
 from mpicomp.feedback import Feedback
+from mpicomp.feedback.common import wide
+from mpicomp.vector import SparseVector
 
 Chooser = Callable[[str, Any], tuple[Compressor, Feedback]]
+T = TypeVar("T")
 
 
 class GradientExchange:
@@ -34,8 +40,9 @@ class GradientExchange:
     (compressor, feedback) for a tensor; without it each gets copies of the two that are given. small: tensors with
     fewer numbers are not compressed one by one. bucket_nbytes: the gradients of a bucket have about as many bytes.
 
-    The object holds the residuals, so use one for each model, and the same calls on every rank. `statistics` tells what
-    the last step did. Raises TypeError for a part that is none.
+    The object holds the residuals, so use one for each model, for one vector or for named tensors, and the same calls
+    on every rank. `statistics` tells what the last step did. Raises TypeError for a part that is none. What `log`
+    raises comes out of a step that is done.
     """
 
     def __init__(
@@ -54,13 +61,10 @@ class GradientExchange:
         log: Callable[[Statistics], None] | None = None,
     ) -> None:
         _check_part("comm", comm, ("size",), "an mpi4py communicator")
-        _check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
-        _check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
+        _check_pair(compressor, feedback, dense)
         _check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
         if downlink is not None:
             _check_part("downlink", downlink, ("compress", "keep"), "TwoWay(TopK(density=0.01))")
-        if getattr(feedback, "averaging_period", None) and dense is None:
-            raise TypeError(f"{type(feedback).__name__} averages residuals: give dense=dense_allreduce")
         self.comm, self.compressor, self.feedback = comm, compressor, feedback
         self.collective, self.average, self.dense, self.log = collective, average, dense, log
         self.statistics: Statistics | None = None
@@ -68,6 +72,7 @@ class GradientExchange:
         self._choose, self._small, self._bucket_nbytes = choose, small, bucket_nbytes
         self._stations: list[Station] = []
         self._names: set[str] = set()
+        self._one = False  # it has exchanged one vector
         self._arrays: dict[str, Any] = {}  # of this step, from `start` to `finish`
         self._started = 0  # stations of this step
 
@@ -85,39 +90,39 @@ class GradientExchange:
         """
         if isinstance(gradient, Mapping):
             return self._exchange_named(gradient)
+        if self._stations:
+            self._fail(_not_named())
         flat, restore = flattened(gradient)
+        if self._arrays:
+            flat, self._arrays = _not_named(), {}
         bucket = Bucket([self._own], [flat.size if not isinstance(flat, Exception) else 0], self.collective)
         try:
             bucket.start([flat], self.comm)
             bucket.settle(self.comm, average=self.average)
-        except Exception:
-            bucket.abandon()
+        except BaseException as error:
+            bucket.abandon(wait=isinstance(error, Exception))
             raise
         finally:  # an error may be held, and the gradient must not be with it
             del flat
         (result,) = bucket.commit()
+        self._one = True
         self._end_step([bucket])
         return restore(result)
 
     def register(self, tensors: Mapping[str, Any]) -> None:
-        """Say which tensors there are, in the order in which their gradients will come; all ranks call it.
+        """Say which tensors there are, in the order in which their gradients will come; all ranks call it, once.
 
         tensors: arrays by name; their kinds, shapes and dtypes are looked at. Without this call the first step does it.
 
-        Raises TypeError or ValueError on a rank whose tensors are bad, and `CollectiveError` on the others;
-        CollectiveError on all when they differ.
+        Raises TypeError or ValueError on a rank whose tensors are bad, and `CollectiveError` on the others, and so for
+        what `choose` raises; CollectiveError on all when they differ, or the settings do. RuntimeError at once when the
+        tensors are known, by this call or a first step: what is owed of them would be lost.
         """
-        found: Sequence[Tensor] | Exception
-        try:
-            if not tensors:
-                raise ValueError("got no tensor: expected at least one array by name")
-            found = [described(name, array)[0] for name, array in tensors.items()]
-        except Exception as error:
-            found = error
-        order = agreed(found, self.comm)
-        make = partial(self._pipeline, tensors)
-        rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes)
-        self._stations, self._names = build(order, rules), {tensor.name for tensor in order}
+        if self._stations:
+            raise RuntimeError("the tensors are registered: expected one call, before the first step")
+        if self._arrays:
+            self._fail(RuntimeError("a step is under way: register the tensors before the first of them is started"))
+        self._register(tensors)
 
     def start(self, name: str, array: Any) -> None:
         """Hand over a tensor's gradient; its bucket leaves once it is full and those before it have left.
@@ -128,15 +133,12 @@ class GradientExchange:
 
         Raises KeyError or ValueError at once for a name that is unknown, or was there in this step; the step goes on.
         """
-        if name in self._arrays:
-            raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
-        if self._names and name not in self._names:
-            raise KeyError(f"{name!r} is none of the tensors of the first step: use another exchange for another model")
+        self._check_name(name)
         self._arrays[name] = array
         try:
             self._leave(lambda station: station.names <= self._arrays.keys())
-        except Exception:
-            self._abandon()
+        except BaseException as error:
+            self._end_badly(error)
             raise
 
     def progress(self) -> None:
@@ -154,17 +156,17 @@ class GradientExchange:
         """
         try:
             if not self._stations:
-                self.register(self._arrays)
+                self._register(self._arrays)
             self._leave(lambda station: True)
             for station in self._stations:
                 station.bucket.settle(self.comm, average=self.average)
-        except Exception:
-            self._abandon()
+        except BaseException as error:
+            self._end_badly(error)
             raise
         means: dict[str, Any] = {}
+        self._arrays, self._started = {}, 0
         for station in self._stations:
             means |= station.restore(station.bucket.commit())
-        self._arrays, self._started = {}, 0
         self._end_step([station.bucket for station in self._stations])
         return means
 
@@ -191,8 +193,9 @@ class GradientExchange:
         """Return copies of all that this rank's exchange remembers: arrays by name, which np.savez can store.
 
         Each rank saves its own. Settings are not in it, nor is the order of named tensors: `register` them in the same
-        order before `load_state_dict`. A run that is taken up so continues bit for bit.
+        order before `load_state_dict`. A run that is taken up so continues bit for bit. RuntimeError within a step.
         """
+        self._check_between_steps()
         return {
             f"{vector}/{name}": array
             for vector, pipeline in self._vectors().items()
@@ -201,6 +204,7 @@ class GradientExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; ValueError when it does not fit, and nothing changes then."""
+        self._check_between_steps()
         vectors = self._vectors()
         if {key.rpartition("/")[0] for key in state} - vectors.keys():
             got = sorted({key.rpartition("/")[0] for key in state})
@@ -214,40 +218,120 @@ class GradientExchange:
             for pipeline, held in zip(vectors.values(), before, strict=True):
                 pipeline.load_state_dict(held)
             raise
+        self._one = not self._stations and bool(state)
 
     def reset(self) -> None:
-        """Forget what is owed, on this rank: its mass is lost."""
+        """Forget what is owed, on this rank: its mass is lost. RuntimeError within a step."""
+        self._check_between_steps()
         for pipeline in self._pipelines():
             for part in (pipeline.feedback, pipeline.downlink):
                 if part is not None:
                     part.reset()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is owed in gradient units by `factor`, the old learning rate over the new one."""
+        """Multiply what is owed in gradient units by `factor`, the old learning rate over the new one.
+
+        Raises RuntimeError within a step.
+        """
+        self._check_between_steps()
         for pipeline in self._pipelines():
             pipeline.feedback.rescale(factor)
             if pipeline.downlink is not None and not hasattr(pipeline.feedback, "ahead"):  # else it owes updates
                 pipeline.downlink.rescale(factor)
 
     def _exchange_named(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        for name in gradients:
-            if self._names and name not in self._names:
-                self._fail_named(KeyError(f"{name!r} is none of the tensors of the first step"))
-        for name, array in gradients.items():
+        try:
+            arrays = dict(gradients.items())
+            for name in arrays:
+                self._check_name(name)
+        except Exception as error:
+            self._fail(error)
+        for name, array in arrays.items():
             self.start(name, array)
         means = self.finish()
-        return {name: means[name] for name in gradients} | means
+        return {name: means[name] for name in arrays} | means
 
-    def _fail_named(self, error: Exception) -> None:
-        """Take part in a step as a failed rank; raises."""
+    def _register(self, tensors: Mapping[str, Any]) -> None:
+        settings = {"small": self._small, "bucket_nbytes": self._bucket_nbytes, "average": self.average}
+        settings |= {"dense": self.dense is not None, "downlink": self._own.downlink is not None}
+        found = self._meet(lambda: self._found(tensors))
+        order = agreed(found, settings, self.comm)
+        make = partial(self._pipeline, tensors)
+        rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes)
+        self._stations = self._meet(lambda: _sound(build(order, rules)))
+        self._names = {tensor.name for tensor in order}
+
+    def _found(self, tensors: Mapping[str, Any]) -> list[Tensor]:
+        if self._one:
+            raise TypeError("this exchange has one vector, not named tensors: use another exchange for them")
+        if not tensors:
+            raise ValueError("got no tensor: expected at least one array by name")
+        for name in tensors:
+            self._check_kind_of(name)
+        return [described(name, array)[0] for name, array in tensors.items()]
+
+    def _meet(self, prepare: Callable[[], T]) -> T:
+        """Return what `prepare` does, on all ranks, or raise on all: by a sum of nothing.
+
+        By the collective, not by the communicator: so ranks that call something else are told, and deadlines hold.
+        """
         try:
-            for station in self._stations:
-                station.bucket.start([error for _ in station.groups], self.comm)
-            for station in self._stations:
-                station.bucket.settle(self.comm, average=self.average)
+            ready = prepare()
+        except Exception as error:
+            outcome = failed(self.collective, error, self.comm)
+        else:
+            outcome = self.collective(SparseVector.empty(0, np.float64), self.comm)
+        try:
+            if hasattr(outcome, "wait"):
+                outcome.wait()
         finally:
-            self._abandon()
+            del outcome  # else the error, its traceback and this frame hold each other
+        return ready
+
+    def _check_name(self, name: Any) -> None:
+        self._check_kind_of(name)
+        if name in self._arrays:
+            raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
+        if self._names and name not in self._names:
+            raise KeyError(f"{name!r} is none of the tensors of the first step: use another exchange for another model")
+
+    @staticmethod
+    def _check_kind_of(name: Any) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor has the name {name!r}: expected a string")
+
+    def _check_between_steps(self) -> None:
+        if self._arrays or self._started:
+            raise RuntimeError("a step is under way: call finish first")
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Take part in a step as a failed rank; raises. Where all of it is in flight it goes on, to be finished."""
+        try:
+            if not self._stations:
+                self._arrays = {}
+                self._meet(partial(_throw, error))
+            elif self._started < len(self._stations):
+                self._start_failed(error)
+                self._abandon()
+            raise error
+        finally:
             del error
+
+    def _start_failed(self, error: Exception) -> None:
+        """Start the buckets that are left with an error: other ranks may have them in flight, and wait."""
+        try:
+            for station in self._stations[self._started :]:
+                self._started += 1
+                with suppress(Exception):
+                    station.bucket.start([error for _ in station.groups], self.comm)
+        finally:
+            del error  # else it, its traceback and this frame hold each other
+
+    def _end_badly(self, error: BaseException) -> None:
+        """End a step that failed on all ranks, or, unless it is an Exception, on this one alone, which then leaves."""
+        if isinstance(error, Exception):
+            self._start_failed(CollectiveError("an earlier bucket of this step failed"))
+        self._abandon(wait=isinstance(error, Exception))
 
     def _leave(self, ready: Callable[[Station], bool]) -> None:
         """Start the buckets whose turn it is, and move on what is in flight."""
@@ -258,16 +342,20 @@ class GradientExchange:
             station.bucket.start(station.flats(self._arrays), self.comm)
         self.progress()
 
-    def _abandon(self) -> None:
+    def _abandon(self, *, wait: bool = True) -> None:
         """End a step that failed: all is as before it."""
-        for station in self._stations:
-            station.bucket.abandon()
+        for station in reversed(self._stations):
+            station.bucket.abandon(wait=wait)
         self._arrays, self._started = {}, 0
 
     def _pipeline(self, tensors: Mapping[str, Any], tensor: Tensor | None) -> Pipeline:
         """Return the pipeline of a tensor, or of small ones together."""
         if self._choose is not None and tensor is not None:
-            return Pipeline(*self._choose(tensor.name, tensors[tensor.name]), deepcopy(self._own.downlink))
+            chosen = self._choose(tensor.name, tensors[tensor.name])
+            if not (isinstance(chosen, tuple) and len(chosen) == 2):
+                raise TypeError(f"choose returned {chosen!r} for {tensor.name!r}: expected (compressor, feedback)")
+            _check_pair(*chosen, self.dense)
+            return Pipeline(*chosen, deepcopy(self._own.downlink))
         return Pipeline(*deepcopy((self.compressor, self.feedback, self._own.downlink)))
 
     def _pipelines(self) -> list[Pipeline]:
@@ -316,6 +404,31 @@ def _check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str
         raise TypeError(f"{name} is {part!r}: expected {expected}")
 
 
+def _check_pair(compressor: Any, feedback: Any, dense: Collective | None) -> None:
+    _check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
+    _check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
+    if getattr(feedback, "averaging_period", None) and dense is None:
+        raise TypeError(f"{type(feedback).__name__} averages residuals: give dense=dense_allreduce")
+
+
+def _sound(stations: list[Station]) -> list[Station]:
+    feedbacks = [pipeline.feedback for station in stations for pipeline in station.bucket.pipelines]
+    if len({id(feedback) for feedback in feedbacks}) < len(feedbacks):
+        raise ValueError("choose returned one feedback for two tensors: expected an object of its own for each")
+    return stations
+
+
+def _not_named() -> TypeError:
+    return TypeError("this exchange has named tensors: expected a dict; use another exchange for one vector")
+
+
+def _throw(error: Exception) -> NoReturn:
+    try:
+        raise error
+    finally:
+        del error
+
+
 def _ahead(pipeline: Pipeline, flat: Array) -> Array:
     ahead = getattr(pipeline.feedback, "ahead", None)
     return flat if ahead is None else ahead(flat)
@@ -323,4 +436,7 @@ def _ahead(pipeline: Pipeline, flat: Array) -> Array:
 
 def _squared(feedback: Feedback) -> float:
     residual = getattr(feedback, "residual", None)
-    return 0.0 if residual is None else float(np.vdot(residual, residual))
+    if residual is None:
+        return 0.0
+    kept = residual.astype(wide(residual.dtype), copy=False)  # squares leave the range of float16
+    return float(np.vdot(kept, kept))

@@ -157,28 +157,25 @@ def _joined(group: Sequence[Tensor], arrays: Mapping[str, Any]) -> Array | Excep
         return error
 
 
-def agreed(tensors: Sequence[Tensor] | Exception, comm: Any) -> list[Tensor]:
+def agreed(tensors: Sequence[Tensor], settings: Mapping[str, Any], comm: Any) -> list[Tensor]:
     """Return this rank's tensors in the order of rank 0, once all ranks have said what they have: one allgather.
 
-    Raises this rank's error where it brings one, and CollectiveError on all others; CollectiveError on every rank when
-    names, shapes or dtypes differ.
+    settings: what else the buckets go by. Raises CollectiveError on every rank when names, shapes, dtypes or settings
+    differ.
     """
-    if isinstance(tensors, Exception):
-        comm.allgather(str(tensors))
-        raise tensors
-    everyone = comm.allgather({tensor.name: (tensor.shape, str(tensor.dtype)) for tensor in tensors})
-    for rank, theirs in enumerate(everyone):
-        if isinstance(theirs, str):
-            raise CollectiveError(f"rank {rank}: {theirs}")
-        for name in (everyone[0] | theirs) if isinstance(everyone[0], dict) else ():
-            if theirs.get(name) != everyone[0].get(name):
-                raise CollectiveError(
-                    f"all ranks must have the same tensors: {name!r} is {_shown(everyone[0].get(name))} on rank 0, and "
-                    f"{_shown(theirs.get(name))} on rank {rank}"
-                )
+    kinds = {tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors}
+    everyone = comm.allgather((kinds, {name: repr(value) for name, value in settings.items()}))
+    for what, brought in zip(("tensors", "settings"), zip(*everyone, strict=True), strict=True):
+        _check_same(what, brought)
     here = {tensor.name: tensor for tensor in tensors}
-    return [here[name] for name in everyone[0]]
+    return [here[name] for name in everyone[0][0]]
 
 
-def _shown(tensor: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if tensor is None else f"{tensor[1]} of shape {tensor[0]}"
+def _check_same(what: str, brought: Sequence[dict[str, str]]) -> None:
+    for rank, theirs in enumerate(brought):
+        for name in brought[0] | theirs:
+            first, here = brought[0].get(name, "missing"), theirs.get(name, "missing")
+            if first != here:
+                raise CollectiveError(
+                    f"all ranks must have the same {what}: {name!r} is {first} on rank 0, and {here} on rank {rank}"
+                )

@@ -43,6 +43,7 @@ class Pipeline:
                 raise flat
             self._corrected = self.feedback.correct(flat)
         except Exception as error:
+            del flat  # it may be the error: then that, its traceback and this frame would hold each other
             if self.talks:
                 innermost(self.compressor).fail(error)
             raise

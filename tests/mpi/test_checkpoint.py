@@ -106,6 +106,23 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
+def test_a_compressors_state_is_whole(comm):
+    """The state of an exchange whose compressor remembers nothing is not that of one whose compressor does."""
+    plain = MAKERS["error feedback"](comm)
+    plain(gradient(comm.rank, 0))
+    random = GradientExchange(comm, RandomK(0.1), ErrorFeedback(), gtopk_allreduce)
+    for more in ({}, {"gradient/compressor.0.step": np.ones(3, int)}):
+        with pytest.raises(ValueError, match=r"the state has .* as 0.step: expected one such as 0"):
+            random.load_state_dict(plain.state_dict() | more)
+    assert random(gradient(comm.rank, 0)).shape == SHAPES["weight"]
+
+
+def test_the_norm_of_halves_does_not_overflow(comm):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), gtopk_allreduce)
+    exchange(np.full(1001, 10, np.float16))
+    assert exchange.residual_norm == pytest.approx(np.sqrt(1e5), rel=0.01)
+
+
 def test_reset_and_rescale_reach_every_vector(comm):
     exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce, downlink=TwoWay(TopK(k=1)))
     exchange({name: gradient(comm.rank, 0, name) for name in SHAPES})

@@ -16,10 +16,20 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, NoFeedback, RandomK, SparseVector, TopK
+from mpicomp import (
+    CollectiveError,
+    ErrorFeedback,
+    GradientExchange,
+    NoFeedback,
+    RandomK,
+    SparseVector,
+    StepAhead,
+    TopK,
+)
 
 COLLECTIVES = [gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallgather, sparse_iallreduce]
 SHAPES = {"a.weight": (30, 40), "a.bias": (40,), "b.weight": (40, 25), "b.bias": (25,), "scale": ()}
+SHARED = ErrorFeedback()
 
 
 def gradients(rank, step, dtype=np.float32):
@@ -283,3 +293,189 @@ def test_a_collective_is_any_function(comm):
     assert mean.tolist() == [1, 2, 3]
     names = GradientExchange(comm, TopK(k=3), NoFeedback(), partial(sparse_allreduce, algorithm="allgather"))
     assert names({"x": np.array([2.0, 4.0, 6.0])})["x"].tolist() == [2, 4, 6]
+
+
+class Odd:
+    """A compressor that returns what it is told to on one rank, and top-k on the others."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def compress(self, corrected, *, gradient=None):
+        return self.change(TopK(k=2).compress(corrected))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_iallreduce])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda vector: None, "returned NoneType: expected a SparseVector"),
+        (lambda vector: SparseVector.empty(3), "expected float32 numbers of length 25"),
+        (lambda vector: SparseVector.empty(25, np.float64), "expected float32 numbers of length 25"),
+    ],
+)
+def test_a_compressor_that_returns_something_else_raises_everywhere(comm, collective, change, message):
+    odd = comm.rank == comm.size - 1
+
+    def choose(name, array):
+        return (Odd(change) if odd and name == "b.bias" else TopK(k=2)), ErrorFeedback()
+
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), collective, small=0, choose=choose)
+    with pytest.raises((TypeError, ValueError) if odd else CollectiveError, match=message):
+        exchange(gradients(comm.rank, 0))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (lambda: 1 / 0, "division by zero"),
+        (lambda: TopK(k=1), r"choose returned TopK\(k=1\) for .*: expected \(compressor, feedback\)"),
+        (lambda: (TopK, ErrorFeedback()), "compressor is the class TopK: expected an object"),
+        (lambda: (TopK(k=1), StepAhead(0.1, averaging_period=1)), "give dense=dense_allreduce"),
+        (lambda: (TopK(k=1), SHARED), "one feedback for two tensors: expected an object of its own for each"),
+    ],
+)
+def test_a_bad_choice_on_one_rank_raises_everywhere(comm, chosen, message):
+    odd = comm.rank == comm.size - 1
+
+    def choose(name, array):
+        return chosen() if odd else (TopK(k=1), ErrorFeedback())
+
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_iallreduce, small=0, choose=choose)
+    with pytest.raises((ArithmeticError, TypeError, ValueError) if odd else CollectiveError, match=message):
+        exchange(gradients(comm.rank, 0))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_iallreduce])
+def test_one_vector_and_named_tensors_do_not_mix(comm, collective):
+    """Neither between the ranks nor, where the residual of one would be lost, in one exchange."""
+    odd = comm.rank == comm.size - 1
+    named, alone = gradients(comm.rank, 0), gradients(comm.rank, 0)["a.weight"]
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), collective, small=0, bucket_nbytes=1)
+    with pytest.raises(CollectiveError, match="length must be the same on all ranks"):
+        exchange(named if odd else alone)
+    exchange(named)
+    before = residuals(exchange)
+    with pytest.raises(TypeError if odd else CollectiveError, match="this exchange has named tensors: expected a dict"):
+        exchange(alone if odd else named)
+    for now, then in zip(residuals(exchange), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    exchange(named)
+    other = GradientExchange(comm, TopK(k=1), ErrorFeedback(), collective)
+    other(alone)
+    with pytest.raises(TypeError, match="this exchange has one vector, not named tensors"):
+        other(named)
+
+
+@pytest.mark.at_least(2)
+def test_a_rank_that_waits_meets_one_that_does_not_in_a_step_that_fails(comm):
+    """The rank that waits in every bucket raises in the second one, when the other has the third in flight."""
+    odd = comm.rank == comm.size - 1
+    collective = sparse_iallreduce if odd else sparse_allreduce
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), collective, small=0, bucket_nbytes=1)
+    exchange(gradients(comm.rank, 0))
+    bad = gradients(comm.rank, 1)
+    if odd:
+        bad["a.bias"] = bad["a.bias"] * np.float32("nan")
+    with pytest.raises(ValueError if odd else CollectiveError, match="nan"):
+        exchange(bad)
+    means = exchange(gradients(comm.rank, 1))
+    assert len(set(comm.allgather(flat(means).tobytes()))) == 1
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("setting", [{"bucket_nbytes": 1}, {"small": 30}, {"average": False}])
+def test_settings_that_differ_raise_everywhere(comm, setting):
+    odd = comm.rank == comm.size - 1
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_iallreduce, **(setting if odd else {}))
+    with pytest.raises(CollectiveError, match=f"the same settings: '{next(iter(setting))}' is .* on rank 0, and"):
+        exchange(gradients(comm.rank, 0))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("fault", ["started", "items", "name"])
+def test_a_bad_dict_on_one_rank_raises_everywhere(comm, known, fault):
+    class Lazy(dict):
+        def items(self):
+            raise LookupError("not there")
+
+    odd, mine = comm.rank == comm.size - 1, gradients(comm.rank, 0)
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_iallreduce, small=0, bucket_nbytes=1)
+    if known:
+        exchange.register(mine)
+    if odd and fault == "started":
+        exchange.start("a.weight", mine["a.weight"])
+    bad = {"started": mine, "items": Lazy(mine), "name": mine | {3: mine["scale"]}}[fault]
+    with pytest.raises((ValueError, LookupError, TypeError) if odd else CollectiveError, match=r"started|there|name 3"):
+        exchange(bad if odd else mine)
+    exchange(mine)
+
+
+def test_tensors_are_registered_once(comm):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
+    exchange.start("scale", np.ones(4))
+    with pytest.raises(RuntimeError, match="register the tensors before the first of them is started"):
+        exchange.register(gradients(comm.rank, 0))
+    exchange(gradients(comm.rank, 0))
+    owes = exchange.residual_norm
+    with pytest.raises(RuntimeError, match="the tensors are registered: expected one call"):
+        exchange.register(gradients(comm.rank, 0))
+    assert exchange.residual_norm == owes > 0
+
+
+def test_what_is_kept_is_left_alone_within_a_step(comm):
+    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_iallreduce, small=0, bucket_nbytes=1)
+    mine = gradients(comm.rank, 0)
+    exchange(mine)
+    state = exchange.state_dict()
+    exchange.start("a.weight", mine["a.weight"])
+    calls = (
+        exchange.reset,
+        exchange.state_dict,
+        partial(exchange.rescale, 2.0),
+        partial(exchange.load_state_dict, state),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="a step is under way: call finish first"):
+            call()
+    exchange.finish()
+    exchange.rescale(2.0)
+
+
+def test_a_compressor_of_two_tensors_is_as_it_was_after_a_step_that_failed(comm):
+    shared = RandomK(k=2)
+    exchange = GradientExchange(
+        comm, TopK(k=1), ErrorFeedback(), sparse_allreduce, small=0, choose=lambda *_: (shared, ErrorFeedback())
+    )
+    exchange(gradients(comm.rank, 0))
+    before, bad = shared.step, gradients(comm.rank, 1)
+    if comm.rank == 0:
+        bad["scale"] = bad["scale"] * np.float32("nan")
+    with pytest.raises(ValueError if comm.rank == 0 else CollectiveError, match="nan"):
+        exchange(bad)
+    assert shared.step == before == len(SHAPES)
+
+
+@pytest.mark.exactly(1)
+def test_an_interrupt_leaves_all_as_it_was(comm):
+    class Interrupted(RandomK):
+        def compress(self, corrected, *, gradient=None):
+            vector = super().compress(corrected)
+            if self.step == 2:
+                raise KeyboardInterrupt
+            return vector
+
+    for mine in (gradients(0, 0), gradients(0, 0)["a.weight"]):
+        exchange = GradientExchange(comm, Interrupted(k=2), ErrorFeedback(), sparse_iallreduce, small=10**6)
+        exchange(mine)
+        before = exchange.state_dict()
+        with pytest.raises(KeyboardInterrupt):
+            exchange(mine)
+        after = exchange.state_dict()
+        assert {name: array.tobytes() for name, array in after.items()} == {
+            name: array.tobytes() for name, array in before.items()
+        }

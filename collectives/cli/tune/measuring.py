@@ -184,25 +184,28 @@ def links(endpoint: Endpoint) -> dict[str, Iterable[tuple[float, Call]]]:
     nodes = sorted(set(endpoint.nodes))
     mates = [rank for rank, node in enumerate(endpoint.nodes) if node == endpoint.nodes[endpoint.rank]]
 
+    channel = Channel(endpoint, Terms("tune", "measure"))
+
     def reduce(array: Any) -> Steps[None]:
         yield (endpoint.reduce(array),)
 
     arrays = ((nbytes, np.ones(nbytes // 4, np.float32)) for nbytes in REDUCTIONS)
     whole = len(nodes) < endpoint.size or endpoint.size == 1  # some node has several ranks, or there is just one
     return {
-        "inside": exchanges(endpoint, mates) if whole else (),
-        "between": exchanges(endpoint, nodes) if len(nodes) > 1 else (),
-        "reduce": ((nbytes, partial(run, reduce, array)) for nbytes, array in arrays),
+        "inside": exchanges(channel, mates) if whole else (),
+        "between": exchanges(channel, nodes) if len(nodes) > 1 else (),
+        "reduce": ((nbytes, partial(run, channel, reduce, array)) for nbytes, array in arrays),
     }
 
 
-def run(steps: Callable[..., Steps[Any]], *arguments: Any) -> Any:
+def run(channel: Channel, steps: Callable[..., Steps[Any]], *arguments: Any) -> Any:
     """Run a collective to its end."""
-    return start(steps(*arguments)).wait()
+    return start(steps(*arguments), channel).wait()
 
 
-def exchanges(endpoint: Endpoint, ranks: Sequence[int]) -> Iterator[tuple[float, Call]]:
+def exchanges(channel: Channel, ranks: Sequence[int]) -> Iterator[tuple[float, Call]]:
     """Yield calls in which all of `ranks` send so many bytes to the one before; other ranks do nothing."""
+    endpoint = channel.endpoint
 
     def exchange(nbytes: int) -> Steps[None]:
         place = ranks.index(endpoint.rank)
@@ -210,7 +213,7 @@ def exchanges(endpoint: Endpoint, ranks: Sequence[int]) -> Iterator[tuple[float,
         yield arrival, endpoint.send(np.empty(nbytes, np.uint8), ranks[place - 1], 0)
 
     for nbytes in MESSAGES:
-        yield nbytes, partial(run, exchange, nbytes) if endpoint.rank in ranks else lambda: None
+        yield nbytes, partial(run, channel, exchange, nbytes) if endpoint.rank in ranks else lambda: None
 
 
 def further_messages(endpoint: Endpoint) -> tuple[Call, Call]:
