@@ -220,4 +220,6 @@ def further_messages(endpoint: Endpoint) -> tuple[Call, Call]:
     """Return calls of a step of one small message to every other rank, and of what a rank computes for each."""
     channel = Channel(endpoint, Terms("tune", "step"), codec="plain")
     nothing = Offer(channel.nothing())
-    return partial(run, channel.all_to_all, [nothing] * endpoint.size), lambda: channel.unpack(channel.pack(nothing))
+    return partial(run, channel, channel.all_to_all, [nothing] * endpoint.size), lambda: channel.unpack(
+        channel.pack(nothing)
+    )
