@@ -36,7 +36,7 @@ test-slurm: $(READY)
 	  [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null || { echo "test-slurm: install Slurm and munge first, on \
 	Debian as root: apt-get install --no-install-recommends $(SLURM)" >&2; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM); break; done
-	timeout 1800 python -m pytest tests/slurm -v
+	timeout --signal=INT --kill-after=150 1800 python -m pytest tests/slurm -v  # INT: the cluster is taken down
 
 lint: $(READY)
 	ruff check .
