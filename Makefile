@@ -10,7 +10,7 @@ export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-mpich lint clean
+.PHONY: demo test test-mpich test-slurm lint clean
 
 demo: $(READY)
 	mkdir -p build
@@ -27,6 +27,16 @@ test-mpich:
 	$(MAKE) VENV=.venv-mpich MPI=mpich .venv-mpich/.ready
 	PATH="$(abspath .venv-mpich)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-mpich MPI_TEST_TIMEOUT=1800 \
 	  tests/launch.sh 8 tests/mpi -q
+
+# The scripts under slurm/, on a Slurm of virtual nodes on this machine; takes minutes. Installs Slurm where one is root.
+# (Slurm's plugin for PMIx opens libpmix.so by that name, which Debian has in the -dev package.)
+SLURM = slurm-wlm slurm-wlm-plugins munge libpmix-dev
+test-slurm: $(READY)
+	@PATH="$$PATH:/usr/sbin"; for program in slurmctld slurmd srun munged; do command -v $$program > /dev/null && continue; \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null || { echo "test-slurm: install Slurm and munge first, on \
+	Debian as root: apt-get install --no-install-recommends $(SLURM)" >&2; exit 1; }; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM); break; done
+	timeout --signal=INT --kill-after=150 1800 python -m pytest tests/slurm -v  # INT: the cluster is taken down
 
 lint: $(READY)
 	ruff check .

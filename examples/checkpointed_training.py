@@ -1,0 +1,220 @@
+"""Train, stop when told to, and continue bit for bit: for batch jobs that end at their time limit.
+
+    mpirun -n 4 python -m mpi4py examples/checkpointed_training.py
+
+SIGUSR1 or SIGTERM at any rank, or `--stop-after STEP`, lets the step end, saves, and exits with status 75; the same
+command then goes on from there. slurm/checkpointed_training.sbatch does both by itself: Slurm sends the signal ahead of
+the time limit, and the script puts a job that ends with 75 back into the queue.
+
+Each rank saves its own file: the parameters, what its exchange remembers (residuals and momentum: without them the
+gradients that have not travelled yet would be lost), and the step. A set of files becomes one by a single rename, when
+all of them are on disk; what was being written when a job died is never loaded. The folder has to be on a file system
+that all nodes see.
+
+The network is plain NumPy and learns what a fixed random one says of random points, so there are no data to load. It
+checks itself at the end, against a run without a break, and exits with status 1 when a check fails.
+"""
+
+import argparse
+import hashlib
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import gtopk_allreduce, warm_up
+from mpicomp import GradientExchange, MomentumCorrection, TopK
+
+INPUTS, HIDDEN, CLASSES, BATCH, RATE = 32, 128, 10, 32, 0.1
+TO_BE_CONTINUED = os.EX_TEMPFAIL  # 75
+KEPT = 2  # sets on disk
+
+
+class Training:
+    """What a step changes, and so what has to be saved: the parameters, the memory of the exchange, the step."""
+
+    def __init__(self, comm, seed):
+        rng = np.random.default_rng(seed)
+        self.comm, self.seed, self.step = comm, seed, 0
+        self.teacher = rng.standard_normal((INPUTS, CLASSES))
+        self.parameters = {
+            "hidden": rng.normal(0, np.sqrt(2 / INPUTS), (INPUTS, HIDDEN)).astype(np.float32),
+            "output": rng.normal(0, np.sqrt(2 / HIDDEN), (HIDDEN, CLASSES)).astype(np.float32),
+        }
+        self.exchange = GradientExchange(comm, TopK(density=0.05), MomentumCorrection(0.9), gtopk_allreduce)
+        self.exchange.register(self.parameters)  # a saved state is taken up by name, so the names come first
+
+    def advance(self):
+        """Take one step of SGD."""
+        # Points are drawn from the step's number. A generator that runs on would be one thing more to save.
+        gradients = self.gradients(*self.points(np.random.default_rng([self.seed, self.step, self.comm.rank]), BATCH))
+        for name, mean in self.exchange(gradients).items():
+            self.parameters[name] -= RATE * mean
+        self.step += 1
+
+    def gradients(self, points, labels):
+        """Return the gradient of the mean cross entropy, by the names of the parameters."""
+        hidden, logits = self.forward(points)
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        delta = powers / powers.sum(axis=1, keepdims=True)
+        delta[np.arange(labels.size), labels] -= 1
+        delta /= labels.size
+        entering = (delta @ self.parameters["output"].T) * (hidden > 0)
+        return {"hidden": points.T @ entering, "output": hidden.T @ delta}
+
+    def forward(self, points):
+        """Return what goes into the last layer, and the logits."""
+        hidden = np.maximum(points @ self.parameters["hidden"], 0)
+        return hidden, hidden @ self.parameters["output"]
+
+    def points(self, rng, count):
+        """Return points, and their classes."""
+        points = rng.standard_normal((count, INPUTS), np.float32)
+        return points, (points @ self.teacher).argmax(axis=1)
+
+    def accuracy(self):
+        """Return the share of new points whose class is found."""
+        points, labels = self.points(np.random.default_rng([self.seed, 2**32]), 2000)
+        return float(np.mean(self.forward(points)[1].argmax(axis=1) == labels))
+
+    def digest(self):
+        """Return a few digits that differ when a bit of the parameters does."""
+        return hashlib.sha256(b"".join(array.tobytes() for array in self.parameters.values())).hexdigest()[:16]
+
+    def state_dict(self):
+        """Return arrays by name, which np.savez can store."""
+        own = {f"parameters/{name}": array for name, array in self.parameters.items()}
+        remembered = {f"exchange/{name}": array for name, array in self.exchange.state_dict().items()}
+        return {**own, **remembered, "step": np.array(self.step), "seed": np.array(self.seed)}
+
+    def load_state_dict(self, state):
+        """Take up what `state_dict` returned."""
+        if state["seed"] != self.seed:
+            raise ValueError(f"what is saved was trained with --seed {state['seed']}: expected {self.seed}")
+        for name, array in self.parameters.items():
+            array[...] = state[f"parameters/{name}"]
+        prefix = "exchange/"
+        self.exchange.load_state_dict({name[len(prefix) :]: state[name] for name in state if name.startswith(prefix)})
+        self.step = int(state["step"])
+
+
+def save(training, folder, comm):
+    """Save the state of all ranks as one set, or as none."""
+    partial, complete = folder / "partial", folder / f"step-{training.step:08d}"
+    if comm.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # of a job that died
+        partial.mkdir(parents=True)
+    comm.Barrier()
+    with open(partial / own_file(comm), "xb") as file:
+        np.savez(file, **training.state_dict())
+        file.flush()
+        os.fsync(file.fileno())
+    comm.Barrier()  # a rank that cannot write raises before it, which ends the job (`-m mpi4py`): no rename then
+    if comm.rank == 0:
+        found = len(list(partial.iterdir()))
+        if found != comm.size:
+            raise OSError(f"{folder} has {found} files of {comm.size} ranks: it must be one folder for all nodes")
+        partial.rename(complete)
+        for old in sets(folder)[:-KEPT]:
+            shutil.rmtree(old)
+    comm.Barrier()
+
+
+def take_up(training, folder, comm):
+    """Load the newest set, if there is one, and return its path."""
+    newest = comm.bcast(next(reversed(sets(folder)), None) if comm.rank == 0 else None)
+    if newest is None:
+        return None
+    if not (newest / own_file(comm)).exists():
+        raise ValueError(
+            f"{newest} is of another number of ranks than {comm.size}, or not on a file system of all nodes"
+        )
+    with np.load(newest / own_file(comm)) as state:
+        training.load_state_dict(state)
+    return newest
+
+
+def sets(folder):
+    """Return the sets that are complete, the newest last."""
+    return sorted(folder.glob("step-*"))
+
+
+def own_file(comm):
+    return f"rank-{comm.rank}-of-{comm.size}.npz"
+
+
+class StopSignal:
+    """Remembers a signal until the step is over, when all ranks ask whether any has heard one."""
+
+    def __init__(self):
+        self.heard = False
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number, frame):
+        self.heard = True
+
+
+def train(training, stop, options, say):
+    """Train to the last step, and return True; or save and return False when there is reason to stop before it."""
+    comm = training.comm
+    while training.step < options.steps:
+        training.advance()
+        time.sleep(options.pause)
+        stopping = comm.allreduce(stop.heard, MPI.LOR) or training.step == options.stop_after
+        last = training.step == options.steps
+        if stopping or last or training.step % options.every == 0:
+            save(training, options.folder, comm)
+        if stopping and not last:
+            say(f"step {training.step}: saved, to be continued")
+            return False
+    return True
+
+
+def checks(training, comm):
+    """Yield what has to hold in the end, as (words, whether it does)."""
+    yield "all ranks hold the same parameter bits", len(set(comm.allgather(training.digest()))) == 1
+    whole = Training(comm, training.seed)  # affordable here only
+    while whole.step < training.step:
+        whole.advance()
+    yield "the same bits as of a run without a break", comm.allreduce(whole.digest() == training.digest(), MPI.LAND)
+
+
+def main():
+    options, stop, comm = parse_arguments(), StopSignal(), MPI.COMM_WORLD
+    say = print if comm.rank == 0 else lambda *_, **__: None
+    warm_up(comm)
+    training = Training(comm, options.seed)
+    source = take_up(training, options.folder, comm)
+    say(f"step {training.step}: " + (f"taken up from {source}" if source else "a new run"), flush=True)
+    if not train(training, stop, options, say):
+        MPI.Finalize()  # else `-m mpi4py` takes a status that is not 0 for an error, and aborts
+        return TO_BE_CONTINUED
+    say(f"step {training.step}: accuracy {training.accuracy():.1%}, parameters {training.digest()}")
+    results = list(checks(training, comm))
+    for words, holds in results:
+        say(f"check: {words}: {'ok' if holds else 'FAILED'}")
+    return 0 if all(holds for _, holds in results) else 1
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300, help="steps of SGD in all (default %(default)s)")
+    parser.add_argument("--every", type=int, default=100, help="save each so many steps, too (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the network and the points (default %(default)s)")
+    parser.add_argument("--folder", type=pathlib.Path, default="checkpoints", help="of the sets (default %(default)s)")
+    parser.add_argument("--stop-after", type=int, metavar="STEP", help="stop there as if a signal had come")
+    parser.add_argument("--pause", type=float, default=0, help="seconds to wait in a step, for time to stop it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
