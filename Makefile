@@ -17,7 +17,7 @@ demo: $(READY)
 	timeout 600 mpirun -n 4 python -m mpi4py examples/numpy_digits.py --assert-claims --plot build/numpy_digits.png
 
 test: $(READY)
-	python -m pytest --ignore tests/mpi
+	python -m pytest --ignore tests/mpi -n 2
 	tests/launch.sh 8 tests/mpi -q
 	tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
 
