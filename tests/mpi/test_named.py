@@ -55,8 +55,7 @@ def residuals(exchange):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("dense", [None, dense_allreduce, dense_iallreduce])
-@pytest.mark.parametrize("bucket_nbytes", [1, 2**25])
+@pytest.mark.parametrize(("dense", "bucket_nbytes"), [(None, 1), (dense_allreduce, 2**25), (dense_iallreduce, 1)])
 def test_mass_is_conserved_over_steps(comm, collective, dense, bucket_nbytes):
     settings = {"dense": dense, "small": 100, "bucket_nbytes": bucket_nbytes, "average": False}
     exchange = GradientExchange(comm, TopK(density=0.05), ErrorFeedback(), collective, **settings)
