@@ -12,6 +12,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.compressors.protocol import failed
 from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
+from mpicomp.exchange.checks import check_pair, check_part, each_its_own
 from mpicomp.exchange.flat import flattened, sound
 from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, described
 from mpicomp.exchange.pipeline import Pipeline
@@ -60,11 +61,11 @@ class GradientExchange:
         bucket_nbytes: int = 2**25,
         log: Callable[[Statistics], None] | None = None,
     ) -> None:
-        _check_part("comm", comm, ("size",), "an mpi4py communicator")
-        _check_pair(compressor, feedback, dense)
-        _check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
+        check_part("comm", comm, ("size",), "an mpi4py communicator")
+        check_pair(compressor, feedback, dense)
+        check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
         if downlink is not None:
-            _check_part("downlink", downlink, ("compress", "keep"), "TwoWay(TopK(density=0.01))")
+            check_part("downlink", downlink, ("compress", "keep"), "TwoWay(TopK(density=0.01))")
         self.comm, self.compressor, self.feedback = comm, compressor, feedback
         self.collective, self.average, self.dense, self.log = collective, average, dense, log
         self.statistics: Statistics | None = None
@@ -258,7 +259,7 @@ class GradientExchange:
         order = agreed(found, settings, self.comm)
         make = partial(self._pipeline, tensors)
         rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes)
-        self._stations = self._meet(lambda: _sound(build(order, rules)))
+        self._stations = self._meet(lambda: each_its_own(build(order, rules)))
         self._names = {tensor.name for tensor in order}
 
     def _found(self, tensors: Mapping[str, Any]) -> list[Tensor]:
@@ -354,7 +355,7 @@ class GradientExchange:
             chosen = self._choose(tensor.name, tensors[tensor.name])
             if not (isinstance(chosen, tuple) and len(chosen) == 2):
                 raise TypeError(f"choose returned {chosen!r} for {tensor.name!r}: expected (compressor, feedback)")
-            _check_pair(*chosen, self.dense)
+            check_pair(*chosen, self.dense)
             return Pipeline(*chosen, deepcopy(self._own.downlink))
         return Pipeline(*deepcopy((self.compressor, self.feedback, self._own.downlink)))
 
@@ -395,27 +396,6 @@ _SUMMED = (
     "communicate_seconds",
     "restore_seconds",
 )
-
-
-def _check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str) -> None:
-    if isinstance(part, type):
-        raise TypeError(f"{name} is the class {part.__name__}: expected an object, {expected}")
-    if not all(hasattr(part, attribute) for attribute in attributes):
-        raise TypeError(f"{name} is {part!r}: expected {expected}")
-
-
-def _check_pair(compressor: Any, feedback: Any, dense: Collective | None) -> None:
-    _check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
-    _check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
-    if getattr(feedback, "averaging_period", None) and dense is None:
-        raise TypeError(f"{type(feedback).__name__} averages residuals: give dense=dense_allreduce")
-
-
-def _sound(stations: list[Station]) -> list[Station]:
-    feedbacks = [pipeline.feedback for station in stations for pipeline in station.bucket.pipelines]
-    if len({id(feedback) for feedback in feedbacks}) < len(feedbacks):
-        raise ValueError("choose returned one feedback for two tensors: expected an object of its own for each")
-    return stations
 
 
 def _not_named() -> TypeError:

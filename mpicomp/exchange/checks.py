@@ -1,0 +1,30 @@
+"""Are the parts of an exchange what they should be: errors in the caller's words, before any message."""
+
+from typing import Any
+
+from mpicomp.exchange.bucket import Collective
+from mpicomp.exchange.layout import Station
+
+
+def check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str) -> None:
+    """Raise TypeError unless `part` is an object with these attributes."""
+    if isinstance(part, type):
+        raise TypeError(f"{name} is the class {part.__name__}: expected an object, {expected}")
+    if not all(hasattr(part, attribute) for attribute in attributes):
+        raise TypeError(f"{name} is {part!r}: expected {expected}")
+
+
+def check_pair(compressor: Any, feedback: Any, dense: Collective | None) -> None:
+    """Raise TypeError unless these can work together."""
+    check_part("compressor", compressor, ("compress",), "a compressor such as TopK(density=0.01)")
+    check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
+    if getattr(feedback, "averaging_period", None) and dense is None:
+        raise TypeError(f"{type(feedback).__name__} averages residuals: give dense=dense_allreduce")
+
+
+def each_its_own(stations: list[Station]) -> list[Station]:
+    """Return the stations; ValueError where two vectors share a feedback."""
+    feedbacks = [pipeline.feedback for station in stations for pipeline in station.bucket.pipelines]
+    if len({id(feedback) for feedback in feedbacks}) < len(feedbacks):
+        raise ValueError("choose returned one feedback for two tensors: expected an object of its own for each")
+    return stations
