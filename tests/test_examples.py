@@ -41,9 +41,9 @@ def test_numpy_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
     assert "FAILED" in done.stdout
 
 
-def test_least_squares():
+def test_step_ahead():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "least_squares.py")],
+        [sys.executable, str(ROOT / "examples" / "step_ahead.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Show when step-ahead error feedback pays, and when it does not: least squares over ranks that disagree.
 
-    python examples/least_squares.py
+    python examples/step_ahead.py
 
 Eight ranks are simulated in this process, through the objects that `GradientExchange` would use; no MPI. Each holds 50
 equations in 200 unknowns, with a solution of its own, and 4 of 200 entries travel. Two settings:
