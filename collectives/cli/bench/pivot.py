@@ -58,7 +58,7 @@ def plot(rows: Sequence[Selection], file: pathlib.Path) -> None:
         of_density = [row for row in rows if row.density == density]
         _draw_captured(axes[0, column], of_density, f"density {density:g}, n = {of_density[0].length:g}")
         _draw_targets(axes[1, column], of_density)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3 * len(densities))
     figure.savefig(file, dpi=120)
 
 
