@@ -1,0 +1,264 @@
+"""The array: NumPy's, behind glass."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cupy._memory import arena
+from cupy.cuda import Device, MemoryPointer, get_current_stream
+
+
+class ndarray:  # noqa: N801
+    """An array on the fake device; `_hidden` is the NumPy array that only this package touches."""
+
+    __array_priority__ = 100
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
+        count = int(np.prod(shape, dtype=np.int64))
+        block = arena.allocate(count * np.dtype(dtype).itemsize)
+        self._hidden = block.bytes().view(dtype).reshape(shape)
+
+    @classmethod
+    def _of(cls, hidden: np.ndarray) -> "ndarray":
+        """Wrap a NumPy array that lies in the arena."""
+        self = object.__new__(cls)
+        self._hidden = hidden
+        return self
+
+    # What it is
+
+    dtype = property(lambda self: self._hidden.dtype)
+    shape = property(lambda self: self._hidden.shape)
+    size = property(lambda self: self._hidden.size)
+    ndim = property(lambda self: self._hidden.ndim)
+    nbytes = property(lambda self: self._hidden.nbytes)
+    itemsize = property(lambda self: self._hidden.itemsize)
+    strides = property(lambda self: self._hidden.strides)
+    device = property(lambda self: Device(0))
+    T = property(lambda self: ndarray._of(self._hidden.T))
+    base = property(lambda self: None)
+
+    @property
+    def flags(self) -> Any:
+        """What CuPy tells: it has no `writeable`."""
+        flags = self._hidden.flags
+        return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=True)
+
+    @property
+    def data(self) -> MemoryPointer:
+        address = self._hidden.ctypes.data
+        return MemoryPointer(self._hidden, address, arena.shown_at(address))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        strides = None if self._hidden.flags.c_contiguous else self.strides
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.data.ptr, False),
+            "strides": strides,
+            "version": 3,
+            "stream": 1,
+        }
+
+    def __array__(self, *args: Any, **how: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    # To the host and back
+
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> Any:
+        get_current_stream().synchronize()
+        if out is None:
+            return self._hidden.copy(order="C")
+        out[...] = self._hidden
+        return out
+
+    def set(self, array: np.ndarray, stream: Any = None) -> None:
+        assert isinstance(array, np.ndarray) and array.shape == self.shape and array.dtype == self.dtype
+        _ran()
+        self._hidden[...] = array
+
+    def item(self, *args: Any) -> Any:
+        return self.get().item(*args)
+
+    def tolist(self) -> Any:
+        return self.get().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+    def __int__(self) -> int:
+        return int(self.get())
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __index__(self) -> int:
+        return self.get().__index__()
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    def __repr__(self) -> str:
+        return repr(self.get())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.get(), spec) if self.ndim else format(self.item(), spec)
+
+    def __str__(self) -> str:
+        return str(self.get())
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    # Parts
+
+    def __getitem__(self, key: Any) -> "ndarray":
+        return wrapped(self._hidden[_index(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._hidden[_index(key)] = plain(value)
+        _ran()
+
+    def view(self, dtype: Any = None) -> "ndarray":
+        return ndarray._of(self._hidden.view() if dtype is None else self._hidden.view(dtype))
+
+    def reshape(self, *shape: Any) -> "ndarray":
+        return wrapped(self._hidden.reshape(*shape))
+
+    def ravel(self) -> "ndarray":
+        return wrapped(self._hidden.ravel())
+
+    def astype(self, dtype: Any, order: str = "K", casting: Any = None, subok: Any = None, copy: bool = True) -> Any:
+        if not copy and np.dtype(dtype) == self.dtype:
+            return self
+        with np.errstate(all="ignore"):
+            return wrapped(self._hidden.astype(dtype))
+
+    def copy(self, order: str = "C") -> "ndarray":
+        return wrapped(self._hidden.copy())
+
+    def fill(self, value: Any) -> None:
+        _ran()
+        self._hidden.fill(plain(value))
+
+    # NumPy's protocols: what NumPy's functions and operators do with such an array
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **how: Any) -> Any:
+        if method == "__call__":
+            outs = how.pop("out", None)
+            if outs is not None:
+                how["out"] = tuple(plain(each) for each in outs)
+            with np.errstate(all="ignore"):
+                result = ufunc(*(plain(each) for each in inputs), **how)
+            _ran()
+            return wrapped(result) if outs is None else outs[0]
+        if method == "at":
+            ufunc.at(*(plain(each) for each in inputs))
+            return None
+        return NotImplemented
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        import cupy
+
+        if not all(issubclass(kind, ndarray) for kind in types):
+            return NotImplemented
+        place = func.__module__.removeprefix("numpy").lstrip(".")
+        assert place in ("", "lib", "lib.stride_tricks"), place
+        return getattr(cupy, func.__name__)(*args, **kwargs)
+
+
+def _ran() -> None:
+    """Say that the device has something to do: eager here, but not known to be complete."""
+    stream = get_current_stream()
+    stream.flush()
+    stream.busy = True
+
+
+def plain(value: Any) -> Any:
+    """Return what NumPy takes in place of an argument; TypeError for an array of NumPy's."""
+    if isinstance(value, ndarray):
+        return value._hidden
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    if isinstance(value, tuple | list):
+        return type(value)(plain(each) for each in value)
+    return value
+
+
+def wrapped(value: Any) -> Any:
+    """Return NumPy's result as the device's: in its memory, numbers as arrays of no dimension."""
+    _ran()
+    if isinstance(value, tuple):
+        return tuple(wrapped(each) for each in value)
+    if isinstance(value, list):
+        return [wrapped(each) for each in value]
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    if arena.base <= value.ctypes.data < arena.base + (1 << 34) and value.size:
+        return ndarray._of(value)
+    array = ndarray(value.shape, value.dtype)
+    array._hidden[...] = value
+    return array
+
+
+def _index(key: Any) -> Any:
+    if isinstance(key, tuple):
+        return tuple(_index(each) for each in key)
+    if isinstance(key, np.ndarray) and key.ndim:
+        raise TypeError("an index of the host in an array of the device")
+    return plain(key)
+
+
+def _method(name: str) -> Any:
+    def method(self: ndarray, *args: Any, **how: Any) -> Any:
+        if "initial" in how or "where" in how:
+            raise TypeError(f"CuPy's {name} takes neither initial nor where")
+        with np.errstate(all="ignore"):
+            return wrapped(getattr(self._hidden, name)(*map(plain, args), **{k: plain(v) for k, v in how.items()}))
+
+    return method
+
+
+for _name in (
+    "sum max min all any mean prod argsort cumsum argmax argmin dot nonzero std var transpose squeeze"
+).split():
+    setattr(ndarray, _name, _method(_name))
+
+
+def _operator(name: str, ufunc: Any) -> None:
+    def operate(self: Any, other: Any) -> Any:
+        return self.__array_ufunc__(ufunc, "__call__", self, other)
+
+    def reverse(self: Any, other: Any) -> Any:
+        return self.__array_ufunc__(ufunc, "__call__", other, self)
+
+    def in_place(self: Any, other: Any) -> Any:
+        return self.__array_ufunc__(ufunc, "__call__", self, other, out=(self,))
+
+    setattr(ndarray, f"__{name}__", operate)
+    if name not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(ndarray, f"__r{name}__", reverse)
+        setattr(ndarray, f"__i{name}__", in_place)
+
+
+_BINARY = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide, "floordiv": np.floor_divide,
+    "mod": np.remainder, "pow": np.power, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "lshift": np.left_shift, "rshift": np.right_shift, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
+    "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+for _name, _ufunc in _BINARY.items():
+    _operator(_name, _ufunc)
+ndarray.__neg__ = lambda self: self.__array_ufunc__(np.negative, "__call__", self)  # type: ignore[attr-defined]
+ndarray.__invert__ = lambda self: self.__array_ufunc__(np.invert, "__call__", self)  # type: ignore[attr-defined]
+ndarray.__abs__ = lambda self: self.__array_ufunc__(np.absolute, "__call__", self)  # type: ignore[attr-defined]
+
+assert ctypes.sizeof(ctypes.c_void_p) == 8
