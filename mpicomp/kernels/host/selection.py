@@ -59,10 +59,8 @@ def above(values: Array, threshold: float) -> Array:
     values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
     the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions come back.
     """
-    if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
     form = FORMATS[values.dtype]
-    return _found(values.view(form.signed), form, _key(threshold, values.dtype))[0]
+    return _found(values.view(form.signed), form, first_reaching(threshold, values.dtype))[0]
 
 
 def exceeding(values: Array, threshold: float) -> Found:
@@ -71,17 +69,23 @@ def exceeding(values: Array, threshold: float) -> Found:
     values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so what is
     found is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
     """
-    if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
     form = FORMATS[values.dtype]
     positions, found = _found(values.view(form.signed), form, first_above(threshold, values.dtype))
     return positions, found.view(values.dtype)
 
 
 def first_above(threshold: float, dtype: np.dtype[Any]) -> Any:
-    """Return the bits of the least magnitude of a dtype that exceeds a threshold >= 0, which is not rounded."""
-    key = _key(threshold, dtype)
+    """Return the bits of the least magnitude of a dtype that exceeds a threshold, which is not rounded."""
+    key = first_reaching(threshold, dtype)
     return key if float(np.asarray(key).view(dtype)) > threshold else key + 1
+
+
+def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
+    """Return the bits of a threshold >= 0 (else ValueError), rounded to a dtype, as magnitudes are compared: signed."""
+    if not threshold >= 0:
+        raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
+    with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
+        return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
 
 
 def histogram(values: Array) -> Array:
@@ -108,7 +112,7 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
         counts: Array = np.zeros(1 << _DIGIT, np.int64)
         _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
         counts = yield counts
-        bucket = _bin_of_kth(counts, k)
+        bucket = bin_of_kth(counts, k)
         k -= int(counts[bucket + 1 :].sum())
         prefix = prefix << digit | bucket
     return prefix, k
@@ -124,9 +128,13 @@ def raise_not_finite(values: Array) -> None:
     """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one."""
     position = first_not_finite(values.reshape(-1))
     if position >= 0:
-        place = ", ".join(str(int(each)) for each in np.unravel_index(position, values.shape))
-        bad = values.flat[position]
-        raise ValueError(f"values[{place}] is {bad}: expected finite values; skip the step or clip them")
+        raise not_finite_error(position, values.shape, values.flat[position])
+
+
+def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueError:
+    """Return the error that names a value by its place in an array of some shape."""
+    place = ", ".join(str(int(each)) for each in np.unravel_index(position, shape))
+    return ValueError(f"values[{place}] is {bad}: expected finite values; skip the step or clip them")
 
 
 def first_not_finite(values: Array) -> int:
@@ -135,12 +143,6 @@ def first_not_finite(values: Array) -> int:
     infinity = np.full(1, np.inf, values.dtype).view(form.signed)[0]
     positions, _, _ = _compacted(values.view(form.signed), form, infinity, 0, 1)
     return int(positions[0]) if positions.size else -1
-
-
-def _key(threshold: float, dtype: np.dtype[Any]) -> Any:
-    """Return the bits of a threshold, rounded to a dtype, as the signed integer that magnitudes are compared as."""
-    with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
-        return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
 
 
 def _found(bits: Array, form: Format, floor: int) -> Found:
@@ -188,7 +190,7 @@ def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: 
 def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
     """Return what is at or above the histogram bin of the k-th largest magnitude."""
     counts = _histogram(bits, form, threads)
-    floor = max(1, _bin_of_kth(counts, k) << (form.width - _DIGIT))
+    floor = max(1, bin_of_kth(counts, k) << (form.width - _DIGIT))
     found = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
     assert found, "the histogram counted fewer magnitudes than there are"
     return found
@@ -241,7 +243,7 @@ def _kth(keys: Array, k: int) -> int:
     return int(np.partition(keys, keys.size - k)[keys.size - k])
 
 
-def _bin_of_kth(counts: Array, k: int) -> int:
+def bin_of_kth(counts: Array, k: int) -> int:
     """Return the histogram bin that holds the k-th largest key; 0 when there are fewer than `k` keys."""
     from_above = np.cumsum(counts[::-1])
     return max(0, counts.size - 1 - int(np.searchsorted(from_above, k)))

@@ -1,0 +1,218 @@
+// What all kernels share: formats of values, and counts over a whole grid in order.
+//
+// Blocks have 256 threads. Kernels take pointers and 64-bit integers; a kernel's name ends with the dtypes it is for, as
+// NumPy abbreviates them. Every sum of floating-point numbers has a fixed order (and no product is fused with a sum:
+// --fmad=false), atomics are of integers only, so results are the same in every run, and those of the host's kernels.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+#ifndef SHARED
+#define SHARED(type, name) __shared__ type name
+#endif
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr u32 ALL = 0xffffffffu;
+
+__device__ inline u32 lane() { return threadIdx.x % 32; }
+__device__ inline u32 warp() { return threadIdx.x / 32; }
+
+template <typename T>
+__device__ inline T lesser(T a, T b) { return b < a ? b : a; }
+template <typename T>
+__device__ inline T greater(T a, T b) { return b > a ? b : a; }
+
+// Formats. Half is one value of 16 bits; it is added, and compared with a float, as a float.
+
+struct Half { u16 bits; };
+
+__device__ inline float widened(float value) { return value; }
+__device__ inline double widened(double value) { return value; }
+__device__ inline float widened(Half value) {
+    u32 magnitude = value.bits & 0x7fffu, sign = (u32)(value.bits & 0x8000u) << 16;
+    float scaled = __uint_as_float(magnitude << 13) * 5.192296858534828e33f;  // 2^112, exact for subnormal numbers too
+    return __uint_as_float(sign | (magnitude >= 0x7c00u ? 0x7f800000u | magnitude << 13 : __float_as_uint(scaled)));
+}
+
+// Round to nearest, ties to even.
+__device__ inline void narrow(float value, float& result) { result = value; }
+__device__ inline void narrow(double value, double& result) { result = value; }
+__device__ inline void narrow(double value, float& result) { result = (float)value; }
+__device__ inline void narrow(float value, Half& result) {
+    u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu, rounded;
+    if (magnitude > 0x7f800000u)
+        rounded = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+    else if (magnitude >= 0x47800000u)  // 2^16; what lies between the largest half and it, the carry makes infinite
+        rounded = 0x7c00u;
+    else if (magnitude < 0x38800000u)  // 2^-14: the last bit of 1/2 is the last one of a subnormal half
+        rounded = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
+    else
+        rounded = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    result.bits = (u16)((bits >> 16 & 0x8000u) | rounded);
+}
+__device__ inline void narrow(double value, Half& result) {
+    u64 bits = (u64)__double_as_longlong(value), magnitude = bits & 0x7fffffffffffffffull, rounded;
+    if (magnitude > 0x7ff0000000000000ull)
+        rounded = 0x7e00u | (magnitude >> 42 & 0x3ffu);
+    else if (magnitude >= 0x40f0000000000000ull)
+        rounded = 0x7c00u;
+    else if (magnitude < 0x3f10000000000000ull)
+        rounded = (u64)__double_as_longlong(__longlong_as_double((i64)magnitude) + 268435456.0) - 0x41b0000000000000ull;
+    else
+        rounded = (magnitude - 0x3f00000000000000ull + 0x1ffffffffffull + (magnitude >> 42 & 1u)) >> 42;
+    result.bits = (u16)((bits >> 48 & 0x8000u) | rounded);
+}
+
+template <typename T> struct Format;
+template <> struct Format<Half> { typedef float Wide; };
+template <> struct Format<float> { typedef float Wide; };
+template <> struct Format<double> { typedef double Wide; };
+
+// Sums within a warp. All 32 lanes take part.
+
+template <typename T>
+__device__ inline T warp_sum(T value) {
+    for (int by = 16; by; by /= 2) value += __shfl_xor_sync(ALL, value, by);
+    return value;
+}
+
+// The sum over this lane and those before it.
+template <typename T>
+__device__ inline T warp_scan(T value) {
+    for (u32 by = 1; by < 32; by *= 2) {
+        T other = __shfl_up_sync(ALL, value, by);
+        if (lane() >= by) value += other;
+    }
+    return value;
+}
+
+// Counts over the grid in one pass: "decoupled look-back" (D. Merrill and M. Garland, NVIDIA NVR-2016-002). A tile takes
+// a ticket, so that all tiles before it are under way or done, however blocks are scheduled. A word says all about a
+// tile that others need, so that no fence is needed: its count, or the count up to its end.
+
+constexpr u64 COUNTED = 1ull << 62, SUMMED = 1ull << 63;
+
+// Return the count before a tile, in all lanes of the warp that calls, and publish the count up to its end.
+__device__ inline u64 look_back(volatile u64* states, i64 tile, u64 own) {
+    if (tile && lane() == 0) states[tile] = COUNTED | own;
+    u64 before = 0;
+    for (i64 last = tile - 1; last >= 0; last -= 32) {
+        i64 at = last - lane();
+        u64 state;
+        u32 empty, summed;
+        while (true) {
+            state = SUMMED;
+            if (at >= 0) state = states[at];
+            empty = __ballot_sync(ALL, !(state >> 62)), summed = __ballot_sync(ALL, (state >> 63) != 0);
+            if (!(empty & (summed ? (summed & (0 - summed)) - 1 : ALL))) break;
+            __nanosleep(20);
+        }
+        u32 nearest = summed ? __ffs(summed) - 1 : 31;
+        before += warp_sum(lane() <= nearest ? state & (COUNTED - 1) : 0);
+        if (summed) break;
+    }
+    if (lane() == 0) states[tile] = SUMMED | (before + own);
+    return before;
+}
+
+template <int COUNTERS>
+struct Scan {
+    i64 tile;
+    u64 warps[COUNTERS][WARPS];
+};
+
+// Return the number of the tile that this block works on; `ticket` is 0 when the kernel begins.
+template <int COUNTERS>
+__device__ inline i64 take_tile(Scan<COUNTERS>& scan, u64* ticket) {
+    if (threadIdx.x == 0) scan.tile = (i64)atomicAdd(ticket, 1ull);
+    __syncthreads();
+    return scan.tile;
+}
+
+// Turn counts of warps into the counts before them in the grid. counts: the same in all lanes of a warp. states: zeros,
+// COUNTERS * tiles of them. totals: gets the counts of the whole grid.
+template <int COUNTERS>
+__device__ inline void scan_grid(Scan<COUNTERS>& scan, u64 (&counts)[COUNTERS], u64* states, i64 tiles, u64* totals) {
+    for (int c = 0; c < COUNTERS; ++c)
+        if (lane() == 0) scan.warps[c][warp()] = counts[c];
+    __syncthreads();
+    if (warp() < COUNTERS) {
+        u64 own = lane() < WARPS ? scan.warps[warp()][lane()] : 0;
+        u64 through = warp_scan(own), sum = __shfl_sync(ALL, through, 31);
+        u64 before = look_back(states + warp() * tiles, scan.tile, sum);
+        if (lane() < WARPS) scan.warps[warp()][lane()] = before + through - own;
+        if (lane() == 0 && scan.tile == tiles - 1) totals[warp()] = before + sum;
+    }
+    __syncthreads();
+    for (int c = 0; c < COUNTERS; ++c) counts[c] = scan.warps[c][warp()];
+}
+
+// Reading keys: a thread takes 16 bytes at a time, up to four times, so that enough bytes are in flight.
+
+template <typename Key>
+struct Items {
+    static const int VECTOR = 16 / sizeof(Key), LOADS = sizeof(Key) == 2 ? 2 : 4;
+    static const int COUNT = VECTOR * LOADS;  // of a thread
+    static const int WARP = 32 * COUNT, TILE = THREADS * COUNT;
+    Key key[COUNT];
+};
+
+__device__ inline void unpack(uint4 from, u64* to) {
+    to[0] = from.x | (u64)from.y << 32, to[1] = from.z | (u64)from.w << 32;
+}
+__device__ inline void unpack(uint4 from, u32* to) { to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w; }
+__device__ inline void unpack(uint4 from, u16* to) {
+    to[0] = (u16)from.x, to[1] = (u16)(from.x >> 16), to[2] = (u16)from.y, to[3] = (u16)(from.y >> 16);
+    to[4] = (u16)from.z, to[5] = (u16)(from.z >> 16), to[6] = (u16)from.w, to[7] = (u16)(from.w >> 16);
+}
+
+// The place of item i of this thread, among those of a warp that begin at `first`.
+template <typename Key>
+__device__ inline i64 place_of(i64 first, int i) {
+    return first + (i / Items<Key>::VECTOR * 32 + lane()) * Items<Key>::VECTOR + i % Items<Key>::VECTOR;
+}
+
+// A bit for each item of this thread that is among the first `size`.
+template <typename Key>
+__device__ inline u32 real_items(i64 first, i64 size) {
+    if (first + Items<Key>::WARP <= size) return (u32)((1ull << Items<Key>::COUNT) - 1);
+    u32 real = 0;
+    for (int i = 0; i < Items<Key>::COUNT; ++i) real |= (u32)(place_of<Key>(first, i) < size) << i;
+    return real;
+}
+
+// Read the items of a warp; zeros behind the last of `size`.
+template <typename Key>
+__device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& items) {
+    const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
+    if (first + Items<Key>::WARP <= size && (u64)keys % 16 == 0) {
+        uint4 loaded[LOADS];
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l)
+            loaded[l] = __ldcs((const uint4*)(keys + first + (l * 32 + lane()) * VECTOR));
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) unpack(loaded[l], items.key + l * VECTOR);
+    } else {
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) {
+            i64 place = place_of<Key>(first, i);
+            items.key[i] = place < size ? keys[place] : (Key)0;
+        }
+    }
+}
+
+// The first of `size` increasing numbers that is not below `number`, looked for from `low` on.
+template <typename Index>
+__device__ inline i64 lower_bound(const Index* numbers, i64 low, i64 size, i64 number) {
+    while (low < size) {
+        i64 middle = low + (size - low) / 2;
+        if (numbers[middle] < number) low = middle + 1;
+        else size = middle;
+    }
+    return low;
+}

@@ -1,0 +1,311 @@
+// The largest magnitudes of a vector, and what is above a threshold. Magnitudes are compared as integers: the bits of a
+// number without its sign order as its magnitude does, infinities and NaN last.
+#include "common.cuh"
+
+constexpr int DIGIT = 11, BINS = 1 << DIGIT;
+constexpr int SAMPLERS = 1024, SAMPLES = 16;  // threads, and places that each of them looks at
+
+// Append what the bits of `chosen` say of this warp's items, in order, from `place` on, as far as there is room.
+template <typename Key>
+__device__ inline void append(
+    const Items<Key>& items, u32 chosen, i64 first, const i64* sources, u64 place, u64 room, i64* positions, Key* kept) {
+    const int VECTOR = Items<Key>::VECTOR;
+#pragma unroll
+    for (int l = 0; l < Items<Key>::LOADS; ++l) {
+        u32 part = chosen >> (l * VECTOR) & ((1u << VECTOR) - 1);
+        if (!__any_sync(ALL, part != 0)) continue;
+        u32 own = __popc(part), through = warp_scan(own);
+        u64 at = place + through - own;
+#pragma unroll
+        for (int i = l * VECTOR; i < (l + 1) * VECTOR; ++i) {
+            if (!(chosen >> i & 1)) continue;
+            if (at < room) {
+                i64 position = place_of<Key>(first, i);
+                positions[at] = sources ? sources[position] : position;
+                if (kept) kept[at] = items.key[i];
+            }
+            ++at;
+        }
+        place += __shfl_sync(ALL, through, 31);
+    }
+}
+
+// Write positions and bits of the magnitudes at or above `floor` (or `*floors`), in order, as far as there is room;
+// *total is how many there are.
+template <typename Key>
+__device__ inline void compact(
+    const Key* bits, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions, Key* kept, u64 room,
+    u64* total, u64* ticket, u64* states, i64 tiles) {
+    SHARED(Scan<1>, scan);
+    Key least = (Key)(floors ? *floors : floor);
+    i64 first = take_tile(scan, ticket) * Items<Key>::TILE + warp() * Items<Key>::WARP;
+    Items<Key> items;
+    read(bits, size, first, items);
+    u32 chosen = 0;
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i)
+        chosen |= (u32)((Key)(items.key[i] & mask) >= least) << i;
+    chosen &= real_items<Key>(first, size);
+    bool any = __any_sync(ALL, chosen != 0);
+    u64 counts[1] = {any ? warp_sum((u64)__popc(chosen)) : 0};
+    scan_grid(scan, counts, states, tiles, total);
+    if (any) append(items, chosen, first, (const i64*)0, counts[0], room, positions, kept);
+}
+
+#define COMPACT(name, Key)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+        const Key* bits, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions, Key* kept, u64 room,     \
+        u64* total, u64* ticket, u64* states, i64 tiles) {                                                          \
+        compact(bits, size, mask, floor, floors, positions, kept, room, total, ticket, states, tiles);              \
+    }
+COMPACT(compact_u2, u16)
+COMPACT(compact_u4, u32)
+COMPACT(compact_u8, u64)
+
+// The search for the k-th largest: the leading digits found so far, and its rank among what has them.
+struct Search {
+    u64 prefix, k;
+};
+
+// Choose what is above search->prefix, and the first search->k of what equals it; write as `compact` does. There are
+// `size` keys, or *counted if that is less. sources: the positions to write; null for the places in `bits`.
+template <typename Key>
+__device__ inline void select(
+    const Key* bits, i64 size, const u64* counted, u64 mask, const Search* search, const i64* sources, i64* positions,
+    Key* kept, u64 room, u64* totals, u64* ticket, u64* states) {
+    SHARED(Scan<2>, scan);
+    if (counted) size = lesser(size, (i64)*counted);
+    i64 tiles = (size + Items<Key>::TILE - 1) / Items<Key>::TILE;
+    i64 tile = take_tile(scan, ticket);
+    if (tile >= tiles) return;
+    Key threshold = (Key)search->prefix;
+    u64 ties = search->k;
+    i64 first = tile * Items<Key>::TILE + warp() * Items<Key>::WARP;
+    Items<Key> items;
+    read(bits, size, first, items);
+    u32 above = 0, equal = 0;
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i) {
+        Key key = (Key)(items.key[i] & mask);
+        above |= (u32)(key > threshold) << i;
+        equal |= (u32)(key == threshold) << i;
+    }
+    above &= real_items<Key>(first, size);
+    equal &= real_items<Key>(first, size);
+    u64 counts[2] = {warp_sum((u64)__popc(above)), warp_sum((u64)__popc(equal))};
+    scan_grid(scan, counts, states, tiles, totals);
+    u64 before = counts[1];
+#pragma unroll
+    for (int l = 0; l < Items<Key>::LOADS; ++l) {  // of what equals the threshold, the first ones stay
+        u32 part = equal >> (l * Items<Key>::VECTOR) & ((1u << Items<Key>::VECTOR) - 1);
+        if (!__any_sync(ALL, part != 0)) continue;
+        u32 own = __popc(part), through = warp_scan(own);
+        u64 at = before + through - own;
+#pragma unroll
+        for (int i = l * Items<Key>::VECTOR; i < (l + 1) * Items<Key>::VECTOR; ++i)
+            if (equal >> i & 1) above |= (u32)(at++ < ties) << i;
+        before += __shfl_sync(ALL, through, 31);
+    }
+    append(items, above, first, sources, counts[0] + lesser(counts[1], ties), room, positions, kept);
+}
+
+#define SELECT(name, Key)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+        const Key* bits, i64 size, const u64* counted, u64 mask, const Search* search, const i64* sources,          \
+        i64* positions, Key* kept, u64 room, u64* totals, u64* ticket, u64* states) {                               \
+        select(bits, size, counted, mask, search, sources, positions, kept, room, totals, ticket, states);          \
+    }
+SELECT(select_u2, u16)
+SELECT(select_u4, u32)
+SELECT(select_u8, u64)
+
+// Find the bin of the k-th largest of keys counted in BINS bins, and what its rank is in that bin; bin 0 where there are
+// fewer than k. Each of `threads` threads, all of the block, looks at as many bins, thread 0 at the highest ones.
+struct Finder {
+    u64 warps[32];
+    u64 bin, k;
+};
+
+template <int threads, typename Counts>
+__device__ inline void find_bin(Finder& finder, const Counts& count_of, u64 k) {
+    const int OWN = BINS / threads;
+    int highest = BINS - 1 - (int)threadIdx.x * OWN;
+    u64 counts[OWN], sum = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) sum += counts[i] = count_of(highest - i);
+    u64 through = warp_scan(sum);
+    if (lane() == 31) finder.warps[warp()] = through;
+    __syncthreads();
+    if (warp() == 0) {
+        u64 all = lane() < threads / 32 ? finder.warps[lane()] : 0;
+        all = warp_scan(all);
+        finder.warps[lane()] = all;
+    }
+    __syncthreads();
+    u64 before = through - sum + (warp() ? finder.warps[warp() - 1] : 0);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        if (before < k && (before + counts[i] >= k || highest - i == 0)) {
+            finder.bin = (u64)(highest - i);
+            finder.k = k - before;
+        }
+        before += counts[i];
+    }
+    __syncthreads();
+}
+
+struct DigitCounts {
+    u32 bins[BINS];
+    Finder finder;
+    u64 turn;
+};
+
+// Add to `counts` how many magnitudes, of those whose leading bits are search->prefix, have which digit at `shift`. With
+// `done` (0 when the kernel begins) the last block goes on to the next digit: it finds the bin of the k-th largest,
+// makes `search` that of the next digit, and clears the counts. A k-th largest of 0 has no ties: zeros are not selected.
+template <typename Key>
+__device__ inline void digit_counts(
+    const Key* bits, i64 size, const u64* counted, u64 mask, Search* search, u64 shift, u64 digit, u64* counts,
+    u64* done) {
+    SHARED(DigitCounts, shared);
+    if (counted) size = lesser(size, (i64)*counted);
+    u64 prefix = search->prefix, k = search->k;
+    for (int b = threadIdx.x; b < BINS; b += THREADS) shared.bins[b] = 0;
+    __syncthreads();
+    for (i64 tile = blockIdx.x; tile * Items<Key>::TILE < size; tile += gridDim.x) {
+        i64 first = tile * Items<Key>::TILE + warp() * Items<Key>::WARP;
+        Items<Key> items;
+        read(bits, size, first, items);
+        u32 real = real_items<Key>(first, size);
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) {
+            u64 head = (items.key[i] & mask) >> shift;
+            if (head >> digit == prefix && (real >> i & 1))
+                atomicAdd(&shared.bins[head & ((1ull << digit) - 1)], 1u);
+        }
+    }
+    __syncthreads();
+    for (int b = threadIdx.x; b < BINS; b += THREADS)
+        if (shared.bins[b]) atomicAdd(counts + b, (u64)shared.bins[b]);
+    if (!done) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) shared.turn = atomicAdd(done, 1ull);
+    __syncthreads();
+    if (shared.turn != gridDim.x - 1) return;
+    __threadfence();
+    find_bin<THREADS>(shared.finder, [=](int bin) { return __ldcg(counts + bin); }, k);
+    for (int b = threadIdx.x; b < BINS; b += THREADS) counts[b] = 0;
+    if (threadIdx.x == 0) {
+        search->prefix = prefix << digit | shared.finder.bin;
+        search->k = shift == 0 && search->prefix == 0 ? 0 : shared.finder.k;
+        *done = 0;
+    }
+}
+
+#define DIGIT_COUNTS(name, Key)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+        const Key* bits, i64 size, const u64* counted, u64 mask, Search* search, u64 shift, u64 digit, u64* counts, \
+        u64* done) {                                                                                                \
+        digit_counts(bits, size, counted, mask, search, shift, digit, counts, done);                                \
+    }
+DIGIT_COUNTS(digit_counts_u2, u16)
+DIGIT_COUNTS(digit_counts_u4, u32)
+DIGIT_COUNTS(digit_counts_u8, u64)
+
+struct SampleCounts {
+    u32 bins[BINS];
+    Finder finder;
+};
+
+// Set *floor to the magnitude of a rank among a sample, at least 1, and `search` to look for the k-th largest: one block
+// of 1024 threads. The sample is one place in each of 16384 equal strides, scattered by a hash of its number.
+template <typename Key>
+__device__ inline void sample_floor(
+    const Key* bits, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {
+    SHARED(SampleCounts, shared);
+    Key keys[SAMPLES];
+#pragma unroll
+    for (int s = 0; s < SAMPLES; ++s) {
+        i64 number = s * SAMPLERS + threadIdx.x;
+        i64 start = number * size / (SAMPLERS * SAMPLES), end = (number + 1) * size / (SAMPLERS * SAMPLES);
+        u64 scattered = ((u64)number + 1) * 0x9E3779B97F4A7C15ull;
+        scattered = (scattered ^ scattered >> 32) * 0xD6E8FEB86659FD93ull;
+        keys[s] = (Key)(bits[start + (i64)__umul64hi(scattered, (u64)(end - start))] & mask);
+    }
+    u64 prefix = 0, left = rank;
+    for (u64 shift = width; shift;) {
+        u64 digit = lesser((u64)DIGIT, shift);
+        shift -= digit;
+        for (int b = threadIdx.x; b < BINS; b += SAMPLERS) shared.bins[b] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int s = 0; s < SAMPLES; ++s) {
+            u64 head = (u64)keys[s] >> shift;
+            if (head >> digit == prefix) atomicAdd(&shared.bins[head & ((1ull << digit) - 1)], 1u);
+        }
+        __syncthreads();
+        find_bin<SAMPLERS>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, left);
+        prefix = prefix << digit | shared.finder.bin;
+        left = shared.finder.k;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        *floor = greater(prefix, (u64)1);
+        search->prefix = 0;
+        search->k = k;
+    }
+}
+
+#define SAMPLE_FLOOR(name, Key)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(SAMPLERS) name(                                                    \
+        const Key* bits, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {              \
+        sample_floor(bits, size, mask, width, rank, k, floor, search);                                              \
+    }
+SAMPLE_FLOOR(sample_floor_u2, u16)
+SAMPLE_FLOOR(sample_floor_u4, u32)
+SAMPLE_FLOOR(sample_floor_u8, u64)
+
+// Lower *position to the first place of a magnitude at or above `floor`.
+template <typename Key>
+__device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 floor, u64* position) {
+    for (i64 tile = blockIdx.x; tile * Items<Key>::TILE < size; tile += gridDim.x) {
+        i64 first = tile * Items<Key>::TILE + warp() * Items<Key>::WARP;
+        Items<Key> items;
+        read(bits, size, first, items);
+        u32 found = 0;
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) found |= (u32)((items.key[i] & mask) >= floor) << i;
+        found &= real_items<Key>(first, size);
+        if (found) atomicMin(position, (u64)place_of<Key>(first, __ffs(found) - 1));
+    }
+}
+
+#define FIRST_REACHING(name, Key)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+        const Key* bits, i64 size, u64 mask, u64 floor, u64* position) {                                            \
+        first_reaching(bits, size, mask, floor, position);                                                          \
+    }
+FIRST_REACHING(first_reaching_u2, u16)
+FIRST_REACHING(first_reaching_u4, u32)
+FIRST_REACHING(first_reaching_u8, u64)
+
+// Raise *largest to the largest magnitude among every `step`-th value.
+template <typename Key>
+__device__ inline void largest_of(const Key* bits, i64 size, i64 step, u64 mask, u64* largest) {
+    u64 found = 0;
+    i64 stride = (i64)gridDim.x * THREADS * step;
+    for (i64 i = ((i64)blockIdx.x * THREADS + threadIdx.x) * step; i < size; i += stride)
+        found = greater(found, (u64)(bits[i] & mask));
+    for (int by = 16; by; by /= 2) found = greater(found, __shfl_xor_sync(ALL, found, by));
+    if (lane() == 0 && found) atomicMax(largest, found);
+}
+
+#define LARGEST_OF(name, Key)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+        const Key* bits, i64 size, i64 step, u64 mask, u64* largest) {                                              \
+        largest_of(bits, size, step, mask, largest);                                                                \
+    }
+LARGEST_OF(largest_of_u2, u16)
+LARGEST_OF(largest_of_u4, u32)
+LARGEST_OF(largest_of_u8, u64)

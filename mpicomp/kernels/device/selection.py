@@ -1,0 +1,250 @@
+"""The largest magnitudes of a vector, and what is above a threshold: exact, in about one read of the data.
+
+Source of the compaction in one pass: D. Merrill and M. Garland, "Single-pass parallel prefix scan with decoupled
+look-back", NVIDIA NVR-2016-002. A whole selection is started before the host waits for any of it.
+"""
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import cupy
+import numpy as np
+
+from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.host.bits import FORMATS, Format
+from mpicomp.kernels.host.selection import bin_of_kth, first_above, first_reaching, not_finite_error
+
+Search = Generator[Any, Any, tuple[int, int]]
+Found = tuple[Array, Array]
+
+_DIGIT = 11
+_BINS = 1 << _DIGIT
+_SAMPLE, _SAMPLERS = 1 << 14, 1024  # values looked at for the lower threshold, and the threads that do
+_SIGMAS = 4
+_TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block reads at a time, by their bytes
+
+
+def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order; see `largest`."""
+    return largest(values, k)[0]
+
+
+def largest(values: Array, k: int, *, threads: int = 1) -> Found:
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
+
+    It is `mpicomp.kernels.host.largest`. threads: without effect.
+
+    A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
+    those, and a radix selection among them is exact. Where the sample misled, and on short vectors, the radix selection
+    is among all: one read for each 11 bits, and one more.
+    """
+    form = FORMATS[values.dtype]
+    bits, k = values.view(form.keys), min(k, values.size)
+    if not k:
+        return cupy.empty(0, np.intp), values[:0].copy()
+    found = _by_sample(bits, form, k) if bits.size >= 4 * _SAMPLE else None
+    positions, kept = found or _by_digits(bits, form, k)
+    return positions, kept.view(values.dtype)
+
+
+def above(values: Array, threshold: float) -> Array:
+    """Return the positions where |values| >= `threshold`, in increasing order, as `mpicomp.kernels.host.above` does."""
+    form = FORMATS[values.dtype]
+    return _found(values.view(form.keys), form, int(first_reaching(threshold, values.dtype)))[0]
+
+
+def exceeding(values: Array, threshold: float) -> Found:
+    """Return the positions where |values| > `threshold`, and the values there, as `mpicomp.kernels.host.exceeding`."""
+    form = FORMATS[values.dtype]
+    positions, kept = _found(values.view(form.keys), form, int(first_above(threshold, values.dtype)))
+    return positions, kept.view(values.dtype)
+
+
+def histogram(values: Array) -> Array:
+    """Return how many magnitudes have each head of 11 bits, as `mpicomp.kernels.host.histogram` does."""
+    form = FORMATS[values.dtype]
+    search, counts = zeros(2, _BINS)
+    _count_digits(values.view(form.keys), None, form.mask, search, form.width - _DIGIT, _DIGIT, counts, None)
+    return counts.view(np.int64)
+
+
+def magnitude_keys(values: Array) -> tuple[Array, int]:
+    """Return the bits of the magnitudes as unsigned integers that order as the magnitudes do, and how many bits."""
+    form = FORMATS[values.dtype]
+    return values.view(form.keys) & form.keys.type(form.mask), form.width
+
+
+def kth_largest(keys: Array, k: int, width: int) -> Search:
+    """Search the k-th largest of `keys` digit by digit, as `mpicomp.kernels.host.kth_largest` does.
+
+    The histograms that it yields, and is sent, are NumPy's: 16 KiB, that the ranks add up.
+    """
+    prefix, shift = 0, width
+    while shift > 0:
+        digit = min(_DIGIT, shift)
+        shift -= digit
+        counts = yield _digit_counts(keys, prefix, shift, digit)
+        bucket = bin_of_kth(counts, k)
+        k -= int(counts[bucket + 1 :].sum())
+        prefix = prefix << digit | bucket
+    return prefix, k
+
+
+def select(keys: Array, threshold: int, ties: int) -> Array:
+    """Return, in increasing order, where keys are above `threshold`, and where the first `ties` equal to it are."""
+    positions = cupy.empty(keys.size, np.intp)
+    if not keys.size:
+        return positions
+    search = cupy.asarray(np.array([threshold, ties], np.uint64))
+    (totals,) = zeros(2)
+    _select(keys, None, -1, search, None, positions, None, totals)
+    over, equal = totals.get().tolist()
+    return positions[: over + min(equal, ties)]
+
+
+def raise_not_finite(values: Array) -> None:
+    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one."""
+    flat = values.reshape(-1)
+    position = first_not_finite(flat)
+    if position >= 0:
+        raise not_finite_error(position, values.shape, flat[position : position + 1].get()[0])
+
+
+def first_not_finite(values: Array) -> int:
+    """Return the first position of `values` that holds NaN or an infinity; -1 when there is none."""
+    form = FORMATS[values.dtype]
+    bits, position = values.view(form.keys), cupy.full(1, -1, np.int64)
+    if bits.size:
+        infinity = int(first_reaching(math.inf, values.dtype))
+        launch("first_reaching", [bits.dtype], _blocks(bits), bits, bits.size, form.mask, infinity, position)
+    return int(position.get()[0])
+
+
+def largest_magnitude(values: Array, step: int = 1) -> float:
+    """Return the largest magnitude among every `step`-th of `values`; NaN where there is one, 0 for no values."""
+    form = FORMATS[values.dtype]
+    bits, (key,) = values.view(form.keys), zeros(1)
+    if bits.size:
+        launch("largest_of", [bits.dtype], _blocks(bits), bits, bits.size, step, form.mask, key)
+    return float(key.get().astype(form.keys).view(values.dtype)[0])
+
+
+def _blocks(bits: Array) -> int:
+    return min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
+
+
+def _found(bits: Array, form: Format, floor: int) -> Found:
+    """Return positions and bits of what is at or above `floor`, however many they are."""
+    room, total = min(bits.size, max(4096, bits.size // 64)), -1
+    while not 0 <= total <= room:
+        room = max(room, total)
+        positions, kept, (found,) = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype), zeros(1)
+        if bits.size:
+            _compact(bits, form, floor, None, positions, kept, found)
+        total = int(found.get()[0])
+    return positions[:total], kept[:total]
+
+
+def _by_sample(bits: Array, form: Format, k: int) -> Found | None:
+    """Return the `k` largest by a threshold from a sample; None when the sample misled."""
+    share = _SAMPLE * k / bits.size
+    rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
+    if rank >= _SAMPLE:
+        return None
+    room = min(bits.size, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / _SAMPLE))
+    found, totals, floor, search = report = zeros(1, 2, 1, 2)
+    launch(
+        "sample_floor",
+        [bits.dtype],
+        1,
+        bits,
+        bits.size,
+        form.mask,
+        form.width,
+        rank,
+        k,
+        floor,
+        search,
+        threads=_SAMPLERS,
+    )
+    candidates, candidate_bits = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
+    _compact(bits, form, 0, floor, candidates, candidate_bits, found)
+    positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
+    _find_kth(candidate_bits, found, form, search)
+    _select(candidate_bits, found, form.mask, search, candidates, positions, kept, totals)
+    count, over, equal, least, _, ties = cupy.concatenate(report).get().tolist()
+    if count > room or (count < k and least > 1):
+        return None
+    chosen = over + min(equal, ties)
+    return positions[:chosen], kept[:chosen]
+
+
+def _by_digits(bits: Array, form: Format, k: int) -> Found:
+    """Return the `k` largest by a radix selection among all."""
+    positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
+    totals, search = report = zeros(2, 2)
+    search[1:].fill(k)
+    _find_kth(bits, None, form, search)
+    _select(bits, None, form.mask, search, None, positions, kept, totals)
+    over, equal, _, ties = cupy.concatenate(report).get().tolist()
+    chosen = over + min(equal, ties)
+    return positions[:chosen], kept[:chosen]
+
+
+def _find_kth(bits: Array, counted: Array | None, form: Format, search: Array) -> None:
+    """Make of `search`, no digits and k, the k-th largest magnitude and its ties; all of it on the device."""
+    counts, done = zeros(_BINS, 1)
+    shift = form.width
+    while shift:
+        digit = min(_DIGIT, shift)
+        shift -= digit
+        _count_digits(bits, counted, form.mask, search, shift, digit, counts, done)
+
+
+def _digit_counts(keys: Array, prefix: int, shift: int, digit: int) -> Any:
+    (counts,), search = zeros(_BINS), cupy.asarray(np.array([prefix, 0], np.uint64))
+    _count_digits(keys, None, -1, search, shift, digit, counts, None)
+    return counts.get().view(np.int64)
+
+
+def _count_digits(
+    bits: Array,
+    counted: Array | None,
+    mask: int,
+    search: Array,
+    shift: int,
+    digit: int,
+    counts: Array,
+    done: Array | None,
+) -> None:
+    if bits.size:
+        args = bits, bits.size, counted, mask, search, shift, digit, counts, done
+        launch("digit_counts", [bits.dtype], _blocks(bits), *args)
+
+
+def _compact(
+    bits: Array, form: Format, floor: int, floors: Array | None, positions: Array, kept: Array, found: Array
+) -> None:
+    """Write positions and bits of what is at or above `floor`, or `floors[0]`, as far as there is room; count all."""
+    tiles = in_tiles(bits.size, _TILES[bits.itemsize])
+    ticket, states = zeros(1, tiles)
+    args = bits, bits.size, form.mask, floor, floors, positions, kept, kept.size, found, ticket, states, tiles
+    launch("compact", [bits.dtype], tiles, *args)
+
+
+def _select(
+    bits: Array,
+    counted: Array | None,
+    mask: int,
+    search: Array,
+    sources: Array | None,
+    positions: Array,
+    kept: Array | None,
+    totals: Array,
+) -> None:
+    """Write positions and bits of what is above ``search[0]``, and of the first ``search[1]`` that equal it."""
+    tiles = in_tiles(bits.size, _TILES[bits.itemsize])
+    ticket, states = zeros(1, 2 * tiles)
+    args = bits, bits.size, counted, mask, search, sources, positions, kept, positions.size, totals, ticket, states
+    launch("select", [bits.dtype], tiles, *args)
