@@ -36,12 +36,12 @@ def to_array(array: Any) -> Array:
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
-    if isinstance(array, np.ndarray):
-        return np.asarray(array)
     if on_device(array):
         return array  # type: ignore[no-any-return]
     if _is_bfloat16(array):
         array = _widened(array)
+    if isinstance(array, np.ndarray):
+        return np.asarray(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
     if hasattr(array, "__cuda_array_interface__"):
