@@ -10,11 +10,9 @@ import json
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-import numpy as np
-
 from collectives.channel import Channel, payload
+from collectives.messages import Buffer, Steps
 from collectives.terms import Terms
-from collectives.transport import Buffer, Steps
 from mpicomp.errors import CollectiveError
 
 T = TypeVar("T")
@@ -57,7 +55,7 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
 def _report(channel: "Channel") -> Buffer:
     error = channel.error and f"{type(channel.error).__name__}: {_words(channel.error)}"
     text = json.dumps({"terms": asdict(channel.terms), "error": error}).encode()
-    return channel.frame(np.frombuffer(text, np.uint8))
+    return channel.frame(text)
 
 
 def _words(error: Exception) -> str:

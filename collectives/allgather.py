@@ -13,9 +13,9 @@ carries several blocks behind each other, so that no round is spent on sizes.
 from typing import Any
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin
 from collectives.progress import Request
-from collectives.transport import Steps
 from mpicomp.vector import SparseVector
 
 

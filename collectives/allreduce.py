@@ -17,6 +17,7 @@ from typing import Any
 
 from collectives import tuning
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin, sound
 from collectives.partition import Ranges, equal_ranges
 from collectives.patterns import add, agreed, doubling, folded, hand_down, reduce_up
@@ -24,7 +25,6 @@ from collectives.progress import Request
 from collectives.reduce_scatter import split
 from collectives.schedule import halving
 from collectives.survey import PARTITIONS, Survey, look_around
-from collectives.transport import Steps
 from collectives.votes import counting, with_votes
 from mpicomp.vector import SparseVector, add_up
 

@@ -17,14 +17,16 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives import schedule
+from collectives.messages import LINE, Arrival, Buffer, Sending, Steps
 from collectives.terms import Terms
-from collectives.transport import LINE, Arrival, Buffer, Endpoint, Sending, Steps, Turn
+from collectives.transport import Endpoint, Turn
 from collectives.tuning import Tuner
+from mpicomp.arrays import namespace, read_bytes, write_bytes
 from mpicomp.codec import CODECS, decode, encode, encoded_nbytes
 from mpicomp.errors import CodecError
 from mpicomp.vector import SparseVector
@@ -49,14 +51,22 @@ class State:
 class Channel:
     """One operation's way to the other ranks, or to some of them.
 
-    error: the reason why this rank brings no sound offer of its own; the channel is then broken from the start. codec:
-    how vectors are written; "auto" is what the communicator's `Tuner` says: without a profile "quick" inside a node,
-    where copying is faster than coding, else "smallest".
+    error: the reason why this rank brings no sound offer of its own; the channel is then broken from the start.
+    beside: an array that lives where what arrives is to live, main memory or a device; what others have is up to them.
+    codec: how vectors are written; "auto" is what the communicator's `Tuner` says: without a profile "quick" inside a
+    node, where copying is faster than coding, else "smallest".
     """
 
     def __init__(
-        self, endpoint: Endpoint, terms: Terms, error: Exception | None = None, *, codec: str = "auto"
+        self,
+        endpoint: Endpoint,
+        terms: Terms,
+        error: Exception | None = None,
+        *,
+        codec: str = "auto",
+        beside: Any = None,
     ) -> None:
+        self.beside = beside
         self.terms, self.error, self.state = terms, error, State(broken=error is not None)
         self.endpoint, self._tag, self.codec = endpoint, endpoint.take_tag(), codec
         self._seat(range(endpoint.size))
@@ -108,7 +118,7 @@ class Channel:
 
     def exchange(self, offer: Offer, partner: int) -> Steps[Offer]:
         """Send `offer` to the partner, and return the partner's."""
-        arrival = self._arrival(partner)
+        arrival = self._arrival(partner, self.beside)
         yield arrival, self._sending(self.pack(offer), partner)
         return self.unpack(arrival.buffer)
 
@@ -118,7 +128,7 @@ class Channel:
 
     def receive(self, source: int) -> Steps[Offer]:
         """Return what a rank sends."""
-        arrival = self._arrival(source)
+        arrival = self._arrival(source, self.beside)
         yield (arrival,)
         return self.unpack(arrival.buffer)
 
@@ -131,7 +141,7 @@ class Channel:
         """Return every rank's block, in rank order: ceil(lg P) rounds, each block travels to each rank once."""
         held = [block]
         for dest, source, blocks in schedule.dissemination(self.rank, self.size):
-            arrival = self._arrival(source)
+            arrival = self._arrival(source, block)
             yield arrival, self._sending(np.concatenate(held[:blocks]), dest)
             held += split(arrival.buffer)
         turn = self.size - self.rank  # held starts with this rank's own block
@@ -141,7 +151,7 @@ class Channel:
         """Send the j-th offer to rank j, and return what the ranks offer this one, in rank order. One step."""
         received = list(offers)  # its own among them
         hops = list(schedule.rotation(self.rank, self.size))
-        arrivals = [self._arrival(source) for _, source in hops]
+        arrivals = [self._arrival(source, self.beside) for _, source in hops]
         yield (*arrivals, *[self._sending(self.pack(offers[dest]), dest) for dest, _ in hops])
         for (_, source), arrival in zip(hops, arrivals, strict=True):
             received[source] = self.unpack(arrival.buffer)
@@ -150,57 +160,63 @@ class Channel:
     def pack(self, offer: Offer) -> Buffer:
         """Return the block that carries `offer`; a broken channel sends word of that instead, and no entries."""
         if self.broken:
-            return self.frame(np.empty(0, np.uint8))
+            return self.frame(b"")
         coding = self._coding(offer.vector)
-        block = self._sealed(encoded_nbytes(offer.vector, coding), offer.k)
+        block = self._sealed(encoded_nbytes(offer.vector, coding), offer.k, namespace(offer.vector.values))
         encode(offer.vector, block[_ENVELOPE.size :], coding)
         return block
 
     def unpack(self, block: Buffer) -> Offer:
         """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
-        _, k, digest, broken, _ = _ENVELOPE.unpack_from(block.data)
+        _, k, digest, broken, _ = _opened(block)
         if not broken and digest == self.terms.digest:
             with suppress(CodecError):
                 return Offer(decode(payload(block)), k)
         self.state.broken = True
         return Offer(self.nothing())
 
-    def frame(self, content: Buffer) -> Buffer:
-        """Return `content` as the payload of a block."""
-        block = self._sealed(content.size, 0)
-        block[_ENVELOPE.size : _ENVELOPE.size + content.size] = content
+    def frame(self, content: bytes) -> Buffer:
+        """Return `content` as the payload of a block, in main memory."""
+        block = self._sealed(len(content), 0, np)
+        write_bytes(block[_ENVELOPE.size :], content)
         return block
 
-    def _sealed(self, payload_nbytes: int, k: int) -> Buffer:
-        """Return a block with its envelope written and room for the payload."""
+    def _sealed(self, payload_nbytes: int, k: int, xp: Any) -> Buffer:
+        """Return a block made by the module `xp`, with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
-        block = np.empty(-(-used // LINE) * LINE, np.uint8)
-        _ENVELOPE.pack_into(block.data, 0, block.size, k, self.terms.digest, self.broken, block.size - used)
+        block: Buffer = xp.empty(-(-used // LINE) * LINE, np.uint8)
+        write_bytes(block, _ENVELOPE.pack(block.size, k, self.terms.digest, self.broken, block.size - used))
         block[used:] = 0
         return block
 
-    def _arrival(self, source: int) -> Arrival:
-        return self.endpoint.receive(self._ranks[source], self._tag)
+    def _arrival(self, source: int, beside: Any) -> Arrival:
+        return self.endpoint.receive(self._ranks[source], self._tag, beside)
 
     def _sending(self, block: Buffer, dest: int) -> Sending:
         return self.endpoint.send(block, self._ranks[dest], self._tag)
 
     def nothing(self) -> SparseVector:
         """Return the vector of this operation's length, width and dtype without an entry."""
-        return SparseVector.empty(self.terms.length or 0, self.terms.dtype or np.float32, self.terms.width)
+        return SparseVector.empty(
+            self.terms.length or 0, self.terms.dtype or np.float32, self.terms.width, beside=self.beside
+        )
 
 
 def payload(block: Buffer) -> Buffer:
     """Return the payload of a block."""
-    padding = _ENVELOPE.unpack_from(block.data)[-1]
+    padding = _opened(block)[-1]
     return block[_ENVELOPE.size : block.size - padding]
 
 
 def split(message: Buffer) -> Iterator[Buffer]:
     """Yield the blocks of a message one by one."""
     while message.size:
-        nbytes = _ENVELOPE.unpack_from(message.data)[0]
+        nbytes = _opened(message)[0]
         if nbytes < LINE or nbytes % LINE or nbytes > message.size:
             raise CodecError(f"a block says that it has {nbytes} bytes, and {message.size} are there")
         yield message[:nbytes]
         message = message[nbytes:]
+
+
+def _opened(block: Buffer) -> Any:
+    return _ENVELOPE.unpack(read_bytes(block, _ENVELOPE.size))

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.transport import LINE, Endpoint
+from collectives.messages import LINE
+from collectives.transport import Endpoint
 
 GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
 

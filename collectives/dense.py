@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import staging
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin
 from collectives.progress import Request
-from collectives.transport import Steps
-from mpicomp.arrays import like, to_host
+from mpicomp.arrays import like, namespace, on_device, to_array
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
@@ -24,8 +25,9 @@ Brought = tuple[NDArray[Any], SparseVector]
 def dense_allreduce(array: Any, comm: Any) -> Any:
     """Sum an array over all ranks by MPI's own allreduce.
 
-    array: any shape in main memory, float16, float32 or float64 (float16 travels as float32, MPI has no type for it),
-    of one size and dtype on all ranks; see `mpicomp.arrays` for the kinds. comm: an mpi4py intracommunicator.
+    array: any shape, float16, float32 or float64 (float16 travels as float32, MPI has no type for it), of one size and
+    dtype on all ranks; see `mpicomp.arrays` for the kinds. From a device it goes through pinned memory: an MPI that is
+    CUDA-aware may, and Open MPI does, add up in main memory too. comm: an mpi4py intracommunicator.
 
     Returns the sum as a new array of the same kind, shape and dtype. Whether all ranks get the same bits is up to MPI:
     the algorithms of Open MPI and MPICH do give them.
@@ -40,8 +42,8 @@ def dense_iallreduce(array: Any, comm: Any) -> Request[Any]:
     """Start `dense_allreduce` and return its Request; the array is copied first and may be changed at once."""
 
     def look(array: Any, terms: dict[str, Any]) -> Brought:
-        host = to_host(array)
-        return host, SparseVector.empty(host.size, host.dtype)
+        values = to_array(array)
+        return values, SparseVector.empty(values.size, values.dtype)
 
     return begin_reduction("dense_allreduce", array, comm, look, lambda total: like(total, array))
 
@@ -61,10 +63,16 @@ def begin_reduction(
     dtype.
     """
     copies: list[NDArray[Any]] = []
+    places: list[NDArray[Any]] = []
 
     def copied(brings: Any, terms: dict[str, Any], size: int) -> SparseVector:
         values, outline = look(brings, terms)
-        copies.append(np.array(values, np.promote_types(values.dtype, np.float32), order="C"))
+        wide = np.promote_types(values.dtype, np.float32)
+        if on_device(values):
+            copies.append(staging.to_pinned(namespace(values).ascontiguousarray(values.astype(wide, copy=False))))
+        else:
+            copies.append(np.array(values, wide, order="C"))
+        places.append(values[:0])
         return outline
 
     def mpi(offer: Offer, channel: Channel) -> Steps[Any]:
@@ -72,8 +80,10 @@ def begin_reduction(
             if not (yield from channel.agree()):
                 return None
             yield (turn,)
-            reduction = channel.endpoint.reduce(copies[0].reshape(-1))
+            mine = copies[0].reshape(-1)
+            reduction = channel.endpoint.reduce(mine, staging.pinned_like(mine) if on_device(places[0]) else None)
         yield (reduction,)
-        return back(reduction.total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape))
+        total = staging.to_device(reduction.total) if on_device(places[0]) else reduction.total
+        return back(total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape))
 
     return begin(operation, {"mpi": mpi}, brings, comm, "auto", prepare=copied, **terms)

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin, sound
 from collectives.partition import equal_ranges
 from collectives.patterns import agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
-from collectives.transport import Steps
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays import kernels_for, to_numpy
 from mpicomp.vector import SparseVector, join, merge, top_k
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def over_all_ranks(search: "Search", channel: Channel) -> Steps[tuple[int, int]]
     """Run a radix search over the keys of all ranks: it goes by the sum of their histograms."""
     counts = next(search)
     while True:
-        reduction = channel.endpoint.reduce(counts)
+        reduction = channel.endpoint.reduce(to_numpy(counts))
         yield (reduction,)
         try:
             counts = search.send(reduction.total)

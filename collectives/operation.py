@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from collectives.agreement import all_or_none
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.progress import Request, start, wait_for
 from collectives.terms import Terms
-from collectives.transport import Steps, endpoint_of
+from collectives.transport import endpoint_of
 from mpicomp.codec import CODECS
 from mpicomp.vector import SparseVector
 
@@ -48,9 +49,9 @@ def begin(
     algorithms: the choice by name; "auto" takes the first, or what goes by this name. brings: a vector, or what
     `prepare` makes one of; an exception stands for a rank whose own step before the collective failed: it is raised
     here, and CollectiveError on the others. codec: see `Channel`; ranks may have different ones. follow: length and
-    dtype are the root's, and what the other ranks bring is not looked at. prepare: is given `brings`, the terms, which
-    it may change, and the number of ranks; returns the vector, or raises. terms: further ones; those that are integers
-    are checked here. Without a k the operation takes the largest nnz.
+    dtype are the root's, and what the other ranks bring is not looked at, but for where it lives.
+    prepare: is given `brings`, the terms, which it may change, and the number of ranks; returns the vector, or raises.
+    terms: further ones; those that are integers are checked here. Without a k the operation takes the largest nnz.
     """
     endpoint = endpoint_of(comm, wait_for)
     vector, error = SparseVector.empty(0), brings if isinstance(brings, Exception) else None
@@ -68,7 +69,8 @@ def begin(
         name = next(iter(algorithms))
     if not follow:
         terms |= {"length": vector.length, "dtype": str(vector.dtype), "width": vector.width}
-    channel = Channel(endpoint, Terms(operation, name, **terms), error, codec=codec)
+    place = brings.values if follow and isinstance(brings, SparseVector) else vector.values
+    channel = Channel(endpoint, Terms(operation, name, **terms), error, codec=codec, beside=place)
     offer = Offer(vector, vector.nnz if channel.terms.k is None else channel.terms.k)
     return start(all_or_none(channel, algorithms[name](offer, channel)), channel)
 

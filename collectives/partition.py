@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import beside
 from mpicomp.vector import SparseVector, join
 
 Array = NDArray[Any]
@@ -47,7 +48,8 @@ class Ranges:
 
     def cut(self, vector: SparseVector) -> list[SparseVector]:
         """See `Partition.cut`; the parts are views."""
-        places = np.searchsorted(vector.indices, np.array(self.bounds, vector.indices.dtype)).tolist()
+        bounds = beside(np.array(self.bounds, vector.indices.dtype), vector.indices)
+        places = np.searchsorted(vector.indices, bounds).tolist()
         return [
             SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
             for start, end in pairwise(places)
@@ -132,7 +134,7 @@ def sample(indices: Array, rank: int, size: int) -> Array:
     runs = min(SAMPLES_A_SHARE * size, indices.size // SAMPLED_ENTRIES)
     ends = _run_ends(indices.size, runs)
     starts = np.concatenate([ends[:1] * 0, ends[:-1]])
-    chosen: Array = indices[starts + (ends - starts) * (2 * rank + 1) // (2 * size)]
+    chosen: Array = indices[beside(starts + (ends - starts) * (2 * rank + 1) // (2 * size), indices)]
     return chosen
 
 

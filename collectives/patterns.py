@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
-from collectives.transport import Steps
 from mpicomp.vector import merge
 
 Combine = Callable[[Offer, Offer, int], Offer]

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from collectives import allreduce, dense, rooted
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin, sound
 from collectives.progress import Request
-from collectives.transport import Steps
-from mpicomp.arrays import like, to_host
+from mpicomp.arrays import like, read_only, to_array, to_numpy
 from mpicomp.vector import SparseVector
 
 
@@ -37,8 +37,7 @@ class SupportPlan:
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
         """Make a plan of a support that is the same on all ranks: `union`, `leader` and `random` see to that."""
-        self.indices, self.length, self.comm = support.indices.copy(), support.length, comm
-        self.indices.flags.writeable = False
+        self.indices, self.length, self.comm = read_only(support.indices.copy()), support.length, comm
         self._digest = _digest(support)
 
     @classmethod
@@ -108,7 +107,7 @@ class SupportPlan:
         """Sum values that stand at the plan's indices over all ranks, by MPI's own allreduce.
 
         values: an array of shape (entries,), or (entries, width) for rows, where entries is the number of indices;
-        float16, float32 or float64, in main memory; see `mpicomp.arrays` for the kinds.
+        float16, float32 or float64; see `mpicomp.arrays` for the kinds.
 
         Returns the sums as a new array of the same kind, shape and dtype.
 
@@ -122,10 +121,10 @@ class SupportPlan:
         entries = self.indices.size
 
         def look(values: Any, terms: dict[str, Any]) -> dense.Brought:
-            host = to_host(values)
-            if host.ndim not in (1, 2) or len(host) != entries:
-                raise ValueError(f"values have shape {host.shape}: expected ({entries},) or ({entries}, width)")
-            return host, SparseVector.empty(entries, host.dtype, host.shape[1] if host.ndim == 2 else None)
+            array = to_array(values)
+            if array.ndim not in (1, 2) or len(array) != entries:
+                raise ValueError(f"values have shape {array.shape}: expected ({entries},) or ({entries}, width)")
+            return array, SparseVector.empty(entries, array.dtype, array.shape[1] if array.ndim == 2 else None)
 
         name, back = "SupportPlan.allreduce", partial(like, original=values)
         return dense.begin_reduction(name, values, self.comm, look, back, support=self._digest)
@@ -181,7 +180,7 @@ def aligned_iallreduce(vector: SparseVector, comm: Any) -> Request[SparseVector]
 def _digest(support: SparseVector) -> int:
     """Return where the entries stand as 64 bits."""
     digest = blake2b(support.length.to_bytes(8, "little"), digest_size=8)
-    digest.update(support.indices.data)
+    digest.update(to_numpy(support.indices).data)
     return int.from_bytes(digest.digest(), "little")
 
 

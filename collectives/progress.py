@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar
 
 from collectives import deadline
 from collectives.channel import Channel
-from collectives.transport import Arrival, Endpoint, Pending, Steps, attached
+from collectives.messages import Arrival, Pending, Steps
+from collectives.transport import Endpoint, attached
 from mpicomp.errors import CollectiveTimeoutError
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin, sound
 from collectives.partition import Partition, Ranges, equal_ranges, given_ranges, hashed_blocks
 from collectives.progress import Request
-from collectives.transport import Steps
 from mpicomp.vector import SparseVector, add_up
 
 

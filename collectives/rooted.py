@@ -12,10 +12,10 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 from typing import Any
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import begin, sound
 from collectives.patterns import add, hand_down, reduce_up
 from collectives.progress import Request
-from collectives.transport import Steps
 from collectives.votes import counting, with_votes
 from mpicomp.vector import SparseVector
 

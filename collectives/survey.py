@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.partition import (
     Partition,
     Ranges,
@@ -18,7 +19,7 @@ from collectives.partition import (
     quantile_ranges,
     sample,
 )
-from collectives.transport import Steps
+from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
 
 PARTITIONS = ("auto", "equal", "sampled", "hashed")
@@ -52,4 +53,6 @@ def look_around(offer: Offer, channel: Channel, *, sampling: bool = True) -> Ste
     chosen = sample(vector.indices, channel.rank, channel.size) if sampling else vector.indices[:0]
     told = Offer(SparseVector(chosen, vector.values[: chosen.size], vector.length), offer.vector.nnz)
     heard = yield from channel.gather(told)
-    return Survey([each.k for each in heard], [each.vector.indices for each in heard], vector.length, partition)
+    return Survey(
+        [each.k for each in heard], [to_numpy(each.vector.indices) for each in heard], vector.length, partition
+    )

@@ -1,99 +1,30 @@
-"""A message between two ranks.
+"""The library's own way through a communicator: its duplicate, the tags, and what all ranks have agreed on there.
 
-A message is one contiguous buffer of whole 64-byte lines. Counting in lines keeps MPI's count a C int up to 128 GiB.
-The receiver learns the size from a matched probe, so no size travels ahead of a message.
-
-What a collective waits on is a `Pending`: `wait` blocks inside MPI, which leaves the core to others; `test` looks once.
-In a step that both sends and receives, wait for the arrival first: a large send ends only when its peer receives, and
-the peer may be in the same step.
+Host arrays, arrays on a device of a CUDA-aware MPI and those that are staged differ here and in `staging` alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import cuda_aware, staging
+from collectives.messages import Arrival, Buffer, Pending, Sending, in_lines, new_status
 from collectives.tuning import agreed_tuner
+from mpicomp.arrays import on_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Buffer = NDArray[np.uint8]
 T = TypeVar("T")
-
-LINE = 64  # bytes
-
-
-class Pending(Protocol):
-    """Something of MPI's that a collective waits on."""
-
-    def test(self) -> bool:
-        """Look once, without waiting, and say whether it is complete."""
-        ...
-
-    def wait(self) -> None:
-        """Wait inside MPI until it is complete."""
-        ...
-
-
-Steps = Generator[tuple[Pending, ...], None, T]  # a collective: it yields what it waits on, and returns its result
-
-
-class Sending:
-    """Something of MPI's that only has to end, such as a message on its way out; it keeps the buffer alive."""
-
-    def __init__(self, request: "MPI.Request", buffer: Buffer | None = None) -> None:
-        self._request, self._buffer = request, buffer
-
-    def test(self) -> bool:
-        """See `Pending.test`."""
-        return self._request.Test()
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        self._request.Wait()
-
-
-class Arrival:
-    """A message on its way in, of a size that only its sender knows yet; `buffer` holds it once it is complete."""
-
-    def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
-        self.buffer: Buffer = np.empty(0, np.uint8)
-        self.source = source
-        self._envelope = comm, source, tag
-        self._request: MPI.Request | None = None
-
-    def test(self) -> bool:
-        """See `Pending.test`."""
-        comm, source, tag = self._envelope
-        if self._request is None:
-            status = _status()
-            message = comm.Improbe(source, tag, status)
-            if message is None:
-                return False
-            self._request = message.Irecv(self._room(status))
-        return self._request.Test()
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        comm, source, tag = self._envelope
-        if self._request is None:
-            status = _status()
-            comm.Mprobe(source, tag, status).Recv(self._room(status))
-        else:
-            self._request.Wait()
-
-    def _room(self, status: "MPI.Status") -> list[Any]:
-        self.buffer = np.empty(status.Get_count(_line_type()) * LINE, np.uint8)
-        return _in_lines(self.buffer)
 
 
 class Reduction:
-    """MPI's own nonblocking Allreduce (sum) from `array` to `total`, in pieces whose counts fit a C int.
+    """MPI's own nonblocking Allreduce (sum) from `array` to `total`, a new one, in pieces whose counts fit a C int.
 
     Not in place: Open MPI then takes a reduction to one rank and a broadcast, which sends a third more from the busiest
     rank at P = 4, where it otherwise takes a ring.
@@ -101,10 +32,10 @@ class Reduction:
 
     PIECE = 2**30
 
-    def __init__(self, comm: "MPI.Comm", array: NDArray[Any]) -> None:
+    def __init__(self, comm: "MPI.Comm", array: NDArray[Any], total: NDArray[Any]) -> None:
         from mpi4py import MPI
 
-        self._array, self.total = array, np.empty_like(array)
+        self._array, self.total = array, total
         pieces = [slice(start, start + self.PIECE) for start in range(0, array.size, self.PIECE)]
         self._requests = [comm.Iallreduce(array[piece], self.total[piece], MPI.SUM) for piece in pieces]
 
@@ -160,6 +91,7 @@ class Endpoint:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
+        self.direct = cuda_aware.agreed(duplicate)
         self.tuner = agreed_tuner(duplicate, self.nodes)
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
@@ -175,13 +107,17 @@ class Endpoint:
         return tag
 
     def send(self, buffer: Buffer, dest: int, tag: int) -> Sending:
-        """Start to send a buffer of whole lines."""
+        """Start to send a buffer of whole lines; from a device, once what was started there on it is done."""
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
-        return Sending(self.comm.Isend(_in_lines(buffer), dest, tag), buffer)
+        if on_device(buffer):
+            return Sending(*staging.leave(self.comm, buffer, dest, tag, direct=self.direct))
+        return Sending(self.comm.Isend(in_lines(buffer), dest, tag), keeping=buffer)
 
-    def receive(self, source: int, tag: int) -> Arrival:
-        """Await a message."""
+    def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
+        """Await a message, in a buffer that lives where the array `beside` does; None is main memory."""
+        if on_device(beside):
+            return staging.awaited(self.direct)(self.comm, source, tag)
         return Arrival(self.comm, source, tag)
 
     def heard_notice(self) -> bool:
@@ -194,18 +130,21 @@ class Endpoint:
         """Return the rank and the words of one that gave up, and has not been heard before; None if there is none."""
         from mpi4py import MPI
 
-        status = _status()
+        status = new_status()
         if not self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag, status):
             return None
         arrival = self.receive(status.Get_source(), self.notice_tag)
         arrival.wait()
         return arrival.source, arrival.buffer
 
-    def reduce(self, array: NDArray[Any]) -> Reduction:
-        """Start MPI's own Allreduce of `array`; its traffic is counted as what the best algorithm sends, 2 f n v."""
+    def reduce(self, array: NDArray[Any], total: NDArray[Any] | None = None) -> Reduction:
+        """Start MPI's own Allreduce of `array`; its traffic is counted as what the best algorithm sends, 2 f n v.
+
+        total: the array to use for the sum, in main memory too.
+        """
         self.traffic.messages += 1
         self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
-        return Reduction(self.comm, array)
+        return Reduction(self.comm, array, np.empty_like(array) if total is None else total)
 
 
 def _keep_pages() -> None:
@@ -282,20 +221,3 @@ def _endpoint_key() -> int:
         endpoint.comm.Free()
 
     return MPI.Comm.Create_keyval(delete_fn=free)
-
-
-@cache
-def _line_type() -> "MPI.Datatype":
-    from mpi4py import MPI
-
-    return MPI.BYTE.Create_contiguous(LINE).Commit()
-
-
-def _in_lines(buffer: Buffer) -> list[Any]:
-    return [buffer, buffer.size // LINE, _line_type()]
-
-
-def _status() -> "MPI.Status":
-    from mpi4py import MPI
-
-    return MPI.Status()

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.operation import Algorithm, Prepare
-from collectives.transport import Steps
+from mpicomp.arrays import namespace
 from mpicomp.vector import SparseVector
 
 
@@ -39,7 +40,7 @@ def _with_ones(vector: SparseVector, size: int) -> SparseVector:
     if size > exact:
         raise ValueError(f"got votes of {size} ranks in {vector.dtype}: expected at most {exact}; use a wider dtype")
     rows = vector.values.reshape(vector.nnz, 1 if vector.width is None else vector.width)
-    counted = np.concatenate([rows, np.ones((vector.nnz, 1), vector.dtype)], axis=1)
+    counted = np.concatenate([rows, namespace(rows).ones((vector.nnz, 1), vector.dtype)], axis=1)
     return SparseVector(vector.indices, counted, vector.length)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
+from collectives.messages import Sending
 from collectives.progress import wait_for
-from collectives.transport import Sending, endpoint_of
+from collectives.transport import endpoint_of
 
 NOTICE = "mpicomp: compiling kernels, once on each node; Numba's cache keeps them"
 

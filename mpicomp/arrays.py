@@ -1,8 +1,12 @@
-"""Arrays in and out: any framework's array as a NumPy view, and the result back as the same kind.
+"""Arrays in and out: any framework's array as NumPy's or CuPy's, and the result back as the same kind.
 
-An array comes in without a copy, by being a NumPy array, through the array interface, or through DLPack; it goes back
-through the ``from_dlpack`` of the library that it came from. No framework is imported here: an array that arrives
-proves that its library is loaded.
+An array comes in without a copy: in main memory by being a NumPy array, through the array interface, or through DLPack;
+on a device by being a CuPy array, through the CUDA array interface, or through DLPack. It goes back through the
+``from_dlpack`` of the library that it came from. No framework is imported here, as an array that arrives proves that
+its library is loaded; CuPy is, once an array on a device arrives.
+
+What array algebra can say is written once: NumPy's functions take CuPy's arrays, and ``namespace(array)`` makes new
+ones. Hot loops are in `mpicomp.kernels`, and `kernels_for` says which serve an array.
 """
 
 import sys
@@ -18,68 +22,140 @@ Array = NDArray[Any]
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 
 _IN_MAIN_MEMORY = (1, 3, 11)  # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
+_ON_CUDA = (2, 13)  # a CUDA device, and memory that it manages
 
 
-def to_host(array: Any) -> Array:
-    """Return a NumPy view of an array that lives in main memory, without a copy.
+def to_array(array: Any) -> Array:
+    """Return a NumPy array of what lives in main memory, a CuPy array of what lives on a CUDA device; without a copy.
 
-    Takes NumPy arrays, objects with ``__array_interface__`` and objects that speak DLPack from main memory (PyTorch,
-    JAX, pinned memory of CuPy, ...). A PyTorch tensor that requires grad is detached. bfloat16 becomes float32, a copy.
+    Takes NumPy and CuPy arrays, objects with ``__array_interface__`` or ``__cuda_array_interface__`` and objects that
+    speak DLPack (PyTorch, JAX, ...). A PyTorch tensor that requires grad is detached. bfloat16 becomes float32, a copy.
 
-    Raises TypeError for anything else, for an array on a device, and for a masked array.
+    Raises TypeError for anything else, for an array on a device of another kind, and for a masked array; for an array
+    on a CUDA device where CuPy is missing.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
+    if on_device(array):
+        return array  # type: ignore[no-any-return]
     if _is_bfloat16(array):
         array = _widened(array)
     if isinstance(array, np.ndarray):
         return np.asarray(array)
+    if getattr(array, "requires_grad", False):
+        array = array.detach()
+    if hasattr(array, "__cuda_array_interface__"):
+        return _cupy_for(array).asarray(array)  # type: ignore[no-any-return]
     if hasattr(array, "__dlpack_device__"):
         return _from_dlpack(array)
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
-    hint = "use its to_dense()" if hasattr(array, "to_dense") else "NumPy, or one that speaks DLPack"
+    hint = "use its to_dense()" if hasattr(array, "to_dense") else "NumPy, CuPy, or one that speaks DLPack"
     raise TypeError(f"got {_kind(array)}: expected an array ({hint})")
 
 
 def _from_dlpack(array: Any) -> Array:
     kind = int(array.__dlpack_device__()[0])
-    if kind not in _IN_MAIN_MEMORY:
+    if kind not in _IN_MAIN_MEMORY + _ON_CUDA:
         raise TypeError(f"{_kind(array)} is on a device (DLPack type {kind}): copy it to main memory first")
     try:
-        return np.from_dlpack(array.detach() if hasattr(array, "detach") else array)
+        return (_cupy_for(array) if kind in _ON_CUDA else np).from_dlpack(array)  # type: ignore[no-any-return]
     except (BufferError, RuntimeError) as error:
         dtype = getattr(array, "dtype", "an unknown dtype")
         raise TypeError(f"NumPy cannot take {_kind(array)} of {dtype}: convert it to float32 ({error})") from error
 
 
+def _cupy_for(array: Any) -> ModuleType:
+    try:
+        import cupy
+    except ImportError as error:
+        raise TypeError(
+            f"{_kind(array)} is on a device, which needs CuPy: install cupy-cuda12x or cupy-cuda13x, as the driver is, "
+            "or copy the array to main memory first"
+        ) from error
+    return cupy  # type: ignore[no-any-return]
+
+
+def on_device(array: Any) -> bool:
+    """Say whether this is a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def namespace(array: Any) -> Any:
+    """Return the module that makes arrays where `array` lives: ``numpy`` or ``cupy``."""
+    return sys.modules["cupy"] if on_device(array) else np
+
+
+def to_numpy(array: Any) -> Array:
+    """Return a CuPy array as a copy in main memory, once all that was started on it is done; others as they are."""
+    return array.get() if on_device(array) else np.asarray(array)
+
+
+def beside(array: Any, other: Any) -> Any:
+    """Return an array, NumPy's or CuPy's, where `other` lives: itself if it is there, else a copy."""
+    if on_device(array) == on_device(other):
+        return array
+    return to_numpy(array) if on_device(array) else namespace(other).asarray(array)
+
+
+def first_and_last(array: Array) -> tuple[Any, Any]:
+    """Return the first and the last of a vector that has any, as NumPy's numbers: from a device in one copy."""
+    ends = array if not on_device(array) else to_numpy(array[:: max(1, array.size - 1)])
+    return ends[0], ends[-1]
+
+
+def write_bytes(buffer: Any, data: bytes) -> None:
+    """Write to the beginning of a buffer (uint8)."""
+    source = np.frombuffer(data, np.uint8)
+    if on_device(buffer):
+        buffer[: source.size].set(source)
+    else:
+        buffer[: source.size] = source
+
+
+def read_bytes(buffer: Array, nbytes: int) -> bytes:
+    """Return the first bytes of a buffer (uint8)."""
+    return to_numpy(buffer[:nbytes]).tobytes()
+
+
+def read_only(array: Array) -> Array:
+    """Return a view that cannot be written; on a device, where there is none such, one that must not be."""
+    view = array.view()
+    if not on_device(array):
+        view.flags.writeable = False
+    return view
+
+
 def to_values(array: Any) -> Array:
-    """Return what `to_host` does; TypeError as well when the values are not float16, float32 or float64."""
-    host = to_host(array)
-    if host.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values are {host.dtype}: expected float16, float32 or float64; convert them with astype")
-    return host
+    """Return what `to_array` does; TypeError as well when the values are not float16, float32 or float64."""
+    values = to_array(array)
+    if values.dtype not in VALUE_DTYPES:
+        raise TypeError(f"values are {values.dtype}: expected float16, float32 or float64; convert them with astype")
+    return values
 
 
 def to_vector(array: Any) -> Array:
     """Return what `to_values` does as one contiguous vector in C order: a view where that is possible."""
-    return np.ascontiguousarray(to_values(array)).reshape(-1)
+    values = to_values(array)
+    return namespace(values).ascontiguousarray(values).reshape(-1)  # type: ignore[no-any-return]
 
 
 def like(result: Array, original: Any) -> Any:
     """Return `result` as the same kind of array as `original`: without a copy, where its library can.
 
-    Goes through the library's ``from_dlpack`` (JAX keeps it in ``jax.numpy``); where there is none, NumPy comes back.
-    Beside a bfloat16 array a float32 result is rounded to bfloat16.
+    Goes through the library's ``from_dlpack`` (JAX keeps it in ``jax.numpy``); where there is none, NumPy's or CuPy's
+    array comes back. Beside a bfloat16 array a float32 result is rounded to bfloat16.
     """
     return kind_of(original)(result)
 
 
 def kind_of(original: Any) -> Callable[[Array], Any]:
-    """Return the function that makes NumPy arrays the same kind as `original`, as `like` does; it does not hold it."""
+    """Return the function that makes arrays the same kind as `original`, as `like` does; it does not hold it."""
     root = type(original).__module__.partition(".")[0]
     library = sys.modules.get("jax.numpy" if root in ("jax", "jaxlib") else root)
-    foreign = not isinstance(original, np.ndarray) and hasattr(library, "from_dlpack")
+    ours = isinstance(original, np.ndarray) or on_device(original)
+    foreign = not ours and hasattr(library, "from_dlpack")
     short = original.dtype if _is_bfloat16(original) else None
 
     def back(result: Array) -> Any:
@@ -103,7 +179,11 @@ def _widened(array: Any) -> Any:
 
 
 def kernels_for(array: Any) -> ModuleType:
-    """Return the kernels module that serves `array`; Numba is loaded at the first call, not on import."""
+    """Return the kernels module that serves `array`; Numba, or CuPy's, is loaded at the first call, not on import."""
+    if on_device(array):
+        from mpicomp.kernels import device
+
+        return device
     from mpicomp.kernels import host
 
     return host

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mpicomp.arrays import kernels_for, to_values, to_vector
+from mpicomp.arrays import first_and_last, kernels_for, namespace, on_device, to_numpy, to_values, to_vector
 
 Array = NDArray[Any]
 
@@ -32,7 +32,8 @@ class SparseVector:
     values: float16, float32 or float64, of shape (entries,), or (entries, width) where an index stands for a row of
     `width` values: the gradient of an embedding, say. length: 0 to 2^63 - 1, in numbers or in rows.
 
-    Arrays of the right dtype are kept as they are, without a copy: do not change them afterwards.
+    Both live in main memory (NumPy) or on one device (CuPy), and so does whatever is made of them. Arrays of the right
+    dtype are kept as they are, without a copy: do not change them afterwards.
 
     Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index);
     `validate` looks at every entry, and every sparse collective calls it on what it is given.
@@ -47,14 +48,22 @@ class SparseVector:
         keep(self, "length", _checked_length(length))
         keep(self, "values", _checked_values(_unmasked(values)))
         keep(self, "indices", _checked_indices(_unmasked(indices), self.length))
+        if on_device(self.indices) != on_device(self.values):
+            raise TypeError("got indices and values of which one is on a device: expected both there, or none")
         if self.indices.size != len(self.values):
             raise ValueError(f"got {self.indices.size} indices and {len(self.values)} values: expected as many of each")
 
     @classmethod
-    def empty(cls, length: int, dtype: DTypeLike = np.float32, width: int | None = None) -> "SparseVector":
-        """Return the vector of `length` positions without an entry; of rows when a width is given."""
-        indices = np.empty(0, index_dtype(_checked_length(length)))
-        return cls(indices, np.empty((0,) if width is None else (0, width), dtype), length)
+    def empty(
+        cls, length: int, dtype: DTypeLike = np.float32, width: int | None = None, *, beside: Any = None
+    ) -> "SparseVector":
+        """Return the vector of `length` positions without an entry; of rows when a width is given.
+
+        beside: an array that lives where the vector is to live; None is main memory.
+        """
+        xp = namespace(beside)
+        indices = xp.empty(0, index_dtype(_checked_length(length)))
+        return cls(indices, xp.empty((0,) if width is None else (0, width), dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -68,9 +77,11 @@ class SparseVector:
         """Return the vector of entries in any order, repeated ones added up: of the tokens of a batch, say.
 
         indices, values, length: as for the constructor, but for the order. Repeated entries are added in the order in
-        which they come, float16 in float32.
+        which they come, float16 in float32. In main memory; TypeError for what is on a device.
         """
         places, given = _unmasked(indices), _checked_values(_unmasked(values))
+        if on_device(places) or on_device(given):
+            raise TypeError("got entries on a device: add up repeated ones there (PyTorch: coalesce), or copy them")
         if places.ndim != 1 or len(places) != len(given):
             raise ValueError(f"got indices of shape {places.shape} and {len(given)} values: expected as many of each")
         union, where = np.unique(places, return_inverse=True)
@@ -94,7 +105,7 @@ class SparseVector:
         """
         shape = (self.length, *self.values.shape[1:])
         if out is None:
-            out = np.zeros(shape, self.values.dtype)
+            out = namespace(self.values).zeros(shape, self.values.dtype)
         elif out.shape != shape or out.dtype != self.values.dtype:
             raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
         else:
@@ -142,7 +153,7 @@ class SparseVector:
 
     def support(self) -> "SparseVector":
         """Return where the entries stand: the same indices with rows of width 0, which take no bytes."""
-        return SparseVector(self.indices, np.empty((self.nnz, 0), np.float32), self.length)
+        return SparseVector(self.indices, namespace(self.values).empty((self.nnz, 0), np.float32), self.length)
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
         """Return the entries start, start + step, ...: one of `step` disjoint shares that together are the vector."""
@@ -156,12 +167,14 @@ class SparseVector:
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""
-        values = np.zeros((end - first, *self.values.shape[1:]), self.values.dtype)
+        xp = namespace(self.values)
+        values = xp.zeros((end - first, *self.values.shape[1:]), self.values.dtype)
         values[self.indices - first] = self.values
-        return SparseVector(np.arange(first, end, dtype=self.indices.dtype), values, self.length)
+        return SparseVector(xp.arange(first, end, dtype=self.indices.dtype), values, self.length)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{i}: {v}" for i, v in zip(self.indices[:4], self.values[:4], strict=False))
+        few = zip(to_numpy(self.indices[:4]), to_numpy(self.values[:4]), strict=True)
+        shown = ", ".join(f"{i}: {v}" for i, v in few)
         more = ", ..." if self.nnz > 4 else ""
         rows = "" if self.width is None else f", width={self.width}"
         return f"SparseVector({{{shown}{more}}}, nnz={self.nnz}, length={self.length}{rows}, {self.values.dtype})"
@@ -201,8 +214,9 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     Returns (kept, dropped); together they are the vector, entry by entry.
     """
     if vector.nnz <= k:
-        return vector, SparseVector.empty(vector.length, vector.dtype)
-    return vector.divide(kernels_for(vector.values).top_k(vector.values, k) if k else np.empty(0, np.intp))
+        return vector, SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
+    values = vector.values
+    return vector.divide(kernels_for(values).top_k(values, k) if k else namespace(values).empty(0, np.intp))
 
 
 def _checked_length(length: Any) -> int:
@@ -218,13 +232,13 @@ def _checked_values(values: Array) -> Array:
         raise ValueError(f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows")
     if values.ndim == 2 and values.shape[1] > WIDEST:
         raise ValueError(f"rows have {values.shape[1]} values: expected at most {WIDEST}")
-    return np.ascontiguousarray(to_values(values))
+    return namespace(values).ascontiguousarray(to_values(values))  # type: ignore[no-any-return]
 
 
-def _unmasked(array: ArrayLike) -> Array:
+def _unmasked(array: Any) -> Array:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
-    return np.asarray(array)
+    return array if on_device(array) else np.asarray(array)
 
 
 def _checked_indices(indices: Array, length: int) -> Array:
@@ -238,11 +252,10 @@ def _checked_indices(indices: Array, length: int) -> Array:
         for index in indices[(indices < 0) | (indices >= length)][:1]:
             raise _out_of_range(index, length)
         return indices.astype(wanted)
-    if indices.size and not 0 <= indices[0] < length:
-        raise _out_of_range(indices[0], length)
-    if indices.size and not 0 <= indices[-1] < length:
-        raise _out_of_range(indices[-1], length)
-    return np.ascontiguousarray(indices)
+    for index in first_and_last(indices) if indices.size else ():
+        if not 0 <= index < length:
+            raise _out_of_range(index, length)
+    return namespace(indices).ascontiguousarray(indices)  # type: ignore[no-any-return]
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

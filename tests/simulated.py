@@ -63,10 +63,10 @@ class Endpoint:
         self.network.boxes[self.rank, dest, tag].append((buffer.copy(), self.sent))
         return Done()
 
-    def receive(self, source, tag):
+    def receive(self, source, tag, beside=None):
         return Arrival(self, self.network.boxes[source, self.rank, tag])
 
-    def reduce(self, array):
+    def reduce(self, array, total=None):
         while len(self.network.reductions) <= self.reduced:
             self.network.reductions.append([])
         arrays = self.network.reductions[self.reduced]

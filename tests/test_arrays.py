@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpicomp import SparseVector
-from mpicomp.arrays import like, to_host
+from mpicomp.arrays import like, to_array
 
 
 class Foreign:
@@ -36,13 +36,13 @@ def library(monkeypatch):
 
 def test_numpy_arrays_pass_as_they_are():
     array = np.arange(3.0)
-    assert to_host(array) is array
+    assert to_array(array) is array
     assert like(array, np.zeros(1)) is array
 
 
 def test_a_dlpack_array_comes_in_and_goes_back_without_a_copy(library):
     array = np.arange(4.0)
-    assert np.shares_memory(to_host(Foreign(array)), array)
+    assert np.shares_memory(to_array(Foreign(array)), array)
     back = like(array, Foreign(np.zeros(1)))
     assert isinstance(back, Foreign)
     assert np.shares_memory(back.array, array)
@@ -51,19 +51,25 @@ def test_a_dlpack_array_comes_in_and_goes_back_without_a_copy(library):
 def test_the_array_interface_is_enough():
     array = np.arange(4.0)
     other = types.SimpleNamespace(__array_interface__=array.__array_interface__)
-    assert np.shares_memory(to_host(other), array)
+    assert np.shares_memory(to_array(other), array)
 
 
-def test_an_array_on_a_device_is_refused_with_the_remedy(library):
-    with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device \(DLPack type 2\): copy it to main"):
-        to_host(Foreign(np.arange(4.0), device=2))
+def test_an_array_on_a_device_of_another_kind_is_refused_with_the_remedy(library):
+    with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device \(DLPack type 4\): copy it to main"):
+        to_array(Foreign(np.arange(4.0), device=4))
+
+
+def test_an_array_on_a_cuda_device_needs_cupy(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device, which needs CuPy: install cupy-cuda"):
+        to_array(Foreign(np.arange(4.0), device=2))
 
 
 @pytest.mark.parametrize("kind", [3, 11])
 def test_pinned_memory_is_main_memory(library, kind, monkeypatch):
     array = Foreign(np.arange(4.0), device=kind)
     monkeypatch.setattr(np, "from_dlpack", lambda it: it.array)  # NumPy itself wants the capsule to say so, too
-    assert to_host(array).tolist() == [0, 1, 2, 3]
+    assert to_array(array).tolist() == [0, 1, 2, 3]
 
 
 def test_a_dtype_that_numpy_cannot_take_is_a_type_error(library):
@@ -74,7 +80,7 @@ def test_a_dtype_that_numpy_cannot_take_is_a_type_error(library):
             raise BufferError("no such dtype")
 
     with pytest.raises(TypeError, match=r"NumPy cannot take .* of bfloat16: convert it to float32 \(no such dtype\)"):
-        to_host(Odd(np.arange(4.0)))
+        to_array(Odd(np.arange(4.0)))
 
 
 def test_a_library_without_from_dlpack_gets_numpy_back(library):
@@ -86,25 +92,25 @@ def test_a_library_without_from_dlpack_gets_numpy_back(library):
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_masked_arrays_are_refused_and_matrices_become_arrays():
     with pytest.raises(TypeError, match="got a masked array: fill it first"):
-        to_host(np.ma.masked_array([1.0, 2.0], [False, True]))
-    assert type(to_host(np.asmatrix([[1.0, 2.0]]))) is np.ndarray
+        to_array(np.ma.masked_array([1.0, 2.0], [False, True]))
+    assert type(to_array(np.asmatrix([[1.0, 2.0]]))) is np.ndarray
 
 
 def test_a_sparse_vector_where_an_array_is_wanted():
     with pytest.raises(TypeError, match=r"got mpicomp.vector.SparseVector: expected an array \(use its to_dense\(\)\)"):
-        to_host(SparseVector.empty(3))
+        to_array(SparseVector.empty(3))
 
 
 @pytest.mark.parametrize("what", [[1.0], 3.0, None, "text"])
 def test_what_is_no_array_is_refused(what):
-    with pytest.raises(TypeError, match=r"expected an array \(NumPy, or one that speaks DLPack\)"):
-        to_host(what)
+    with pytest.raises(TypeError, match=r"expected an array \(NumPy, CuPy, or one that speaks DLPack\)"):
+        to_array(what)
 
 
 def test_torch_tensors_and_a_gradient_that_requires_grad():
     torch = pytest.importorskip("torch")
     tensor = torch.arange(4.0, requires_grad=True)
-    assert to_host(tensor).tolist() == [0, 1, 2, 3]
+    assert to_array(tensor).tolist() == [0, 1, 2, 3]
     back = like(np.arange(3.0), tensor)
     assert isinstance(back, torch.Tensor)
     assert back.tolist() == [0, 1, 2]
@@ -113,14 +119,14 @@ def test_torch_tensors_and_a_gradient_that_requires_grad():
 def test_jax_arrays():
     jax = pytest.importorskip("jax")
     array = jax.numpy.arange(4.0)
-    assert to_host(array).tolist() == [0, 1, 2, 3]
+    assert to_array(array).tolist() == [0, 1, 2, 3]
     assert isinstance(like(np.arange(3.0, dtype=np.float32), array), jax.Array)
 
 
 def test_bfloat16_comes_in_as_float32_and_goes_back_rounded():
     torch = pytest.importorskip("torch")
     tensor = torch.tensor([1.0, 2.5, -3.0], dtype=torch.bfloat16, requires_grad=True)
-    host = to_host(tensor)
+    host = to_array(tensor)
     assert (host.dtype, host.tolist()) == (np.float32, [1, 2.5, -3])
     back = like(np.array([1.0, 1 + 2**-10], np.float32), tensor)
     assert (back.dtype, back.tolist()) == (torch.bfloat16, [1, 1])
@@ -129,14 +135,14 @@ def test_bfloat16_comes_in_as_float32_and_goes_back_rounded():
 def test_bfloat16_of_numpy():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     array = np.array([1.0, 2.5], bfloat16)
-    assert to_host(array).dtype == np.float32
-    assert like(to_host(array), array).dtype == bfloat16
+    assert to_array(array).dtype == np.float32
+    assert like(to_array(array), array).dtype == bfloat16
 
 
 def test_bfloat16_of_jax():
     jax = pytest.importorskip("jax")
     array = jax.numpy.array([1.0, 2.5], jax.numpy.bfloat16)
-    assert to_host(array).tolist() == [1, 2.5]
+    assert to_array(array).tolist() == [1, 2.5]
     back = like(np.ones(2, np.float32), array)
     assert isinstance(back, jax.Array)
     assert back.dtype == jax.numpy.bfloat16

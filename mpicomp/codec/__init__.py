@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import namespace, read_bytes, write_bytes
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import VALUE_FORMATS
@@ -77,18 +78,18 @@ def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
 def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | None = None) -> Buffer:
     """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
 
-    out: uint8, at least `encoded_nbytes(vector, coding)` long, else ValueError. coding: one that fits the vector, as
-    `plain`, `quick` and `smallest` return it; None is the plain one.
+    out: uint8, where the vector lives, at least `encoded_nbytes(vector, coding)` long, else ValueError. coding: one
+    that fits the vector, as `plain`, `quick` and `smallest` return it; None is the plain one.
     """
     coding = coding or plain(vector)
     nbytes = encoded_nbytes(vector, coding)
     if out is None:
-        out = np.empty(nbytes, np.uint8)
+        out = namespace(vector.values).empty(nbytes, np.uint8)
     elif out.size < nbytes:
         raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
     formats = coding.indices | coding.values << 4
     row = 0 if vector.width is None else 1 + vector.width
-    _HEADER.pack_into(out.data, 0, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
+    write_bytes(out, _HEADER.pack(MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes))
     middle = nbytes - _values_nbytes(vector, coding.values)
     INDEX_FORMATS[coding.indices].write(vector.indices, out[HEADER_NBYTES:middle])
     VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), out[middle:nbytes])
@@ -98,12 +99,14 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
 def decode(message: Buffer) -> SparseVector:
     """Return the vector that `message` (uint8) holds, as views of it where it can; bytes behind it are ignored.
 
+    The vector lives where the message does.
+
     Raises CodecError for a header that `encode` does not write, and for what the constructor of SparseVector refuses.
     It does not look at every entry: that is `SparseVector.validate`.
     """
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
-    magic, version, formats, row, length, nnz, nbytes = _HEADER.unpack_from(message.data)
+    magic, version, formats, row, length, nnz, nbytes = _HEADER.unpack(read_bytes(message, HEADER_NBYTES))
     if magic != MAGIC or version != VERSION:
         raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
     form, value_code = formats & 15, formats >> 4

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays import first_and_last, kernels_for, namespace, on_device, read_bytes, write_bytes
 from mpicomp.vector import MAX_LENGTH
 
 Array = NDArray[Any]
@@ -77,16 +77,17 @@ class Range:
 
     def write(self, indices: Array, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        section.view(np.int64)[0] = indices[0]
+        section.view(np.int64)[:1] = indices[:1]
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
         if section.size != 8 or not count:
             return None
-        first = int(section.view(np.int64)[0])
+        (first,) = _numbers(section, 1)
         if not 0 <= first <= MAX_LENGTH - count:
             return None
-        return np.arange(first, first + count, dtype=_room_for(first + count, dtype))
+        indices: Array = namespace(section).arange(first, first + count, dtype=_room_for(first + count, dtype))
+        return indices
 
 
 class Bitmap:
@@ -107,7 +108,7 @@ class Bitmap:
         if bounds is None or count > bounds[1] or section.size != 16 + 8 * _words(bounds[1]):
             return None
         first, span = bounds
-        indices: Array = np.empty(count, _room_for(first + span, dtype))
+        indices: Array = namespace(section).empty(count, _room_for(first + span, dtype))
         found = kernels_for(section).from_bitmap(section[16:].view(np.uint64), first, indices)
         return indices if found == count and (not count or indices[-1] < first + span) else None
 
@@ -119,7 +120,8 @@ class Blocks:
         """See `IndexFormat.nbytes`."""
         if not indices.size:
             return 16
-        return 16 + self._section(int(indices[0]) >> _BLOCK, int(indices[-1]) >> _BLOCK, indices.size)
+        first, last = first_and_last(indices)
+        return 16 + self._section(int(first) >> _BLOCK, int(last) >> _BLOCK, indices.size)
 
     @staticmethod
     def _section(first: int, last: int, count: int) -> int:
@@ -130,10 +132,10 @@ class Blocks:
         section[:] = 0
         if not indices.size:
             return
-        first, last = int(indices[0]) >> _BLOCK, int(indices[-1]) >> _BLOCK
-        section[:16].view(np.int64)[:] = first, last
-        edges = np.searchsorted(indices, np.arange(first + 1, last + 1, dtype=np.int64) << _BLOCK)
-        section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = np.diff(edges, prepend=0, append=indices.size)
+        first, last = (int(index) >> _BLOCK for index in first_and_last(indices))
+        write_bytes(section, np.array([first, last]).tobytes())
+        edges = np.searchsorted(indices, namespace(indices).arange(first, last + 2, dtype=np.int64) << _BLOCK)
+        section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = edges[1:] - edges[:-1]
         offsets = 16 + _padded(4 * (last - first + 1))
         section[offsets : offsets + 2 * indices.size].view(np.uint16)[:] = indices & 0xFFFF
 
@@ -141,17 +143,17 @@ class Blocks:
         """See `IndexFormat.read`."""
         if section.size < 16:
             return None
-        first, last = (int(number) for number in section[:16].view(np.int64))
+        (first, last), xp = _numbers(section, 2), namespace(section)
         if not count:
-            return np.empty(0, dtype) if section.size == 16 else None
+            return xp.empty(0, dtype) if section.size == 16 else None
         if not 0 <= first <= last <= MAX_LENGTH >> _BLOCK or section.size != 16 + self._section(first, last, count):
             return None
         entries = section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)
         if int(entries.sum(dtype=np.uint64)) != count:
             return None
-        blocks = np.arange(first, last + 1, dtype=_room_for((last + 1) << _BLOCK, dtype)) << _BLOCK
         offsets = 16 + _padded(entries.nbytes)
-        indices: Array = np.repeat(blocks, entries)
+        blocks = xp.arange(first, last + 1, dtype=_room_for((last + 1) << _BLOCK, dtype)) << _BLOCK
+        indices = _repeated(blocks, entries, count)
         indices |= section[offsets : offsets + 2 * count].view(np.uint16)
         return indices
 
@@ -192,7 +194,7 @@ class EliasFano:
             return None
         low_bits, words = self._low_bits(count, span), section[16:].view(np.uint64)
         # What the words can say at most: 64 zeros more than there are steps, and all low bits set.
-        indices: Array = np.empty(count, _room_for(first + span + (128 << low_bits), dtype))
+        indices: Array = namespace(section).empty(count, _room_for(first + span + (128 << low_bits), dtype))
         found = kernels_for(section).from_elias_fano(words[:lows], words[lows:], first, low_bits, indices)
         if found != count or (count and indices[-1] != first + span - 1):
             return None
@@ -219,22 +221,39 @@ def _words(bits: int) -> int:
 
 def _span(indices: Array) -> int:
     """Return how many positions the entries stretch over."""
-    return int(indices[-1]) - int(indices[0]) + 1 if indices.size else 0
+    if not indices.size:
+        return 0
+    first, last = first_and_last(indices)
+    return int(last) - int(first) + 1
+
+
+def _repeated(values: Array, counts: Array, total: int) -> Array:
+    """Return each value as often as its count says, `total` in all."""
+    if not on_device(values):
+        return np.repeat(values, counts)
+    places = np.searchsorted(counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right")
+    repeated: Array = values[places]  # CuPy's repeat takes no array of counts
+    return repeated
 
 
 def _write_span(indices: Array, section: Buffer) -> int:
     """Fill a section with the first index, the span, and zeros; return the first index."""
     first = int(indices[0]) if indices.size else 0
-    section[:16].view(np.int64)[:] = first, _span(indices)
+    write_bytes(section, np.array([first, _span(indices)]).tobytes())
     section[16:] = 0
     return first
+
+
+def _numbers(section: Buffer, count: int) -> tuple[int, ...]:
+    """Return the 64-bit integers that a section begins with."""
+    return tuple(int(number) for number in np.frombuffer(read_bytes(section, 8 * count), np.int64))
 
 
 def _read_span(section: Buffer) -> tuple[int, int] | None:
     """Return the first index and the span that a section begins with; None where they cannot be."""
     if section.size < 16:
         return None
-    first, span = (int(number) for number in section[:16].view(np.int64))
+    first, span = _numbers(section, 2)
     return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else None
 
 

@@ -102,20 +102,20 @@ class Signs:
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
-        return bool(values.size and np.isfinite(values[0]) and (np.abs(values) == abs(values[0])).all())
+        return bool(values.size and np.isfinite(values[:1]).all() and (np.abs(values) == np.abs(values[:1])).all())
 
     def write(self, values: Array, section: Buffer) -> None:
         """See `ValueFormat.write`."""
         section[:] = 0
-        section[:8].view(np.float64)[0] = abs(values[0])
+        section[:8].view(np.float64)[:] = np.abs(values[:1])
         signs = np.packbits(np.signbit(values), bitorder="little")
         section[8 : 8 + signs.size] = signs
 
     def read(self, section: Buffer, count: int) -> Array:
         """See `ValueFormat.read`."""
         with np.errstate(over="ignore", invalid="ignore"):
-            magnitude = section[:8].view(np.float64).astype(self.dtype)[0]
-        signs = np.unpackbits(section[8:], count=count, bitorder="little").view(np.bool_)
+            magnitude = section[:8].view(np.float64).astype(self.dtype)
+        signs = np.unpackbits(section[8:], bitorder="little")[:count].view(np.bool_)
         values: Array = np.where(signs, -magnitude, magnitude)
         return values
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.arrays import kernels_for, namespace
 from mpicomp.compressors.common import Report, finite_vector
 from mpicomp.vector import SparseVector, index_dtype
 
@@ -43,13 +44,14 @@ class AdaComp:
         if dense.size != new.size:
             raise ValueError(f"gradient has {new.size} values: expected {dense.size} as in corrected")
         bins = -(-dense.size // self.bin_size)
-        padded = np.zeros(bins * self.bin_size, np.float64)
+        padded = namespace(dense).zeros(bins * self.bin_size, np.float64)
         padded[: dense.size] = np.abs(dense)
         largest = padded.reshape(bins, self.bin_size).max(axis=1)
         padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
         chosen = (padded.reshape(bins, self.bin_size) >= largest[:, None]) & (largest[:, None] > 0)
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
-        scale = dense.dtype.type(largest[largest > 0].mean() if positions.size else 0)
+        moments = kernels_for(largest).moments(largest)
+        scale = dense.dtype.type(moments.absolute / moments.nonzeros if positions.size else 0)
         values = np.copysign(scale, dense[positions])
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
         self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))

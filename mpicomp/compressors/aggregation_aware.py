@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays import beside, kernels_for, namespace
 from mpicomp.compressors.common import Array, Density, at_positions, finite_vector
 from mpicomp.vector import SparseVector
 
@@ -60,7 +60,9 @@ class AggregationAware(Density):
         aggregate: as the collective returned it. votes: for the metric "votes", the share of the ranks that sent each
         of its entries, 0 to 1, one for each; ValueError without it.
         """
-        before = self._bonus if self._bonus is not None else np.zeros(aggregate.length, np.float32)
+        values = aggregate.values
+        zeros = namespace(values).zeros(aggregate.length, np.float32)
+        before = zeros if self._bonus is None else beside(self._bonus, values)
         bonus = before * np.float32(self.decay if self.metric == "recency" else 0)
         if self.metric == "votes":
             if votes is None or len(votes) != aggregate.nnz:
@@ -68,9 +70,9 @@ class AggregationAware(Density):
                     f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries; "
                     "take sparse_allgather, or partial(sparse_allreduce, votes=True)"
                 )
-            bonus[aggregate.indices] = votes
+            bonus[aggregate.indices] = beside(votes, values)
         else:
-            bonus[aggregate.indices] = np.abs(aggregate.values) if self.metric == "magnitude" else 1
+            bonus[aggregate.indices] = np.abs(values) if self.metric == "magnitude" else 1
         self._bonus = bonus
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
@@ -81,17 +83,18 @@ class AggregationAware(Density):
         return self.reported(at_positions(dense, self._positions(dense)))
 
     def _positions(self, dense: Array) -> Array:
-        k, bonus = self.count(dense.size), self._bonus
+        k = self.count(dense.size)
         scores = np.abs(dense).astype(np.float32 if dense.dtype == np.float16 else dense.dtype)
-        if bonus is None:
+        if self._bonus is None:
             return _largest(scores, k)
+        bonus = beside(self._bonus, dense)
         if self.metric == "quota":
             inside = _largest(np.where(bonus > 0, scores, 0), max(1, round(self.quota * k)))
             scores[inside] = 0
             rest = _largest(scores, k - inside.size) if k > inside.size else inside[:0]
             return np.sort(np.concatenate([inside, rest]))
         if self.metric == "magnitude":
-            scores += np.where(scores > 0, np.asarray(self.weight, scores.dtype) * bonus, 0).astype(scores.dtype)
+            scores += np.where(scores > 0, scores.dtype.type(self.weight) * bonus, 0).astype(scores.dtype)
         else:
             scores *= (1 + self.weight * bonus).astype(scores.dtype)
         return _largest(scores, k)

@@ -13,6 +13,7 @@ of ranks. Where the leader's vector is zero, nobody sends in that step.
 from functools import partial
 from typing import Any
 
+from mpicomp.arrays import beside
 from mpicomp.compressors.common import Density, all_at, finite_vector
 from mpicomp.compressors.protocol import failed
 from mpicomp.compressors.topk import TopK
@@ -53,7 +54,8 @@ class CyclicLeader(Density):
             raise
         shared = self.plan.leader(picked, self.comm, root)
         self.step += 1
-        inside = shared.indices[shared.indices < dense.size]  # all, unless lengths differ: the collective will tell
+        indices = beside(shared.indices, dense)
+        inside = indices[indices < dense.size]  # all, unless lengths differ: the collective will tell
         return self.reported(all_at(dense, inside))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CyclicLeader":

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import on_device, to_numpy
 from mpicomp.vector import SparseVector
 
 
@@ -59,7 +60,7 @@ def state_dict(compressor: Any) -> dict[str, NDArray[Any]]:
     A class says which of its attributes those are in `remembers`; None is left out. Settings are not among them.
     """
     return {
-        f"{depth}.{name}": np.array(getattr(part, name))
+        f"{depth}.{name}": np.array(to_numpy(getattr(part, name)))
         for depth, part in enumerate(chain(compressor))
         for name in getattr(part, "remembers", ())
         if getattr(part, name) is not None
@@ -76,7 +77,7 @@ def load_state_dict(compressor: Any, state: Mapping[str, Any]) -> None:
         raise ValueError(f"the state has {sorted(state)}: expected {sorted(known)} at most, of {compressor!r}")
     for key, (part, name) in known.items():
         held = getattr(part, name)
-        optional = held is None or isinstance(held, np.ndarray)
+        optional = held is None or isinstance(held, np.ndarray) or on_device(held)
         if not optional and (key not in state or np.ndim(state[key]) != np.ndim(held)):
             raise ValueError(f"the state has {state.get(key, 'nothing')!r} as {key}: expected one such as {held!r}")
     for key, (part, name) in known.items():

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import kernels_for
 from mpicomp.compressors.protocol import Compressor
 from mpicomp.vector import SparseVector
 
@@ -33,8 +34,8 @@ def _to_bfloat16(values: Array) -> Array:
 
 
 def _to_signs(values: Array) -> Array:
-    scale = np.abs(values).mean(dtype=np.float64) if values.size else 0.0
-    signed: Array = np.copysign(np.asarray(scale, values.dtype), values)
+    scale = kernels_for(values).moments(values.reshape(-1)).absolute / max(1, values.size)
+    signed: Array = np.copysign(values.dtype.type(scale), values)
     return signed
 
 

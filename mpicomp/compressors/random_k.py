@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.arrays import beside
 from mpicomp.compressors.common import Array, Density, all_at, at_positions, finite_vector
 from mpicomp.vector import SparseVector
 
@@ -43,7 +44,8 @@ class RandomK(Density):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries at this step's positions; see `Compressor.compress`."""
         dense = finite_vector(corrected)
-        vector = (all_at if self.aligned else at_positions)(dense, self.positions(dense.size))
+        positions = beside(self.positions(dense.size), dense)
+        vector = (all_at if self.aligned else at_positions)(dense, positions)
         self.step += 1
         if self.unbiased and vector.nnz:
             values = vector.values * vector.values.dtype.type(dense.size / self.count(dense.size))
@@ -51,7 +53,7 @@ class RandomK(Density):
         return self.reported(vector)
 
     def positions(self, length: int) -> Array:
-        """Return the positions of this step, increasing."""
+        """Return the positions of this step, increasing; in main memory."""
         rng = np.random.default_rng([self.seed, self.step])
         return np.sort(rng.choice(length, min(length, self.count(length)), replace=False, shuffle=False))
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.arrays import kernels_for, namespace, to_vector
 from mpicomp.compressors.common import Report
 from mpicomp.vector import SparseVector, index_dtype
 
@@ -116,7 +116,7 @@ class SIDCo:
         if not math.isfinite(sums.total):
             kernels.raise_not_finite(dense)
         if not sums.entries:
-            return np.empty(0, np.intp), dense[:0].copy(), 0.0, 0
+            return namespace(dense).empty(0, np.intp), dense[:0].copy(), 0.0, 0
         if not math.isfinite(sums.squares):
             positions, values = kernels.largest(dense, self.count(dense.size))
             return positions, values, float(np.abs(values).min()), 0

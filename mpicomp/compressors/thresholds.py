@@ -8,6 +8,7 @@ Differences from the papers: what is above the mean is compacted once, and the s
 much is trimmed by magnitude, ties to the lowest index.
 """
 
+import math
 from statistics import NormalDist
 from typing import Any
 
@@ -30,9 +31,11 @@ class RedSync(Density):
         """Return the k largest magnitudes; see `Compressor.compress`."""
         dense = to_vector(corrected)
         k, (mean, largest) = self.count(dense.size), _mean_and_largest(dense)
-        candidates = at_or_above(dense, mean) if dense.size else SparseVector.empty(0, dense.dtype)
+        if not dense.size:
+            return self.reported(SparseVector.from_dense(dense))
+        candidates = at_or_above(dense, mean)
         if candidates.nnz <= k:  # the search begins at the mean: below it, an exact selection
-            positions, values = kernels_for(dense).largest(dense, k) if dense.size else (np.arange(0), dense)
+            positions, values = kernels_for(dense).largest(dense, k)
             exact = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
             return self.reported(exact)
         low, high, magnitudes = 0.0, 1.0, np.abs(candidates.values).astype(np.float64)
@@ -69,7 +72,7 @@ class MSTopK(Density):
         dense = to_vector(corrected)
         k, (mean, largest) = self.count(dense.size), _mean_and_largest(dense)
         if not largest:
-            return self.reported(SparseVector.empty(dense.size, dense.dtype))
+            return self.reported(SparseVector.from_dense(dense))
         candidates = at_or_above(dense, mean)
         if candidates.nnz < k:
             candidates, mean = SparseVector.from_dense(dense), 0.0
@@ -101,8 +104,8 @@ class GaussianK(Density):
         k, share = self.count(dense.size), self.share(dense.size)
         if not dense.size or share == 1:
             return self.reported(SparseVector.from_dense(dense))
-        mean = float(dense.mean(dtype=np.float64))
-        distance = NormalDist().inv_cdf(1 - share / 2) * float(dense.std(dtype=np.float64))
+        mean, deviation = _mean_and_deviation(dense)
+        distance = NormalDist().inv_cdf(1 - share / 2) * deviation
         rounds, chosen = 1, self._beyond(dense, mean, distance)
         while rounds <= 3 and not 2 * k <= 3 * chosen.size <= 4 * k:
             distance *= 0.5 if 3 * chosen.size < 2 * k else 1.5
@@ -116,8 +119,16 @@ class GaussianK(Density):
 
 def _mean_and_largest(dense: Array) -> tuple[float, float]:
     """Return the mean and the largest of the magnitudes; ValueError for a vector that is not finite."""
-    kernels_for(dense).raise_not_finite(dense)
-    if not dense.size:
-        return 0.0, 0.0
-    magnitudes = np.abs(dense)
-    return float(magnitudes.mean(dtype=np.float64)), float(magnitudes.max())
+    kernels = kernels_for(dense)
+    moments = kernels.moments(dense)
+    if moments.not_finite >= 0:
+        kernels.raise_not_finite(dense)
+    return moments.absolute / max(1, dense.size), moments.largest
+
+
+def _mean_and_deviation(dense: Array) -> tuple[float, float]:
+    """Return the mean and the standard deviation, by sums that are the same bits wherever the vector lives."""
+    kernels = kernels_for(dense)
+    above, below = kernels.moments(np.maximum(dense, 0)).absolute, kernels.moments(np.minimum(dense, 0)).absolute
+    mean = (above - below) / dense.size
+    return mean, math.sqrt(kernels.moments(dense.astype(np.float64) - mean).squares / dense.size)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import beside, namespace
 from mpicomp.compressors.protocol import failed
 from mpicomp.exchange.pipeline import Pipeline
 from mpicomp.vector import SparseVector, add_up, index_dtype
@@ -144,7 +145,7 @@ class Bucket:
         """
         result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
         if self.dense:
-            result = SparseVector(np.arange(result.size), result, result.size)
+            result = SparseVector(namespace(result).arange(result.size), result, result.size)
         parts = result if isinstance(result, list) else [result]
         if not all(isinstance(part, SparseVector) for part in parts):
             raise TypeError(
@@ -153,7 +154,8 @@ class Bucket:
             )
         rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
         if isinstance(result, list) and any(pipeline.observes for pipeline in self.pipelines):
-            votes = add_up([SparseVector(part.indices, np.ones(part.nnz), part.length) for part in parts]).values
+            xp = namespace(parts[0].values)
+            votes = add_up([SparseVector(part.indices, xp.ones(part.nnz), part.length) for part in parts]).values
         wide = np.promote_types(parts[0].dtype, np.float32)
         total = add_up(
             [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
@@ -170,8 +172,9 @@ def _check_sent(compressor: Any, vector: Any, flat: Array) -> None:
 
 def _inside(vector: SparseVector, first: int, end: int) -> slice:
     """Return which entries stand at first, ..., end - 1."""
-    low, high = np.searchsorted(vector.indices, np.array([first, end], vector.indices.dtype))
-    return slice(int(low), int(high))
+    bounds = beside(np.array([first, end], vector.indices.dtype), vector.indices)
+    low, high = np.searchsorted(vector.indices, bounds).tolist()
+    return slice(low, high)
 
 
 def _cut(vector: SparseVector, inside: slice, first: int, end: int) -> SparseVector:

@@ -83,8 +83,8 @@ class GradientExchange:
         gradient: one array of any shape; or a list or tuple of arrays of one dtype (then a list comes back), which are
         one vector: their entries compete with each other for the places; or a dict of arrays by name, each selected in
         its own right, as `start` and `finish` do: then all means come back, those of other names behind. In main
-        memory; see `mpicomp.arrays` for the kinds. The same shapes, in the same order, and dtypes on every rank (of an
-        array or a list the total length and the dtype are compared).
+        memory or on a CUDA device; see `mpicomp.arrays` for the kinds. The same shapes, in the same order, and dtypes
+        on every rank (of an array or a list the total length and the dtype are compared).
 
         Raises ValueError or TypeError for a bad gradient here, `CollectiveError` on the other ranks; OverflowError on
         all of them when the sum leaves the range of the dtype. The residual is then as it was before the call.

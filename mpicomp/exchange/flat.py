@@ -14,13 +14,15 @@ def flattened(gradient: Any) -> tuple[Array | Exception, Callable[[Array], Any]]
     try:
         if not isinstance(gradient, list | tuple):
             tensor, values = described("gradient", gradient)
-            return np.ascontiguousarray(values).reshape(-1), tensor.restore
+            return tensor.xp.ascontiguousarray(values).reshape(-1), tensor.restore
         if not gradient:
             raise ValueError("got an empty list: expected at least one array")
         members = [described(f"item {place} of the list", array) for place, array in enumerate(gradient)]
         if len({tensor.dtype for tensor, _ in members}) > 1:
             kinds = sorted({str(tensor.dtype) for tensor, _ in members})
             raise TypeError(f"got arrays of {kinds}: expected one dtype in a list")
+        if len({id(tensor.xp) for tensor, _ in members}) > 1:
+            raise TypeError("got arrays of which some are on a device: expected all there, or all in main memory")
         flat = np.concatenate([values.reshape(-1) for _, values in members])
         return flat, partial(_parted, [tensor for tensor, _ in members])
     except Exception as error:  # whatever it is: the other ranks have to hear of it

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kind_of, to_values
+from mpicomp.arrays import kind_of, namespace, to_values
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
@@ -29,12 +29,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of a tensor before its gradients come. dtype: in which it is exchanged."""
+    """What is known of a tensor before its gradients come.
+
+    dtype: in which it is exchanged. xp: the module of arrays that live where it does.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     back: Callable[[Array], Any]
+    xp: Any
 
     @property
     def size(self) -> int:
@@ -49,14 +53,16 @@ class Tensor:
     def flat(self, array: Any) -> Array:
         """Return a gradient of this tensor as one vector; ValueError when it has another shape or dtype."""
         if array is None:
-            return np.zeros(self.size, self.dtype)
+            return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
         given, values = described(self.name, array)
+        if given.xp is not self.xp:
+            raise ValueError(f"{self.name} is in the memory of {given.xp.__name__}: expected {self.xp.__name__}'s")
         if (given.shape, given.dtype) != (self.shape, self.dtype):
             raise ValueError(
                 f"{self.name} is {given.dtype} of shape {given.shape}: expected {self.dtype} of shape {self.shape} as "
                 "at first"
             )
-        return np.ascontiguousarray(values).reshape(-1)
+        return self.xp.ascontiguousarray(values).reshape(-1)  # type: ignore[no-any-return]
 
     def restore(self, flat: Array) -> Any:
         """Return a vector in the shape of this tensor, and as its kind of array."""
@@ -69,7 +75,7 @@ def described(name: str, array: Any) -> tuple[Tensor, Array]:
         values = to_values(array)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from error
-    return Tensor(name, values.shape, values.dtype, kind_of(array)), values
+    return Tensor(name, values.shape, values.dtype, kind_of(array), namespace(values)), values
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Station:
 
 def divided(flat: Array, sizes: Sequence[int]) -> list[Array]:
     """Return views of a vector: its parts of these sizes."""
-    return np.split(flat, np.cumsum(sizes)[:-1])
+    return np.split(flat, np.cumsum(sizes)[:-1].tolist())
 
 
 def build(tensors: Sequence[Tensor], rules: Rules) -> list[Station]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES, kernels_for
+from mpicomp.arrays import VALUE_DTYPES, beside, kernels_for, namespace, on_device, read_only, to_numpy
 from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
@@ -73,10 +73,10 @@ class Kept:
         self._begun = self._staged = False
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of everything kept, by name; before the first `keep` just the numbers. See `Feedback`."""
+        """Return copies of everything kept, by name, in main memory; before the first `keep` just the numbers."""
         arrays = self._arrays if self._begun else {}
         return {name: np.asarray(getattr(self, name)) for name in self._numbers} | {
-            name: array.copy() for name, array in arrays.items()
+            name: np.array(to_numpy(array)) for name, array in arrays.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,12 +104,11 @@ class Kept:
     def _view(self, name: str) -> Array | None:
         if not self._begun:
             return None
-        view = self._arrays[name].view()
-        view.flags.writeable = False
-        return view
+        return read_only(self._arrays[name])
 
     def _stage(self, gradient: Array) -> None:
         """Check a gradient, and make the arrays for the first one."""
+        self._arrays = {name: beside(array, gradient) for name, array in self._arrays.items()}
         layout = self._layout(gradient.dtype)
         held = self._layout_held()
         if self._begun and (layout != held or gradient.shape != self._shape()):
@@ -120,15 +119,18 @@ class Kept:
         if not self._begun and (layout != held or gradient.shape != self._shape()):
             if gradient.ndim != 1 or gradient.dtype not in VALUE_DTYPES:
                 raise ValueError(f"the gradient is {_kind(gradient)}: expected {_names_of(VALUE_DTYPES)} of shape (n,)")
-            self._arrays = {name: np.zeros(gradient.shape, dtype) for name, dtype in layout.items()}
+            xp = namespace(gradient)
+            self._arrays = {name: xp.zeros(gradient.shape, dtype) for name, dtype in layout.items()}
             self._spares = {}
         self._staged = True
 
     def _spare(self, name: str, dtype: np.dtype[Any] | None = None) -> Array:
         """Return the array to write the next `name` to. dtype: for one that is no array of the method."""
         wanted = dtype or self._arrays[name].dtype
-        if name not in self._spares or self._spares[name].dtype != wanted:
-            self._spares[name] = np.empty(self._shape(), wanted)
+        beside_it = next(iter(self._arrays.values()))
+        held = self._spares.get(name)
+        if held is None or held.dtype != wanted or on_device(held) != on_device(beside_it):
+            self._spares[name] = namespace(beside_it).empty(self._shape(), wanted)
         return self._spares[name]
 
     def _swap(self, name: str, new: Array) -> None:

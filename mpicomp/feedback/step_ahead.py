@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import like, to_values
+from mpicomp.arrays import beside, like, to_values
 from mpicomp.feedback.common import Kept, Layout, wide
 from mpicomp.vector import SparseVector
 
@@ -67,12 +67,12 @@ class StepAhead(Kept):
     def ahead(self, x: Any) -> Any:
         """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.
 
-        x: the model, n values in an array of any shape in main memory; ValueError for another number of values.
+        x: the model, n values in an array of any shape; ValueError for another number of values.
         """
         values = to_values(x)
         if not self._begun:
             return like(values.copy(), x)
-        residual = self._arrays["residual"]
+        residual = beside(self._arrays["residual"], values)
         if values.size != residual.size:
             raise ValueError(f"x has {values.size} values: expected {residual.size} as in the gradients")
         return like((values - residual.reshape(values.shape)).astype(values.dtype, copy=False), x)

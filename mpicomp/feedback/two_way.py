@@ -14,7 +14,7 @@ Invariant: s after + o = s before + mean, exactly where the additions are exact.
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays import kernels_for, namespace
 from mpicomp.compressors import Compressor
 from mpicomp.feedback.common import Array, Kept
 from mpicomp.vector import SparseVector
@@ -41,7 +41,8 @@ class TwoWay(Kept):
         raises. Called twice without `keep` it gives the same twice, if the compressor does.
         """
         self._step = None  # its buffer is written to
-        self._stage(np.broadcast_to(np.zeros((), mean.dtype), (mean.length, *mean.values.shape[1:])))
+        xp = namespace(mean.values)
+        self._stage(xp.broadcast_to(xp.zeros((), mean.dtype), (mean.length, *mean.values.shape[1:])))
         total, fresh = self._spare("residual"), self._spare("aggregate", mean.dtype)
         np.copyto(total, self._arrays["residual"])
         kernels_for(total).scatter_add(total, mean.indices, mean.values)

@@ -11,10 +11,11 @@ import numpy as np
 
 from collectives import cost, gtopk_allreduce, sparse_allgather, sparse_reduce_scatter, warm_up
 from collectives.channel import Channel, Offer
+from collectives.messages import Steps
 from collectives.profiles import KERNELS, Profile, parse, rising
 from collectives.progress import start, wait_for
 from collectives.terms import Terms
-from collectives.transport import Endpoint, Steps, endpoint_of
+from collectives.transport import Endpoint, endpoint_of
 from collectives.tuning import Tuner, host_and_library
 from mpicomp.vector import SparseVector, add_up, join, merge, top_k
 

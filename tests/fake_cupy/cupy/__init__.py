@@ -1,4 +1,4 @@
-"""A stand-in for CuPy on machines without a GPU: the part of its interface that mpicomp uses, as strict as the real one.
+"""A stand-in for CuPy on machines without a GPU: the part of its interface that mpicomp uses, and as strict.
 
 Arrays live in memory that only this package can reach: the address that they give away, as a pointer or through
 ``__cuda_array_interface__``, is mapped without any right to read or write. Whatever touches it directly, MPI for

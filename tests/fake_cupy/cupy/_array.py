@@ -5,11 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 from cupy._memory import arena
 from cupy.cuda import Device, MemoryPointer, get_current_stream
 
 
-class ndarray:  # noqa: N801
+class ndarray:
     """An array on the fake device; `_hidden` is the NumPy array that only this package touches."""
 
     __array_priority__ = 100
@@ -79,7 +80,9 @@ class ndarray:  # noqa: N801
         return out
 
     def set(self, array: np.ndarray, stream: Any = None) -> None:
-        assert isinstance(array, np.ndarray) and array.shape == self.shape and array.dtype == self.dtype
+        assert isinstance(array, np.ndarray)
+        assert array.shape == self.shape
+        assert array.dtype == self.dtype
         _ran()
         self._hidden[...] = array
 

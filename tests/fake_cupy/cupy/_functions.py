@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from cupy._array import ndarray, plain, wrapped
 from cupy.cuda import get_current_stream
 
@@ -16,7 +17,6 @@ _COMPUTING = (
     "searchsorted sign signbit sort split sqrt square stack subtract sum take tile true_divide unique unpackbits vdot "
     "vstack hstack where zeros_like moveaxis count_nonzero left_shift bitwise_or bitwise_xor array_split roll"
 ).split()
-_OTHERS = "array asarray ascontiguousarray asnumpy copyto from_dlpack get_array_module errstate".split()
 _REFUSED = {
     "repeat": lambda args, how: isinstance(args[1] if len(args) > 1 else how["repeats"], ndarray | np.ndarray),
     "unpackbits": lambda args, how: "count" in how,

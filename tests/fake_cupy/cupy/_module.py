@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from cupy._array import ndarray
 from cupy._memory import arena
 from cupy.cuda import get_current_stream
@@ -37,7 +38,8 @@ class RawModule:
 @cache
 def _emulator() -> Any:
     spec = spec_from_file_location("emulator", Path(__file__).parents[2] / "cuda" / "emulator.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules["emulator"] = module
     spec.loader.exec_module(module)

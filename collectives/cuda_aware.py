@@ -1,0 +1,109 @@
+"""May MPI be given a pointer of a CUDA device? A wrong guess is a segmentation fault, so by default the answer is no.
+
+MPICOMP_CUDA_AWARE is the user's word: "1", it may; "0", messages are staged through pinned memory. Without it all of
+these must say yes: MPI's own query, which in some builds says yes on machines without a driver; CuPy, which must see a
+device; and a child process that sends a message from the device to itself, so that what crashes is the child. All ranks
+do as the most careful one.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+VARIABLE = "MPICOMP_CUDA_AWARE"
+_BAD, _STAGED, _DIRECT = -1, 0, 1
+_PATIENCE = 60.0  # seconds for the child, which starts MPI and CUDA
+
+_TRIAL = """
+import cupy, sys
+from mpi4py import MPI
+sent, received = cupy.arange(4096), cupy.zeros(4096, int)
+cupy.cuda.get_current_stream().synchronize()
+MPI.COMM_SELF.Sendrecv(sent, 0, 0, received, 0, 0)
+sys.exit(0 if bool((sent == received).all()) else 1)
+"""
+
+
+def agreed(comm: "MPI.Intracomm") -> bool:
+    """Return whether all ranks may hand MPI pointers of a device. Collective, blocks.
+
+    Raises ValueError on all ranks when one of them has a setting that cannot be.
+    """
+    from mpi4py import MPI
+
+    error: ValueError | None = None
+    try:
+        state = _DIRECT if verdict(os.environ)[0] else _STAGED
+    except ValueError as raised:
+        state, error = _BAD, raised
+    least = np.array([state], np.int32)
+    comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
+    if least[0] == _BAD:
+        try:
+            raise error or ValueError(f"another rank has a bad {VARIABLE}: it says what is wrong; give all the same")
+        finally:
+            del error  # else it, its traceback and this frame hold each other
+    return bool(least[0] == _DIRECT)
+
+
+def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
+    """Return whether this rank may hand MPI pointers of a device, and why; ValueError for a setting that cannot be."""
+    asked, claims = environment.get(VARIABLE, ""), query()
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"the environment variable {VARIABLE} is {asked!r}: expected 1, 0, or nothing to find out")
+    if asked == "1" and claims is False:
+        raise ValueError(
+            f"the environment variable {VARIABLE} is 1, but this MPI ({_library()}) says that it is not CUDA-aware: "
+            "unset it, and messages are staged through pinned memory, or use an MPI that was built with CUDA"
+        )
+    if asked:
+        return asked == "1", f"{VARIABLE} is {asked}"
+    if not claims:
+        return False, "MPI does not say that it is CUDA-aware" if claims is None else "MPI is not CUDA-aware"
+    if not _device_seen():
+        return False, "CuPy sees no device"
+    if not tried():
+        return False, "MPI says that it is CUDA-aware, but a child process could not send from the device"
+    return True, "MPI is CUDA-aware, and a child process sent from the device"
+
+
+def query() -> bool | None:
+    """Return what MPI says of itself (MPIX_Query_cuda_support); None where it has no word for it."""
+    from mpi4py import MPI
+
+    function = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return None if function is None else bool(function())
+
+
+def tried() -> bool:
+    """Send a message from the device to oneself in a child process, a job of its own; return whether it arrived."""
+    launcher = ("OMPI_", "PMI", "PRTE_", "SLURM_", "HYDRA_", "MPI_")
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    try:
+        done = subprocess.run([sys.executable, "-c", _TRIAL], env=alone, capture_output=True, timeout=_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _device_seen() -> bool:
+    try:
+        import cupy
+
+        return bool(cupy.cuda.is_available())
+    except ImportError:
+        return False
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().strip("\0 \n").splitlines()[0].partition(",")[0]

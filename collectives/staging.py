@@ -1,0 +1,119 @@
+"""Buffers of a CUDA device on their way through MPI: staged through pinned memory, or as they are.
+
+An MPI that is CUDA-aware takes a pointer of the device; any other one dies of it, so there a message is copied to
+pinned memory first (page-locked: the device copies it by itself, at the full rate of the bus) and sent from there, and
+comes back the same way. A message of more than 8 MiB goes in pieces: one is on the network while the next one is
+copied. The pinned memory is CuPy's pool, which keeps it for the next message.
+
+MPI knows nothing of streams: it reads and writes at once. So CuPy's current stream is synchronised here, before MPI
+sees a buffer, and nowhere else in the library.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.messages import Arrival, Buffer, in_lines, pieces
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def leave(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool) -> "list[MPI.Request]":
+    """Start to send a buffer of the device; each request keeps what MPI reads alive."""
+    if direct:
+        _stream().synchronize()
+        return [comm.Isend(in_lines(block), dest, tag)]
+    landing, parts = pinned(block.size), pieces(block.size)
+    copied = []
+    for part in parts:
+        _copy_out(block[part], landing[part])
+        copied.append(_stream().record())
+    requests = [comm.Isend(np.array([block.size]), dest, tag)] if len(parts) > 1 else []
+    for part, event in zip(parts, copied, strict=True):
+        event.synchronize()
+        requests.append(comm.Isend(in_lines(landing[part]), dest, tag))
+    return requests
+
+
+def awaited(direct: bool) -> type[Arrival]:
+    """Return what awaits a message for the device."""
+    return Direct if direct else Staged
+
+
+class Direct(Arrival):
+    """A message that MPI writes to the device."""
+
+    def _room(self, nbytes: int) -> Buffer:
+        self.buffer = _on_device(nbytes)
+        _stream().synchronize()  # what had this memory before may still be at work on it
+        return self.buffer
+
+
+class Staged(Arrival):
+    """A message that comes to pinned memory, and is copied to the device part by part."""
+
+    def _room(self, nbytes: int) -> Buffer:
+        self.buffer, self._landing = _on_device(nbytes), pinned(nbytes)
+        return self._landing
+
+    def _landed(self, part: slice) -> None:
+        _copy_in(self._landing[part], self.buffer[part])
+        if part.stop == self.buffer.size:
+            _stream().synchronize()  # the pinned memory goes back to its pool
+            del self._landing
+
+
+def to_pinned(array: Any) -> NDArray[Any]:
+    """Return a contiguous array of the device as a copy in pinned memory."""
+    copy = pinned_like(array)
+    if array.size:
+        _copy_out(array, copy)
+        _stream().synchronize()
+    return copy
+
+
+def to_device(array: NDArray[Any]) -> Any:
+    """Return a contiguous array in pinned memory as a copy on the device."""
+    import cupy
+
+    copy = cupy.empty(array.shape, array.dtype)
+    if array.size:
+        _copy_in(array, copy)
+        _stream().synchronize()
+    return copy
+
+
+def pinned(nbytes: int) -> Buffer:
+    """Return memory that the device copies to and from by itself; it goes back to CuPy's pool when it is let go."""
+    import cupy
+
+    memory: Buffer = np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8)
+    return memory[:nbytes]
+
+
+def pinned_like(array: Any) -> NDArray[Any]:
+    """Return an array of this shape and dtype in pinned memory, to fill."""
+    filled: NDArray[Any] = pinned(array.nbytes).view(array.dtype).reshape(array.shape)
+    return filled
+
+
+def _copy_out(block: Any, landing: NDArray[Any]) -> None:
+    block.data.copy_to_host_async(landing.ctypes.data, block.nbytes, _stream())
+
+
+def _copy_in(landing: NDArray[Any], block: Any) -> None:
+    block.data.copy_from_host_async(landing.ctypes.data, block.nbytes, _stream())
+
+
+def _on_device(nbytes: int) -> Any:
+    import cupy
+
+    return cupy.empty(nbytes, np.uint8)
+
+
+def _stream() -> Any:
+    import cupy
+
+    return cupy.cuda.get_current_stream()
