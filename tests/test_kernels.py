@@ -245,15 +245,21 @@ def sums_in_the_order_of_the_docstring(values, threshold):
     tiles = np.zeros(-(-max(1, values.size) // 1024) * 1024, wide)
     tiles[: values.size] = np.ldexp(np.abs(values.astype(wide)), -exponent)
     over = np.maximum(tiles - wide.type(math.ldexp(threshold, -exponent)), 0)
-    sums = np.zeros((2, 32))
-    for tile in over.reshape(-1, 4, 8, 32):
+    sums, stretch = np.zeros((64, 2, 32)), np.zeros((2, 32))
+    for number, tile in enumerate(over.reshape(-1, 4, 8, 32)):
         columns = np.zeros((2, 32), wide)
         for rows in tile:
             eight = np.zeros((2, 32), wide)
             for row in rows:
                 eight += row, row * row
             columns += eight
-        sums += columns
+        stretch += columns
+        if number % 16 == 15 or 1024 * (number + 1) == tiles.size:
+            sums[number // 16 % 64] += stretch
+            stretch[:] = 0
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    sums = sums[0]
     for half in (16, 8, 4, 2, 1):
         sums = sums[:, :half] + sums[:, half:]
     return math.ldexp(sums[0, 0], exponent), math.ldexp(sums[1, 0], 2 * exponent)

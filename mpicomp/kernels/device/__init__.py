@@ -1,12 +1,19 @@
 """The same hot loops on CuPy arrays: CUDA C++ beside this file, compiled at its first use.
 
-The public functions are those of :mod:`mpicomp.kernels.host`, with the same results to the last bit; they take and
-return CuPy arrays, and work on the current device and stream. Importing this package imports CuPy.
+The public functions are those of :mod:`mpicomp.kernels.host`, with the same results to the last bit; only the bits of a
+NaN that a sum gives are the processor's. They take and return contiguous CuPy arrays, and work on the current device and
+stream. Importing this package imports CuPy.
 
-``compiling``   the CUDA source as one module
+``compiling``   the CUDA source as one module, and its launches
 ``selection``   the largest magnitudes, and what is above a threshold
+``statistics``  sums over a gradient, in one read
+``surveying``   sums in one fast read, and the values that what comes next is expected to need
+``merging``     sums of sparse vectors, and what goes between sparse and dense
+``coding``      indices as bitmaps, and at the fewest bits
 """
 
+from mpicomp.kernels.device.coding import from_bitmap, from_elias_fano, to_bitmap, to_elias_fano
+from mpicomp.kernels.device.merging import accumulate, divide, first_disorder, gather, merge, scatter_add
 from mpicomp.kernels.device.selection import (
     Search,
     above,
@@ -19,16 +26,36 @@ from mpicomp.kernels.device.selection import (
     select,
     top_k,
 )
+from mpicomp.kernels.device.statistics import moments
+from mpicomp.kernels.device.surveying import Survey, sample, survey
+from mpicomp.kernels.host.statistics import Moments
+from mpicomp.kernels.host.surveying import Sums
 
 __all__ = [
+    "Moments",
     "Search",
+    "Sums",
+    "Survey",
     "above",
+    "accumulate",
+    "divide",
     "exceeding",
+    "first_disorder",
+    "from_bitmap",
+    "from_elias_fano",
+    "gather",
     "histogram",
     "kth_largest",
     "largest",
     "magnitude_keys",
+    "merge",
+    "moments",
     "raise_not_finite",
+    "sample",
+    "scatter_add",
     "select",
+    "survey",
+    "to_bitmap",
+    "to_elias_fano",
     "top_k",
 ]

@@ -11,6 +11,8 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+
 #ifndef SHARED
 #define SHARED(type, name) __shared__ type name
 #endif

@@ -53,7 +53,7 @@ __device__ inline void compact(
 }
 
 #define COMPACT(name, Key)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+    KERNEL name(                                                                                                    \
         const Key* bits, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions, Key* kept, u64 room,     \
         u64* total, u64* ticket, u64* states, i64 tiles) {                                                          \
         compact(bits, size, mask, floor, floors, positions, kept, room, total, ticket, states, tiles);              \
@@ -110,7 +110,7 @@ __device__ inline void select(
 }
 
 #define SELECT(name, Key)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+    KERNEL name(                                                                                                    \
         const Key* bits, i64 size, const u64* counted, u64 mask, const Search* search, const i64* sources,          \
         i64* positions, Key* kept, u64 room, u64* totals, u64* ticket, u64* states) {                               \
         select(bits, size, counted, mask, search, sources, positions, kept, room, totals, ticket, states);          \
@@ -204,7 +204,7 @@ __device__ inline void digit_counts(
 }
 
 #define DIGIT_COUNTS(name, Key)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+    KERNEL name(                                                                                                    \
         const Key* bits, i64 size, const u64* counted, u64 mask, Search* search, u64 shift, u64 digit, u64* counts, \
         u64* done) {                                                                                                \
         digit_counts(bits, size, counted, mask, search, shift, digit, counts, done);                                \
@@ -282,7 +282,7 @@ __device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 f
 }
 
 #define FIRST_REACHING(name, Key)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+    KERNEL name(                                                                                                    \
         const Key* bits, i64 size, u64 mask, u64 floor, u64* position) {                                            \
         first_reaching(bits, size, mask, floor, position);                                                          \
     }
@@ -302,7 +302,7 @@ __device__ inline void largest_of(const Key* bits, i64 size, i64 step, u64 mask,
 }
 
 #define LARGEST_OF(name, Key)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
+    KERNEL name(                                                                                                    \
         const Key* bits, i64 size, i64 step, u64 mask, u64* largest) {                                              \
         largest_of(bits, size, step, mask, largest);                                                                \
     }

@@ -4,6 +4,7 @@ For speed 32 values at a time are added in the format of the data, and those sum
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ _COLUMNS, _ROWS, _AT_ONCE = 32, 32, 8  # of a tile: a bit of a word stands for e
 _TILE = _COLUMNS * _ROWS
 _COLUMN_BITS = np.uint32(1) << np.arange(_COLUMNS, dtype=np.uint32)
 _GROUPS = 16  # of columns
+_STRETCH, _LANES = 16, 64  # tiles that are added up one after the other, and lanes that such stretches are dealt to
 _LINE, _STRIDE = 16, 1024  # values of a sample that lie together, and from one such place to the next
 
 
@@ -85,15 +87,28 @@ def survey(values: Array, low: float = 0.0, high: float = 0.0, cut: float = math
 
     The order of the additions is fixed. In tiles of 1024 values column j of 32 adds up the values j, j + 32, ... of the
     tile: by eight, and the four sums of eight, in the format of the values (float16 as float32), scaled by a power of
-    two so that squares are in range; the tiles in order, in float64; then the columns by halves, 16, 8, ..., 1. A sum
-    of float32 so has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) when roundings are random.
+    two so that squares are in range. In float64 the tiles of a stretch of 16 are added in order, stretch s on lane
+    s mod 64, on each lane in order; then the lanes by halves, 32, 16, ..., 1; then the columns by halves. A sum of
+    float32 so has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) when roundings are random.
     """
     thresholds = low, high, max(high, cut)
-    few = float(np.abs(values[:: max(1, values.size >> 10)]).max(initial=0))
-    found = _surveyed(values, thresholds, share, few) if few else None
+    return in_range(
+        lambda scaled_by: _surveyed(values, thresholds, share, scaled_by),
+        float(np.abs(values[:: max(1, values.size >> 10)]).max(initial=0)),
+        lambda: float(np.abs(values).max(initial=0)),
+    )
+
+
+def in_range(read: Callable[[float], Survey], few: float, largest: Callable[[], float]) -> Survey:
+    """Return a survey at a scale at which its squares are in range.
+
+    read: surveys, scaled by a magnitude. few: the largest of a few magnitudes; it will do, unless they are zeros or so
+    small that squares overflow. largest: finds the largest of all.
+    """
+    found = read(few) if few else None
     if found is None or not np.isfinite(found.columns[2]).all():
-        largest = float(np.abs(values).max(initial=0))  # the few were zeros, or so small that squares overflowed
-        found = _surveyed(values, thresholds, share, largest) if found is None or math.isfinite(largest) else found
+        most = largest()
+        found = read(most) if found is None or math.isfinite(most) else found
     return found
 
 
@@ -108,24 +123,48 @@ def sample(values: Array) -> Array | None:
     return taken
 
 
+class Limits(NamedTuple):
+    """What values are compared with, and scaled by, in the format that they are added in."""
+
+    wide: np.dtype[Any]
+    keys: Array  # a magnitude's bits, and the least keys above low, high and the cut
+    shift: Any  # the greatest number up to `high`
+    scale: Any  # a power of two
+
+
+def limits_of(dtype: np.dtype[Any], thresholds: tuple[float, float, float], scaled_by: float) -> Limits:
+    """Return the limits of a survey of values of a dtype, scaled by a magnitude."""
+    wide = np.promote_types(dtype, np.float32)
+    form = FORMATS[wide]
+    keys = np.array([form.mask, *(first_above(each, wide) for each in thresholds)], form.signed)
+    return Limits(wide, keys, (keys[2:3] - 1).view(wide)[0], _scale(scaled_by, wide))
+
+
 def _surveyed(values: Array, thresholds: tuple[float, float, float], share: float, scaled_by: float) -> Survey:
-    wide = np.promote_types(values.dtype, np.float32)
-    form, scale = FORMATS[wide], _scale(scaled_by, wide)
-    limits = np.array([form.mask, *(first_above(each, wide) for each in thresholds)], form.signed)
+    wide, limits, shift, scale = limits_of(values.dtype, thresholds, scaled_by)
+    signed = FORMATS[wide].signed
     limits[3] -= 1
-    shift = (limits[2:3] - 1).view(wide)[0]
-    state, sums = np.zeros(7 * _COLUMNS, wide), np.zeros(6 * _COLUMNS)
+    state, sums, counts = np.zeros(7 * _COLUMNS, wide), np.zeros((_LANES + 1) * 4 * _COLUMNS), np.zeros(2 * _COLUMNS)
     room = int(share * values.size) + 2 * _TILE
-    buffers, filled, first = _buffers(room, np.dtype(np.intp), form.signed, form.signed), np.zeros(3, np.int64), 0
-    scaling, marks = np.array([scale, shift * scale], wide), state.view(form.signed)
+    buffers, filled, first = _buffers(room, np.dtype(np.intp), signed, signed), np.zeros(3, np.int64), 0
+    scaling, marks = np.array([scale, shift * scale], wide), state.view(signed)
     for tiles in blocks(values, _TILE):
-        _survey(tiles.view(form.signed), first, limits, scaling, state, marks, sums, *buffers, filled)
+        _survey(tiles.view(signed), first, limits, scaling, state, marks, sums, counts, *buffers, filled)
         first += tiles.size
+    _close_stretch(sums, first // (_TILE * _STRETCH))
     count, held, full = filled.tolist()
     positions, found, between = buffers
-    columns, inside = _unscaled(sums, first, float(scale)), between[:held].view(wide).astype(np.float64)
-    found = found[:count].view(wide).astype(values.dtype, copy=False)
-    return Survey(columns, *thresholds, float(shift), inside, positions[:count], found, not full)
+    columns = unscaled(np.append(_folded_lanes(sums), counts), first, float(scale))
+    found, inside = found[:count].view(wide).astype(values.dtype, copy=False), between[:held].view(wide)
+    return Survey(columns, *thresholds, float(shift), inside.astype(np.float64), positions[:count], found, not full)
+
+
+def _folded_lanes(sums: Array) -> Array:
+    lanes = sums.reshape(-1, 4 * _COLUMNS)[:_LANES]
+    with np.errstate(over="ignore", invalid="ignore"):
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return np.asarray(lanes[0])
 
 
 def _buffers(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
@@ -135,7 +174,12 @@ def _buffers(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
     return [part.view(dtype) for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)]
 
 
-def _unscaled(sums: Array, length: int, scale: float) -> Array:
+def unscaled(sums: Array, length: int, scale: float) -> Array:
+    """Return the columns of a survey.
+
+    sums: for each column absolute, squares, excess and its squares, all scaled, nonzeros and what is not above `high`,
+    of `length` values with the zeros that fill up the last tile.
+    """
     absolute, squares, excess, excess_squares, nonzeros, not_above = sums.reshape(6, _COLUMNS)
     above = length // _COLUMNS - not_above
     with np.errstate(over="ignore"):
@@ -159,27 +203,39 @@ def _folded(columns: Array) -> list[float]:
 
 
 @jit
-def _survey(bits, first, limits, scaling, partial, marks, sums, positions, found, between, filled):  # type: ignore[no-untyped-def]
+def _survey(bits, first, limits, scaling, partial, marks, sums, counts, positions, found, between, filled):  # type: ignore[no-untyped-def]
     """Survey the tiles of `bits`; `first` is the position of the first value.
 
     limits: mask, the least keys above low and high, the greatest up to the cut. scaling: the scale, and the shift times
     it. partial and marks: one buffer of zeros, as floating point and as integers: four rows of sums, then two of counts
-    and one of hits. filled: how many values were found above the cut, and between, and whether there was no more room.
+    and one of hits. sums: those of the lanes, and of the present stretch. filled: how many values were found above the cut, and between, and whether there was no more room.
     """
     mask, low, high, cut, scale, shift = limits[0], limits[1], limits[2], limits[3], scaling[0], scaling[1]
     for i in range(bits.size // _TILE):
         tile = bits[_TILE * i : _TILE * (i + 1)]
         _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks)
         columns = np.uint64(_close_tile(partial, marks, sums))
+        number = np.uint64(first // _TILE + i)
+        if number % np.uint64(_STRETCH) == np.uint64(_STRETCH - 1):
+            _close_stretch(sums, number // np.uint64(_STRETCH))
         if columns != np.uint64(0):
             if max(filled[0], filled[1]) + _TILE > positions.size:
                 filled[2] = 1
             else:
                 hits = marks[6 * _COLUMNS :]
                 _write_down(tile, first + _TILE * i, limits, columns, hits, positions, found, between, filled)
-    for j in range(4 * _COLUMNS, 6 * _COLUMNS):
-        sums[j] += marks[j]
-        marks[j] = 0
+    for j in range(2 * _COLUMNS):
+        counts[j] += marks[j + 4 * _COLUMNS]
+        marks[j + 4 * _COLUMNS] = 0
+
+
+@jit
+def _close_stretch(sums, number):  # type: ignore[no-untyped-def]
+    """Add the sums of a stretch of tiles to those of its lane, and clear them."""
+    lane, stretch = np.uint64(number) % np.uint64(_LANES) * np.uint64(4 * _COLUMNS), np.uint64(_LANES * 4 * _COLUMNS)
+    for j in range(np.uint64(4 * _COLUMNS)):
+        sums[lane + j] += sums[stretch + j]
+        sums[stretch + j] = 0
 
 
 def _as_floating(key: Any) -> Any:
@@ -233,9 +289,10 @@ def _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks):  # type
 
 @jit
 def _close_tile(partial, marks, sums):  # type: ignore[no-untyped-def]
-    """Add the sums of a tile to those of all and clear them; return the set of the columns that have hits."""
-    for j in range(4 * _COLUMNS):
-        sums[j] += partial[j]
+    """Add the sums of a tile to those of its stretch, clear them, and return the set of the columns that have hits."""
+    stretch = np.uint64(_LANES * 4 * _COLUMNS)
+    for j in range(np.uint64(4 * _COLUMNS)):
+        sums[stretch + j] += partial[j]
         partial[j] = 0
     hits = marks[6 * _COLUMNS :]
     columns = np.uint32(0)

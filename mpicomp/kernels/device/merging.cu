@@ -1,0 +1,217 @@
+// Sums of sparse vectors, and what goes between sparse and dense ones. float16 is added in float32 and rounded once.
+#include "common.cuh"
+
+constexpr int STEPS = 8;  // of a merge, by one thread
+constexpr int ROUNDS = 4;  // of entries or words that a thread packs
+
+// How many of the first `diagonal` entries of a merge come from a; where both have an index, a's entry comes first.
+template <typename Index>
+__device__ inline i64 merge_path(const Index* a, i64 size_a, const Index* b, i64 size_b, i64 diagonal) {
+    i64 low = greater(diagonal - size_b, (i64)0), high = lesser(diagonal, size_a);
+    while (low < high) {
+        i64 middle = low + (high - low) / 2;
+        if (a[middle] <= b[diagonal - 1 - middle]) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+struct MergeShared {
+    Scan<1> scan;
+    i64 ends[2];
+};
+
+// Write the sum of two sparse vectors over the union of their supports; *total is how many entries it has. A block finds
+// where its stretch of the merge begins and ends in a and b, and its threads find theirs between.
+template <typename Index, typename Value>
+__device__ inline void merge(
+    const Index* a, const Value* values_a, i64 size_a, const Index* b, const Value* values_b, i64 size_b,
+    Index* indices, Value* values, u64* total, u64* ticket, u64* states, i64 tiles) {
+    SHARED(MergeShared, shared);
+    i64 first = take_tile(shared.scan, ticket) * THREADS * STEPS, end = lesser(first + THREADS * STEPS, size_a + size_b);
+    if (warp() < 2 && lane() == 0) shared.ends[warp()] = merge_path(a, size_a, b, size_b, warp() ? end : first);
+    __syncthreads();
+    i64 start_a = shared.ends[0], start_b = first - start_a, diagonal = lesser(first + threadIdx.x * STEPS, end);
+    i64 at_a = start_a + merge_path(a + start_a, shared.ends[1] - start_a, b + start_b,
+                                    end - shared.ends[1] - start_b, diagonal - first);
+    i64 at_b = diagonal - at_a;
+    Index index[STEPS];
+    typename Format<Value>::Wide sum[STEPS];
+    u32 kept = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        if (diagonal + i >= end) break;
+        if (at_a < size_a && (at_b >= size_b || a[at_a] <= b[at_b])) {
+            index[i] = a[at_a];
+            sum[i] = widened(values_a[at_a]);
+            if (at_b < size_b && b[at_b] == index[i]) sum[i] = sum[i] + widened(values_b[at_b]);
+            kept |= 1u << i;
+            ++at_a;
+        } else {
+            index[i] = b[at_b];
+            sum[i] = widened(values_b[at_b]);
+            if (!at_a || a[at_a - 1] != index[i]) kept |= 1u << i;
+            ++at_b;
+        }
+    }
+    u64 own = __popc(kept), through = warp_scan(own), counts[1] = {__shfl_sync(ALL, through, 31)};
+    scan_grid(shared.scan, counts, states, tiles, total);
+    u64 at = counts[0] + through - own;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i)
+        if (kept >> i & 1) {
+            indices[at] = index[i];
+            narrow(sum[i], values[at++]);
+        }
+}
+
+// Sums of many sparse vectors, one behind the other from `starts` on. Each entry finds its place in the order of all
+// (the vectors' order, where several have an index); the first one at an index adds up those of the vectors behind it.
+// sorted: indices by place; -1 where another vector's entry came first.
+template <typename Index, typename Value>
+__device__ inline void accumulate(
+    const Index* indices, const Value* values, const i64* starts, i64 parts, i64 size, Index* sorted,
+    typename Format<Value>::Wide* sums) {
+    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry >= size) return;
+    i64 own = lower_bound(starts, 0, parts + 1, entry + 1) - 1, place = entry - starts[own];
+    Index index = indices[entry];
+    typename Format<Value>::Wide sum = widened(values[entry]);
+    bool first = true;
+    for (i64 p = 0; p < parts; ++p) {
+        if (p == own) continue;
+        i64 start = starts[p], at = lower_bound(indices, start, starts[p + 1], index);
+        bool same = at < starts[p + 1] && indices[at] == index;
+        place += at - start + (same && p < own);
+        first = first && !(same && p < own);
+        if (same && p > own) sum = sum + widened(values[at]);
+    }
+    sorted[place] = first ? index : (Index)-1;
+    sums[place] = sum;
+}
+
+// Keep the entries whose index is not negative, in order; round sums to the format of the values.
+template <typename Index, typename Value>
+__device__ inline void pack(
+    const Index* sorted, const typename Format<Value>::Wide* sums, i64 size, Index* indices, Value* values, u64* total,
+    u64* ticket, u64* states, i64 tiles) {
+    SHARED(Scan<1>, scan);
+    i64 first = take_tile(scan, ticket) * THREADS * ROUNDS + warp() * 32 * ROUNDS;
+    Index index[ROUNDS];
+    u64 counts[1] = {0};
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        i64 at = first + r * 32 + lane();
+        index[r] = at < size ? sorted[at] : (Index)-1;
+        counts[0] += __popc(__ballot_sync(ALL, index[r] >= 0));
+    }
+    scan_grid(scan, counts, states, tiles, total);
+    u64 place = counts[0];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        u32 kept = __ballot_sync(ALL, index[r] >= 0);
+        if (index[r] >= 0) {
+            u64 at = place + __popc(kept & ((1u << lane()) - 1));
+            indices[at] = index[r];
+            narrow(sums[first + r * 32 + lane()], values[at]);
+        }
+        place += __popc(kept);
+    }
+}
+
+// Part entries into those at `positions`, which increase, and the others.
+template <typename Index, typename Key>
+__device__ inline void divide(
+    const Index* indices, const Key* values, i64 size, const i64* positions, i64 chosen, Index* indices_a,
+    Key* values_a, Index* indices_b, Key* values_b) {
+    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry >= size) return;
+    i64 before = lower_bound(positions, 0, chosen, entry), other = entry - before;
+    if (before < chosen && positions[before] == entry) {
+        indices_a[before] = indices[entry];
+        values_a[before] = values[entry];
+    } else if (other < size - chosen) {
+        indices_b[other] = indices[entry];
+        values_b[other] = values[entry];
+    }
+}
+
+template <typename Index, typename Key>
+__device__ inline void gather(const Key* dense, const Index* indices, i64 size, Key* out) {
+    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry < size) out[entry] = dense[indices[entry]];
+}
+
+
+// Add to dense[indices], which are unique; the sum is rounded once to the format of `dense`.
+template <typename Dense, typename Index, typename Value>
+__device__ inline void scatter_add(Dense* dense, const Index* indices, const Value* values, i64 size) {
+    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry < size) {
+        Dense& place = dense[indices[entry]];
+        narrow(widened(place) + widened(values[entry]), place);
+    }
+}
+
+// Lower *position to the first place where indices leave [0, length) or do not increase.
+template <typename Index>
+__device__ inline void first_disorder(const Index* indices, i64 size, i64 length, u64* position) {
+    i64 stride = (i64)gridDim.x * THREADS;
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += stride) {
+        i64 previous = i ? (i64)indices[i - 1] : -1;
+        if (indices[i] <= previous || indices[i] >= length) {
+            atomicMin(position, (u64)i);
+            return;
+        }
+    }
+}
+
+#define MERGING(index, Index)                                                                                     \
+    FOR_INDEX_AND_VALUE(index, Index, f2, Half)                                                                     \
+    FOR_INDEX_AND_VALUE(index, Index, f4, float)                                                                    \
+    FOR_INDEX_AND_VALUE(index, Index, f8, double)                                                                   \
+    FOR_INDEX_AND_KEY(index, Index, u2, u16)                                                                        \
+    FOR_INDEX_AND_KEY(index, Index, u4, u32)                                                                        \
+    FOR_INDEX_AND_KEY(index, Index, u8, u64)                                                                        \
+    KERNEL first_disorder_##index(const Index* indices, i64 size, i64 length, u64* position) {                      \
+        first_disorder(indices, size, length, position);                                                            \
+    }
+
+#define FOR_INDEX_AND_VALUE(index, Index, value, Value)                                                             \
+    KERNEL merge_##index##_##value(                                                                                 \
+        const Index* a, const Value* values_a, i64 size_a, const Index* b, const Value* values_b, i64 size_b,       \
+        Index* indices, Value* values, u64* total, u64* ticket, u64* states, i64 tiles) {                           \
+        merge(a, values_a, size_a, b, values_b, size_b, indices, values, total, ticket, states, tiles);             \
+    }                                                                                                               \
+    KERNEL accumulate_##index##_##value(                                                                            \
+        const Index* indices, const Value* values, const i64* starts, i64 parts, i64 size, Index* sorted,           \
+        Format<Value>::Wide* sums) {                                                                                \
+        accumulate(indices, values, starts, parts, size, sorted, sums);                                             \
+    }                                                                                                               \
+    KERNEL pack_##index##_##value(                                                                                  \
+        const Index* sorted, const Format<Value>::Wide* sums, i64 size, Index* indices, Value* values, u64* total,  \
+        u64* ticket, u64* states, i64 tiles) {                                                                      \
+        pack(sorted, sums, size, indices, values, total, ticket, states, tiles);                                    \
+    }                                                                                                               \
+    SCATTER_ADD(index, Index, value, Value, f2, Half)                                                               \
+    SCATTER_ADD(index, Index, value, Value, f4, float)                                                              \
+    SCATTER_ADD(index, Index, value, Value, f8, double)
+
+#define SCATTER_ADD(index, Index, value, Value, dense_dtype, Dense)                                                 \
+    KERNEL scatter_add_##dense_dtype##_##index##_##value(                                                           \
+        Dense* dense, const Index* indices, const Value* values, i64 size) {                                        \
+        scatter_add(dense, indices, values, size);                                                                  \
+    }
+
+#define FOR_INDEX_AND_KEY(index, Index, key, Key)                                                                   \
+    KERNEL divide_##index##_##key(                                                                                  \
+        const Index* indices, const Key* values, i64 size, const i64* positions, i64 chosen, Index* indices_a,      \
+        Key* values_a, Index* indices_b, Key* values_b) {                                                           \
+        divide(indices, values, size, positions, chosen, indices_a, values_a, indices_b, values_b);                 \
+    }                                                                                                               \
+    KERNEL gather_##index##_##key(const Key* dense, const Index* indices, i64 size, Key* out) {                     \
+        gather(dense, indices, size, out);                                                                          \
+    }
+
+MERGING(i4, i32)
+MERGING(i8, i64)

@@ -1,0 +1,117 @@
+"""Sums of sparse vectors, and what goes between sparse and dense ones; every sum in the order of the host's.
+
+Source of the merge: O. Green, R. McColl and D. A. Bader, "GPU merge path", ICS 2012.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.host.bits import FORMATS
+
+_MERGED = 8 * THREADS  # entries that a block merges
+_PACKED = 4 * THREADS
+
+
+def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
+    """Return the sum of two sparse vectors as (indices, values), as `mpicomp.kernels.host.merge` does."""
+    room = indices_a.size + indices_b.size
+    if values_a.ndim > 1 or not room:
+        return accumulate([indices_a, indices_b], [values_a, values_b], 0)
+    indices, values = cupy.empty(room, indices_a.dtype), cupy.empty(room, values_a.dtype)
+    tiles = in_tiles(room, _MERGED)
+    total, ticket, states = zeros(1, 1, tiles)
+    pair = indices_a, values_a, indices_a.size, indices_b, values_b, indices_b.size
+    dtypes = [indices_a.dtype, values_a.dtype]
+    launch("merge", dtypes, tiles, *pair, indices, values, total, ticket, states, tiles)
+    count = int(total.get()[0])
+    return indices[:count], values[:count]
+
+
+def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
+    """Return the sum of one or more sparse vectors, as `mpicomp.kernels.host.accumulate` does: in rank order."""
+    if not sum(each.size for each in indices):
+        return indices[0], values[0]
+    together = cupy.concatenate(list(indices))
+    if values[0].ndim > 1:
+        union, _ = _added(indices, together, cupy.zeros(together.size, np.float32))
+        return union, _added_rows(union, indices, values)
+    return _added(indices, together, cupy.concatenate(list(values)))
+
+
+def divide(indices: Array, values: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
+    """Return (indices, values) of the entries at `positions` (int64, increasing), and of the other entries."""
+    if values.ndim > 1:
+        kept, _, rest, places = divide(indices, cupy.arange(indices.size), positions)
+        return kept, values[positions], rest, values[places]
+    keys = values.view(_key_dtype(values.dtype))
+    sizes = positions.size, indices.size - positions.size
+    one, other = ((cupy.empty(size, indices.dtype), cupy.empty(size, keys.dtype)) for size in sizes)
+    if indices.size:
+        args = indices, keys, indices.size, positions, positions.size, *one, *other
+        launch("divide", [indices.dtype, keys.dtype], in_tiles(indices.size, THREADS), *args)
+    return one[0], one[1].view(values.dtype), other[0], other[1].view(values.dtype)
+
+
+def gather(dense: Array, indices: Array) -> Array:
+    """Return ``dense[indices]`` of a 1-d `dense`; the indices (int32 or int64) must be in range."""
+    keys = dense.view(FORMATS[dense.dtype].keys)
+    out = cupy.empty(indices.size, keys.dtype)
+    if indices.size:
+        blocks = in_tiles(indices.size, THREADS)
+        launch("gather", [indices.dtype, keys.dtype], blocks, keys, indices, indices.size, out)
+    return out.view(dense.dtype)
+
+
+def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
+
+    The sum is rounded once to the dtype of `dense`, whatever that of the values.
+    """
+    if values.ndim > 1:
+        wide = np.promote_types(dense.dtype, np.float32)
+        dense[indices] = (dense[indices].astype(wide) + values).astype(dense.dtype)
+    elif indices.size:
+        dtypes = [dense.dtype, indices.dtype, values.dtype]
+        launch("scatter_add", dtypes, in_tiles(indices.size, THREADS), dense, indices, values, indices.size)
+
+
+def first_disorder(indices: Array, length: int) -> int:
+    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
+    position = cupy.full(1, -1, np.int64)
+    if indices.size:
+        blocks = min(MOST_BLOCKS, in_tiles(indices.size, THREADS))
+        launch("first_disorder", [indices.dtype], blocks, indices, indices.size, length, position)
+    return int(position.get()[0])
+
+
+def _key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def _added(indices: Sequence[Array], together: Array, values: Array) -> tuple[Array, Array]:
+    """Return the sum of vectors whose entries lie one vector behind the other in `together` and `values`."""
+    size, dtypes = together.size, [together.dtype, values.dtype]
+    starts = cupy.asarray(np.cumsum([0, *(each.size for each in indices)]))
+    order, sums = cupy.full(size, -1, together.dtype), cupy.empty(size, np.promote_types(values.dtype, np.float32))
+    blocks = in_tiles(size, THREADS)
+    launch("accumulate", dtypes, blocks, together, values, starts, len(indices), size, order, sums)
+    union, total, tiles = cupy.empty(size, together.dtype), cupy.empty(size, values.dtype), in_tiles(size, _PACKED)
+    count, ticket, states = zeros(1, 1, tiles)
+    launch("pack", dtypes, tiles, order, sums, size, union, total, count, ticket, states, tiles)
+    entries = int(count.get()[0])
+    return union[:entries], total[:entries]
+
+
+def _added_rows(union: Array, indices: Sequence[Array], values: Sequence[Array]) -> Array:
+    """Return the sums of rows at the indices of a union; those of one vector are unique, so the order is the ranks'."""
+    shape = union.size, *values[0].shape[1:]
+    sums = cupy.full(shape, -0.0, np.promote_types(values[0].dtype, np.float32))  # -0.0 + x is x, for -0.0 as well
+    for where, what in zip(indices, values, strict=True):
+        if what.size:
+            places = cupy.searchsorted(union, where)
+            sums[places] = sums[places] + what
+    return sums.astype(values[0].dtype, copy=False)
