@@ -1,10 +1,11 @@
 """CuPy for the tests: the real one where there is a device, else the stand-in; and arrays there and back.
 
-With the stand-in a kernel runs in one of two ways. ``emulated`` is the CUDA source itself, executed as host C++: slow.
-``host`` is the host's kernel on the hidden memory: enough where a test is about where arrays go, not what kernels do.
+The stand-in runs the CUDA source itself, as host C++ (tests/cuda): what the tests say of kernels, they say of those.
 """
 
+import hashlib
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from mpicomp import SparseVector
 
-_STAND_IN = Path(__file__).parent / "fake_cupy"
-_KERNELS = "mpicomp.kernels.device"
+_TESTS = Path(__file__).parent
+KERNELS = _TESTS.parent / "mpicomp" / "kernels" / "device"
+EVIDENCE = _TESTS.parent / "docs" / "gpu_evidence"
 
 
 def real_cupy():
@@ -25,28 +27,36 @@ def real_cupy():
     return cupy if not hasattr(cupy, "FAKE") and cupy.cuda.is_available() else None
 
 
-def cupy_for_tests(kernels="host"):
-    """Return CuPy, or the stand-in with its kernels run as `kernels` says."""
+def cupy_for_tests():
+    """Return CuPy, or the stand-in."""
     cupy = real_cupy()
-    if cupy is not None:
-        return cupy
-    if not hasattr(sys.modules.get("cupy"), "FAKE"):
+    if cupy is None and not hasattr(sys.modules.get("cupy"), "FAKE"):
         for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
             del sys.modules[name]
-        sys.path.insert(0, str(_STAND_IN))
-    use_kernels(kernels)
-    return importlib.import_module("cupy")
+        sys.path.insert(0, str(_TESTS / "fake_cupy"))
+    return cupy or importlib.import_module("cupy")
 
 
-def use_kernels(which):
-    """Say how the stand-in runs kernels from here on: "host" or "emulated"."""
-    package = importlib.import_module("mpicomp.kernels")
-    for name in [name for name in sys.modules if name == _KERNELS or name.startswith(f"{_KERNELS}.")]:
-        del sys.modules[name]
-    if hasattr(package, "device"):
-        del package.device
-    if which == "host":
-        sys.modules[_KERNELS] = importlib.import_module("host_kernels")
+def kernel_hash():
+    """Return what tells one state of the CUDA source from another."""
+    digest = hashlib.sha256()
+    for path in sorted(KERNELS.glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def layers():
+    """Return what is to be said at the end of a run: on which of the four layers the device path was tested."""
+    here = f"CUDA source {kernel_hash()}"
+    if real_cupy() is not None:
+        return f"device path: {here} ran on a GPU"
+    said = f"device path: layers 1 to 3 (NumPy's arrays; {here} executed as host C++; arrays that MPI would die of). "
+    runs = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("*.json"))]
+    if not runs:
+        return said + "Layer 4, a GPU, did not run here, and never has"
+    last = max(runs, key=lambda run: run["date"])
+    same = "this source" if last["kernels"] == kernel_hash() else f"ANOTHER source, {last['kernels']}"
+    return said + f"Layer 4 did not run here; last on {last['device']} at commit {last['commit']}, with {same}"
 
 
 def there(vector, cupy):
