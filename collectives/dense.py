@@ -76,4 +76,4 @@ def begin_reduction(
         yield (reduction,)
         return back(reduction.total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape))
 
-    return begin(operation, {"mpi": mpi}, brings, comm, "auto", prepare=copied, **terms)
+    return begin(operation, {"mpi": mpi}, brings, comm, "auto", prepare=copied, sums=copies, **terms)
