@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.failure import is_failure
+from collectives.failure import found, is_failure
 from collectives.tuning import agreed_tuner
 from mpicomp import checking
-from mpicomp.errors import CollectiveError, CollectiveTimeoutError
+from mpicomp.errors import CollectiveError, CollectiveTimeoutError, RankFailedError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -276,10 +276,17 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
         raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
 
     def make() -> Endpoint:
-        duplicate, request = comm.Idup()
-        wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
+        duplicate = comm  # until there is one
         try:
+            duplicate, request = comm.Idup()
+            wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
             return Endpoint(comm, duplicate)
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            for each in (comm, duplicate):  # others may wait in either
+                said = found(each, "the first call on a communicator was interrupted")
+            raise RankFailedError(said) from None
         except ValueError:  # on all ranks: the profile that they were to agree on
             duplicate.Free()
             raise
