@@ -32,7 +32,7 @@ def sound_message(rng):
     own = [
         number for number, form in enumerate(VALUE_FORMATS) if form.dtype == vector.dtype and form.fits(values.ravel())
     ]
-    sizes = [form.nbytes(vector.indices) for form in INDEX_FORMATS]
+    sizes = [form.nbytes(vector) for form in INDEX_FORMATS]
     small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
     coding = Coding(int(rng.choice(small or [plain(vector).indices])), int(rng.choice(own)))
     return encode(vector, coding=coding).copy()
