@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-SCHEDULES = "round_robin", "reversed", "warp_eager", "last_warp_eager", "random:1", "random:2"
+SCHEDULES = "round_robin", "reversed", "warp_eager", "last_warp_eager", "random:1", "starving:1"
 VARIABLE = "MPICOMP_CUDA_SCHEDULE"
 
 _HEADER = Path(__file__).with_name("emulation.h")

@@ -1,8 +1,8 @@
 """The same hot loops on CuPy arrays: CUDA C++ beside this file, compiled at its first use.
 
 The public functions are those of :mod:`mpicomp.kernels.host`, with the same results to the last bit; only the bits of a
-NaN that a sum gives are the processor's. They take and return contiguous CuPy arrays, and work on the current device and
-stream. Importing this package imports CuPy.
+NaN that a sum gives are the processor's. They take and return contiguous CuPy arrays, and work on the current device
+and stream. Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
 ``selection``   the largest magnitudes, and what is above a threshold
