@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TextIO
 
+from collectives import cuda_aware
+
 # Where launchers say how many ranks they started, the innermost one first: inside a batch job Open MPI's mpirun starts
 # its daemons through srun, and the ranks see both. A launcher of another MPI starts ranks that each believe they are
 # alone ("P singletons"): the job runs P times, and succeeds.
@@ -31,7 +33,22 @@ def facts(library: str, size: int, hosts: int) -> dict[str, str]:
     found = {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
     first_line = library.strip("\0 \n").splitlines()[0].partition(",")[0]
     ranks = f"{size} on {hosts} host{'s' if hosts > 1 else ''}"
-    return {"python": platform.python_version(), **found, "MPI": first_line, "ranks": ranks, "arrays": "host memory"}
+    return {"python": platform.python_version(), **found, "MPI": first_line, "ranks": ranks, **device()}
+
+
+def device() -> dict[str, str]:
+    """Return where arrays may live, and how those of a device travel, with the reasons."""
+    try:
+        import cupy
+
+        seen = "main memory, a CUDA device" if cupy.cuda.is_available() else "main memory (CuPy sees no device)"
+    except ImportError:
+        seen = "main memory (CuPy is not installed)"
+    try:
+        direct, why = cuda_aware.verdict(os.environ)
+    except ValueError as error:
+        return {"arrays": seen, "device": f"no way: {error}"}
+    return {"arrays": seen, "device": f"{'direct' if direct else 'staged through pinned memory'}: {why}"}
 
 
 def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:

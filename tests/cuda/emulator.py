@@ -4,6 +4,7 @@ A program is compiled once: the shared object is cached by a hash of everything 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -80,7 +81,10 @@ class Program:
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{digest.hexdigest()[:32]}.so"
         if not path.exists():
-            self._compile(path)
+            with path.with_suffix(".lock").open("w") as lock:  # one process compiles, the others wait
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    self._compile(path)
         return path
 
     def _compile(self, path: Path) -> None:
@@ -91,7 +95,7 @@ class Program:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if done.returncode:
                 raise EmulationError(f"{' '.join(command)}\n{done.stderr}")
-            built.rename(path)  # whole or not at all, where several processes compile the same
+            built.rename(path)  # whole or not at all
 
 
 def compiler() -> str:

@@ -17,4 +17,5 @@ from cupy._functions import *  # noqa: F403
 from cupy._module import RawModule
 
 __version__ = "0.fake"
+FAKE = True
 __all__ = ["RawModule", "cuda", "ndarray", "random", *_functions.__all__]

@@ -54,6 +54,8 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What others go by, MPI for one, which knows nothing of streams: all that was started must be done."""
+        assert not get_current_stream().busy, "the stream was not synchronised before the array was handed out"
         strides = None if self._hidden.flags.c_contiguous else self.strides
         return {
             "shape": self.shape,

@@ -14,8 +14,9 @@ _COMPUTING = (
     "concatenate copysign cumsum diff divide divmod dot empty_like equal exp flatnonzero floor floor_divide frexp "
     "full_like greater invert isfinite isinf isnan less log log2 logical_and logical_not logical_or max maximum mean "
     "min minimum multiply negative nonzero not_equal ones_like packbits prod ravel repeat reshape right_shift "
-    "searchsorted sign signbit sort split sqrt square stack subtract sum take tile true_divide unique unpackbits vdot "
-    "vstack hstack where zeros_like moveaxis count_nonzero left_shift bitwise_or bitwise_xor array_split roll"
+    "searchsorted sign signbit sort split sqrt square stack subtract sum partition take tile unique unpackbits "
+    "true_divide vdot vstack hstack where zeros_like moveaxis count_nonzero left_shift bitwise_or bitwise_xor "
+    "array_split roll"
 ).split()
 _REFUSED = {
     "repeat": lambda args, how: isinstance(args[1] if len(args) > 1 else how["repeats"], ndarray | np.ndarray),

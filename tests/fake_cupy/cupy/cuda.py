@@ -1,6 +1,8 @@
 """Streams, events and pinned memory; see the package."""
 
 import ctypes
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,11 +95,25 @@ class Device:
 
 
 def alloc_pinned_memory(nbytes: int) -> Any:
-    """Return memory that the device copies to and from by itself: it speaks the buffer protocol, and has `ptr`."""
-    buffer = (ctypes.c_uint8 * max(nbytes, 1))()
-    ctypes.memset(buffer, POISON, max(nbytes, 1))
-    buffer.ptr = ctypes.addressof(buffer)  # type: ignore[attr-defined]
+    """Return memory that the device copies to and from by itself: it speaks the buffer protocol, and has `ptr`.
+
+    Let go, it is handed out again at once, as by CuPy's pool: whoever still copies from it finds poison.
+    """
+    size = max(nbytes, 1)
+    room = _pool[size].pop() if _pool[size] else (ctypes.c_uint8 * size)()
+    ctypes.memset(room, POISON, size)
+    buffer = (ctypes.c_uint8 * size).from_address(ctypes.addressof(room))
+    buffer.ptr = ctypes.addressof(room)  # type: ignore[attr-defined]
+    weakref.finalize(buffer, _release, size, room)
     return buffer
+
+
+def _release(size: int, room: Any) -> None:
+    ctypes.memset(room, POISON, size)
+    _pool[size].append(room)
+
+
+_pool: defaultdict[int, list[Any]] = defaultdict(list)
 
 
 class MemoryPointer:

@@ -1,0 +1,164 @@
+"""Collectives on arrays of a device: what MPI gets, and that the bits are those of the host.
+
+Without a GPU the device is the stand-in's: MPI would die of one of its pointers, and what was not waited for is poison.
+"""
+
+import numpy as np
+import pytest
+from cases import LENGTH, bring
+from devices import assert_same, back, cupy_for_tests, there
+from mpi4py import MPI
+
+import collectives
+from collectives import (
+    SupportPlan,
+    aligned_allreduce,
+    dense_allreduce,
+    gtopk_allreduce,
+    gtopk_iallreduce,
+    messages,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
+from mpicomp import CollectiveError, SparseVector
+from mpicomp.codec import CODECS
+
+SUMS = "auto", "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", "node_leaders"
+SOME = "random", "empty", "one_holds_all", "unequal"
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return cupy_for_tests()
+
+
+@pytest.mark.parametrize("pattern", SOME)
+@pytest.mark.parametrize("algorithm", SUMS)
+def test_allreduce(comm, cupy, algorithm, pattern):
+    mine = bring(pattern, comm.rank, comm.size)
+    total = sparse_allreduce(there(mine, cupy), comm, algorithm=algorithm)
+    assert_same(total, sparse_allreduce(mine, comm, algorithm=algorithm))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_codecs_and_dtypes(comm, cupy, codec, dtype):
+    mine = bring("unequal", comm.rank, comm.size, dtype)
+    total = sparse_allreduce(there(mine, cupy), comm, codec=codec, partition="hashed")
+    assert_same(total, sparse_allreduce(mine, comm, partition="hashed"))
+
+
+@pytest.mark.parametrize("pattern", SOME)
+@pytest.mark.parametrize("algorithm", ["recursive_doubling", "tree", "exact"])
+def test_gtopk(comm, cupy, algorithm, pattern):
+    mine = bring(pattern, comm.rank, comm.size)
+    results = gtopk_allreduce(there(mine, cupy), comm, 20, algorithm=algorithm)
+    for result, expected in zip(results, gtopk_allreduce(mine, comm, 20, algorithm=algorithm), strict=True):
+        assert_same(result, expected)
+
+
+def test_the_others(comm, cupy):
+    mine = bring("random", comm.rank, comm.size)
+    for part, expected in zip(sparse_allgather(there(mine, cupy), comm), sparse_allgather(mine, comm), strict=True):
+        assert_same(part, expected)
+    assert_same(sparse_reduce_scatter(there(mine, cupy), comm), sparse_reduce_scatter(mine, comm))
+    total, expected = sparse_reduce(there(mine, cupy), comm, root=0), sparse_reduce(mine, comm, root=0)
+    assert (total is None) == (comm.rank > 0)
+    if comm.rank == 0:
+        assert_same(total, expected)
+    assert_same(sparse_bcast(there(mine, cupy), comm, root=comm.size - 1), sparse_bcast(mine, comm, comm.size - 1))
+
+
+def test_rows_and_votes(comm, cupy):
+    mine = bring("random", comm.rank, comm.size)
+    rows = SparseVector(mine.indices, np.stack([mine.values, -mine.values], axis=1), mine.length)
+    assert_same(sparse_allreduce(there(rows, cupy), comm), sparse_allreduce(rows, comm))
+    total, votes = sparse_allreduce(there(mine, cupy), comm, votes=True)
+    expected, expected_votes = sparse_allreduce(mine, comm, votes=True)
+    assert_same(total, expected)
+    np.testing.assert_array_equal(votes.get(), expected_votes)
+
+
+def test_plans(comm, cupy):
+    mine = bring("same_support", comm.rank, comm.size)
+    plan = SupportPlan.union(there(mine, cupy), comm)
+    values = cupy.asarray(mine.values)
+    np.testing.assert_array_equal(plan.allreduce(values).get(), SupportPlan.union(mine, comm).allreduce(mine.values))
+    assert_same(aligned_allreduce(there(mine, cupy), comm), aligned_allreduce(mine, comm))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_dense(comm, cupy, dtype):
+    mine = np.arange(60, dtype=dtype).reshape(3, 20) * (comm.rank + 1)
+    total = dense_allreduce(cupy.asarray(mine), comm)
+    np.testing.assert_array_equal(total.get(), dense_allreduce(mine, comm))
+    assert total.dtype == dtype
+
+
+def test_some_ranks_on_a_device_and_some_not(comm, cupy):
+    mine = bring("random", comm.rank, comm.size)
+    brings = there(mine, cupy) if comm.rank % 2 else mine
+    total, expected = sparse_allreduce(brings, comm), sparse_allreduce(mine, comm)
+    if comm.rank % 2:
+        total = back(total)
+    assert total.values.tobytes() == expected.values.tobytes()
+
+
+@pytest.mark.parametrize("start", [sparse_iallreduce, gtopk_iallreduce])
+def test_several_in_flight(comm, cupy, start):
+    mine = [bring(pattern, comm.rank, comm.size) for pattern in ("random", "ties", "unequal")]
+    requests = [start(there(vector, cupy), comm) for vector in mine]
+    for request, vector in reversed(list(zip(requests, mine, strict=True))):
+        result, expected = request.wait(), start(vector, comm).wait()
+        assert_same(*(pair[0] if isinstance(pair, tuple) else pair for pair in (result, expected)))
+
+
+@pytest.mark.parametrize("pieces", [64, 192])
+def test_a_long_message_comes_in_pieces(comm, cupy, pieces, monkeypatch):
+    monkeypatch.setattr(messages, "PIECE", pieces)
+    mine = bring("one_holds_all", comm.rank, comm.size)
+    before = collectives.traffic(comm)
+    assert_same(sparse_allreduce(there(mine, cupy), comm), sparse_allreduce(mine, comm))
+    requests = [sparse_iallreduce(there(mine, cupy), comm, algorithm=name) for name in SUMS[1:3]]
+    total = sparse_allreduce(mine, comm)
+    for request in requests:
+        assert_same(request.wait(), total)
+    assert comm.size == 1 or collectives.traffic(comm).messages > before.messages
+
+
+@pytest.mark.at_least(2)
+def test_a_bad_vector_on_one_rank(comm, cupy):
+    mine = bring("random", comm.rank, comm.size)
+    bad = SparseVector(mine.indices, np.where(mine.indices == mine.indices[3], np.nan, mine.values), LENGTH)
+    brings = there(bad if comm.rank == 1 else mine, cupy)
+    for call in (sparse_allreduce, gtopk_allreduce):
+        with pytest.raises(ValueError if comm.rank == 1 else CollectiveError, match=r"values\[3\] is nan"):
+            call(brings, comm)
+
+
+@pytest.mark.at_least(2)
+def test_lengths_that_differ(comm, cupy):
+    mine = SparseVector(cupy.arange(3, dtype=np.int32), cupy.ones(3, np.float32), 9 + (comm.rank == 0))
+    with pytest.raises(CollectiveError, match="length must be the same on all ranks, got 10 on rank 0; 9 on"):
+        sparse_allreduce(mine, comm)
+
+
+@pytest.mark.parametrize("setting", ["1", "yes"])
+def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, setting, monkeypatch):
+    if MPI.COMM_WORLD.size and collectives.cuda_aware.query():
+        pytest.skip("this MPI is CUDA-aware")
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)
+    fresh = comm.Dup()
+    words = "MPICOMP_CUDA_AWARE is .* expected 1, 0" if setting == "yes" else "says that it is not CUDA-aware"
+    with pytest.raises(
+        ValueError, match=words if comm.rank == comm.size - 1 else "another rank has a bad MPICOMP_CUDA"
+    ):
+        sparse_allreduce(bring("random", comm.rank, comm.size), fresh)
+    monkeypatch.delenv("MPICOMP_CUDA_AWARE", raising=False)
+    assert sparse_allreduce(bring("random", comm.rank, comm.size), fresh).nnz
+    fresh.Free()

@@ -1,0 +1,128 @@
+"""GradientExchange on a device: the bits of the host, and the residual as it was where a step fails."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from devices import cupy_for_tests
+
+from collectives import (
+    SupportPlan,
+    aligned_allreduce,
+    dense_allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+)
+from mpicomp import (
+    EF21,
+    AggregationAware,
+    CollectiveError,
+    CyclicLeader,
+    ErrorFeedback,
+    GradientExchange,
+    MomentumCorrection,
+    Quantised,
+    RandomK,
+    SIDCo,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
+
+WAYS = {
+    "top-k, gTop-k": lambda comm: (TopK(k=40), ErrorFeedback(), gtopk_allreduce, {}),
+    "top-k, exact gTop-k": lambda comm: (
+        TopK(k=40),
+        MomentumCorrection(0.9, clip=5.0, ranks=comm.size),
+        partial(gtopk_allreduce, algorithm="exact"),
+        {},
+    ),
+    "SIDCo, allreduce": lambda comm: (SIDCo(0.05), EF21(0.5), sparse_allreduce, {}),
+    "votes": lambda comm: (
+        AggregationAware(k=40, metric="votes"),
+        ErrorFeedback(),
+        partial(sparse_allreduce, votes=True),
+        {},
+    ),
+    "allgather": lambda comm: (Quantised(TopK(k=40), "sign"), ErrorFeedback(), sparse_allgather, {}),
+    "leader": lambda comm: (CyclicLeader(comm, SupportPlan, k=40), ErrorFeedback(), aligned_allreduce, {}),
+    "random": lambda comm: (RandomK(k=40, aligned=True), ErrorFeedback(), aligned_allreduce, {}),
+    "two-way, step-ahead": lambda comm: (
+        TopK(k=40),
+        StepAhead(0.1, 0.9, averaging_period=2),
+        sparse_iallreduce,
+        {"dense": dense_allreduce, "downlink": TwoWay(TopK(k=20))},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return cupy_for_tests()
+
+
+def made(way, comm):
+    compressor, feedback, collective, more = WAYS[way](comm)
+    return GradientExchange(comm, compressor, feedback, collective, **more)
+
+
+def gradient(comm, step, size=800):
+    return np.random.default_rng([comm.rank, step]).laplace(size=size).astype(np.float32)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bits_are_those_of_the_host(comm, cupy, way):
+    here, on_it = made(way, comm), made(way, comm)
+    for step in range(4):
+        mine = gradient(comm, step).reshape(20, 40)
+        expected, mean = here(mine), on_it(cupy.asarray(mine))
+        assert (mean.shape, mean.dtype) == (mine.shape, mine.dtype)
+        assert mean.get().tobytes() == expected.tobytes()
+    assert {name: array.tobytes() for name, array in on_it.state_dict().items()} == {
+        name: array.tobytes() for name, array in here.state_dict().items()
+    }
+
+
+def test_named_tensors(comm, cupy):
+    sizes = {"w": 900, "v": 700, "b": 12, "c": 9}
+    exchanges = [
+        GradientExchange(
+            comm, TopK(0.05), ErrorFeedback(), sparse_iallreduce, dense=dense_allreduce, small=64, bucket_nbytes=3000
+        )
+        for _ in range(2)
+    ]
+    for step in range(3):
+        mine = {name: gradient(comm, step, size) for name, size in sizes.items()}
+        expected = exchanges[0](mine)
+        means = exchanges[1]({name: cupy.asarray(array) for name, array in mine.items()})
+        for name in sizes:
+            assert means[name].get().tobytes() == expected[name].tobytes()
+
+
+def test_a_list_of_which_some_are_on_a_device(comm, cupy):
+    exchange = made("top-k, gTop-k", comm)
+    mixed = [cupy.ones(5, np.float32), np.ones(5, np.float32)]
+    with pytest.raises(TypeError, match="some are on a device"):
+        exchange(mixed)
+
+
+@pytest.mark.at_least(2)
+def test_a_step_that_fails_leaves_the_residual(comm, cupy):
+    exchange = made("top-k, gTop-k", comm)
+    exchange(cupy.asarray(gradient(comm, 0)))
+    before = exchange.state_dict()
+    bad = gradient(comm, 1)
+    bad[7] = np.nan if comm.rank == 1 else bad[7]
+    with pytest.raises(ValueError if comm.rank == 1 else CollectiveError, match=r"values\[7\] is nan"):
+        exchange(cupy.asarray(bad))
+    after = exchange.state_dict()
+    assert all(after[name].tobytes() == before[name].tobytes() for name in before)
+
+
+def test_taken_up_again_where_the_host_left_off(comm, cupy):
+    here, on_it = made("votes", comm), made("votes", comm)
+    here(gradient(comm, 0))
+    on_it.load_state_dict(here.state_dict())
+    assert on_it(cupy.asarray(gradient(comm, 1))).get().tobytes() == here(gradient(comm, 1)).tobytes()

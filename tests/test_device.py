@@ -1,0 +1,150 @@
+"""What one rank does to a gradient on a device: the same bits as on the host. Without a GPU it is the stand-in's."""
+
+import numpy as np
+import pytest
+from devices import assert_same, back, cupy_for_tests, real_cupy, there
+from test_every_compressor import EVERY, compress
+
+from mpicomp import EF21, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK, TwoWay
+from mpicomp.arrays import like, to_array
+from mpicomp.codec import CODECS, decode, encode
+from mpicomp.vector import add_up, join, merge, top_k
+
+FEEDBACKS = {
+    "none": NoFeedback,
+    "residual": ErrorFeedback,
+    "momentum": lambda: MomentumCorrection(0.9, clip=3.0, ranks=4),
+    "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),
+    "step-ahead": lambda: StepAhead(0.1, 0.9),
+    "EF21": EF21,
+    "EF21 with momentum": lambda: EF21(0.3),
+}
+DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return cupy_for_tests()
+
+
+def gradients(dtype=np.float32, size=3000, steps=4):
+    rng = np.random.default_rng(7)
+    return [(rng.laplace(size=size) * 2.0**step).astype(dtype) for step in range(steps)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@DTYPES
+def test_compressors(cupy, name, dtype):
+    here, on_it = EVERY[name](0.02), EVERY[name](0.02)
+    for dense in gradients(dtype):
+        expected, vector = compress(here, dense), compress(on_it, cupy.asarray(dense))
+        assert_same(vector, expected)
+        assert on_it.report == here.report if hasattr(here, "report") else True
+        if hasattr(here, "observe"):
+            here.observe(expected)
+            on_it.observe(vector)
+
+
+@pytest.mark.parametrize("name", FEEDBACKS)
+@DTYPES
+def test_feedback(cupy, name, dtype):
+    here, on_it, pick = FEEDBACKS[name](), FEEDBACKS[name](), TopK(k=100)
+    for gradient in gradients(dtype):
+        corrected, on_device = here.correct(gradient), on_it.correct(cupy.asarray(gradient))
+        assert on_device.get().tobytes() == corrected.tobytes()
+        sent, sent_there = pick.compress(corrected), pick.compress(on_device)
+        rejected = top_k(sent, 60)[1]
+        here.keep(corrected, sent, rejected)
+        on_it.keep(on_device, sent_there, there(rejected, cupy))
+        assert on_it.result(sent_there).get().tobytes() == here.result(sent).tobytes()
+    for key, array in here.state_dict().items():
+        assert type(on_it.state_dict()[key]) is np.ndarray  # what is saved is the host's
+        assert on_it.state_dict()[key].tobytes() == array.tobytes()
+    if name == "step-ahead":
+        assert on_it.ahead(cupy.asarray(gradient)).get().tobytes() == here.ahead(gradient).tobytes()
+
+
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
+    here, on_it, (first, second) = FEEDBACKS[name](), FEEDBACKS[name](), gradients(steps=2)
+    here.keep(here.correct(first), TopK(k=100).compress(first), None)
+    on_it.load_state_dict(here.state_dict())
+    assert on_it.correct(cupy.asarray(second)).get().tobytes() == here.correct(second).tobytes()
+
+
+def test_two_way(cupy):
+    here, on_it = TwoWay(TopK(k=50)), TwoWay(TopK(k=50))
+    for dense in gradients():
+        mean = TopK(k=100).compress(dense)
+        assert_same(on_it.compress(there(mean, cupy)), here.compress(mean))
+        here.keep()
+        on_it.keep()
+    assert on_it.residual.get().tobytes() == here.residual.tobytes()
+
+
+@DTYPES
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.05, 0.5, 1.0])
+def test_messages(cupy, codec, density, dtype):
+    rng = np.random.default_rng(3)
+    positions = np.flatnonzero(rng.random(200_000) < density)
+    for values in (rng.laplace(size=positions.size).astype(dtype), np.ones(positions.size, dtype)):
+        vector = SparseVector(positions, values, 200_000)
+        expected, message = encode(vector, None, CODECS[codec](vector)), None
+        on_it = there(vector, cupy)
+        message = encode(on_it, None, CODECS[codec](on_it))
+        assert message.get().tobytes() == expected.tobytes()
+        assert_same(decode(message), vector)
+
+
+def test_vectors(cupy):
+    a, b, c = (TopK(k=200).compress(dense) for dense in gradients(steps=3))
+    on_it = [there(vector, cupy) for vector in (a, b, c)]
+    assert_same(merge(*on_it[:2]), merge(a, b))
+    assert_same(add_up(on_it), add_up([a, b, c]))
+    assert_same(join([on_it[0].every(1)]), a)
+    assert_same(on_it[0].every(3, 1), a.every(3, 1))
+    for part, expected in zip(top_k(on_it[1], 30), top_k(b, 30), strict=True):
+        assert_same(part, expected)
+    assert on_it[2].to_dense().get().tobytes() == c.to_dense().tobytes()
+    assert_same(SparseVector.from_dense(cupy.asarray(c.to_dense())), c)
+    assert repr(on_it[0]) == repr(a)
+    on_it[0].validate()
+
+
+def test_what_is_wrong_with_a_vector_is_said_as_on_the_host(cupy):
+    with pytest.raises(TypeError, match="indices and values of which one is on a device"):
+        SparseVector(np.arange(3), cupy.ones(3, np.float32), 5)
+    with pytest.raises(ValueError, match="index 7 is out of range"):
+        SparseVector(cupy.asarray(np.array([1, 7], np.int32)), cupy.ones(2, np.float32), 5)
+    repeated = SparseVector(cupy.asarray(np.array([1, 1, 2], np.int32)), cupy.ones(3, np.float32), 5)
+    with pytest.raises(ValueError, match=r"indices\[1\] is 1 and repeats 1"):
+        repeated.validate()
+    with pytest.raises(TypeError, match="got entries on a device: add up repeated ones there"):
+        SparseVector.from_entries(cupy.arange(3), cupy.ones(3, np.float32), 5)
+
+
+def test_another_librarys_array_on_the_device(cupy, monkeypatch):
+    if real_cupy():
+        pytest.skip("the stand-in has a library of its own for this")
+
+    class Tensor:
+        __module__ = "otherlib"
+        requires_grad = False
+
+        def __init__(self, array):
+            self._fake = array
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+    import sys
+    from types import SimpleNamespace
+
+    monkeypatch.setitem(sys.modules, "otherlib", SimpleNamespace(from_dlpack=Tensor))
+    tensor = Tensor(cupy.arange(4, dtype=np.float32))
+    assert to_array(tensor) is tensor._fake
+    returned = like(cupy.ones(4, np.float32), tensor)
+    assert isinstance(returned, Tensor)
+    assert_same(TopK(k=2).compress(tensor), TopK(k=2).compress(np.arange(4, dtype=np.float32)))
+    assert back(TopK(k=1).compress(tensor)).indices.tolist() == [3]

@@ -1,0 +1,136 @@
+"""How buffers of a device pass MPI: the decision, and children that do it right and wrong, on the stand-in's memory."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from devices import real_cupy
+
+from collectives import cuda_aware
+from collectives.cli import info
+
+TESTS = Path(__file__).parent
+ON_THE_STAND_IN = pytest.mark.skipif(real_cupy() is not None, reason="a real device has no memory that tells")
+
+CHILD = """
+import sys, numpy as np
+from devices import assert_same, cupy_for_tests, there
+cupy = cupy_for_tests()
+from mpi4py import MPI
+from collectives import cuda_aware, sparse_allreduce, staging, traffic
+from mpicomp import SparseVector
+{prepare}
+comm = MPI.COMM_WORLD
+mine = SparseVector(np.arange(comm.rank, 4000, 3), np.arange(comm.rank, 4000, 3).astype(np.float32), 4000)
+total = sparse_allreduce(there(mine, cupy), comm)
+assert_same(total, sparse_allreduce(mine, comm))
+assert comm.size == 1 or traffic(comm).messages
+if comm.rank == 0:
+    print("sound")
+"""
+CLAIM = "cuda_aware.query = lambda: True\n"
+NO_STREAM = """
+from types import SimpleNamespace
+staging._stream = lambda: SimpleNamespace(synchronize=lambda: None)
+"""
+NO_EVENTS = """
+from cupy.cuda import Event
+Event.synchronize = lambda self: None
+"""
+
+
+def child(prepare, *, size=2, **environment):
+    """Return the finished run of a child job; what it is told to prepare makes it right or wrong."""
+    settings = dict(line.split("=", 1) for line in (TESTS / "openmpi.env").read_text().split() if "=" in line)
+    launcher = ("OMPI_", "PMI", "PRTE_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", "-c", CHILD.format(prepare=prepare)]
+    return subprocess.run(
+        command,
+        env={**inherited, **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+@ON_THE_STAND_IN
+def test_staged_messages_arrive():
+    assert child("").stdout.strip() == "sound"
+
+
+@ON_THE_STAND_IN
+def test_an_mpi_that_is_cuda_aware_gets_the_pointer():
+    done = child(CLAIM, MPICOMP_CUDA_AWARE="1", MPICOMP_FAKE_VISIBLE="1")
+    assert done.stdout.strip() == "sound", done.stderr
+
+
+@ON_THE_STAND_IN
+def test_another_mpi_dies_of_it():
+    """So the test above, and all that stage, can tell."""
+    done = child(CLAIM, MPICOMP_CUDA_AWARE="1")
+    assert done.returncode != 0
+    assert "sound" not in done.stdout
+    assert (
+        "Segmentation fault" in done.stderr or signal.Signals.SIGSEGV.name in done.stderr or "signal 11" in done.stderr
+    )
+
+
+@ON_THE_STAND_IN
+def test_who_hands_out_an_array_without_waiting_for_the_stream_is_caught():
+    done = child(CLAIM + NO_STREAM, MPICOMP_CUDA_AWARE="1", MPICOMP_FAKE_VISIBLE="1")
+    assert done.returncode != 0
+    assert "the stream was not synchronised" in done.stderr
+
+
+@ON_THE_STAND_IN
+def test_who_sends_without_waiting_for_the_copy_is_caught():
+    """What leaves is poison: a rank that gets it tells the others, or waits for those that do not know."""
+    done = child(NO_EVENTS, MPICOMP_TIMEOUT="5")
+    assert done.returncode != 0
+    assert "sound" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "claims", "device", "tried", "expected"),
+    [
+        ("", False, True, True, "MPI is not CUDA-aware"),
+        ("", None, True, True, "MPI does not say"),
+        ("", True, False, True, "CuPy sees no device"),
+        ("", True, True, False, "a child process could not send"),
+        ("", True, True, True, None),
+        ("0", True, True, True, "MPICOMP_CUDA_AWARE is 0"),
+        ("1", True, False, False, None),
+        ("1", None, False, False, None),
+    ],
+)
+def test_the_decision(monkeypatch, setting, claims, device, tried, expected):
+    monkeypatch.setattr(cuda_aware, "query", lambda: claims)
+    monkeypatch.setattr(cuda_aware, "_device_seen", lambda: device)
+    monkeypatch.setattr(cuda_aware, "tried", lambda: tried)
+    direct, why = cuda_aware.verdict({"MPICOMP_CUDA_AWARE": setting})
+    assert direct is (expected is None)
+    assert expected is None or expected in why
+
+
+@pytest.mark.parametrize(("setting", "words"), [("yes", "expected 1, 0, or nothing"), ("1", "it is not CUDA-aware")])
+def test_a_setting_that_cannot_be(monkeypatch, setting, words):
+    monkeypatch.setattr(cuda_aware, "query", lambda: False)
+    with pytest.raises(ValueError, match=f"MPICOMP_CUDA_AWARE is .*{words}"):
+        cuda_aware.verdict({"MPICOMP_CUDA_AWARE": setting})
+    monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)
+    assert words in info.device()["device"]
+
+
+def test_a_child_that_crashes_is_a_no(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "_TRIAL", "import os; os.abort()")
+    assert cuda_aware.tried() is False
+
+
+def test_a_child_that_arrives_is_a_yes(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "_TRIAL", "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 1")
+    assert cuda_aware.tried() is True
