@@ -64,6 +64,10 @@ class Program:
         if error:
             raise EmulationError(f"{name}, schedule {chosen}: {error.decode()}")
 
+    def set_integer(self, name: str, value: int) -> None:
+        """Set a global variable of the program."""
+        ctypes.c_int.in_dll(self._library, name).value = value
+
     @cached_property
     def _library(self) -> ctypes.CDLL:
         library = ctypes.CDLL(str(self.path))

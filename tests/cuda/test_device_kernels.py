@@ -11,7 +11,7 @@ from emulator import SCHEDULES, VARIABLE
 
 @pytest.fixture
 def cupy():
-    return cupy_for_tests("emulated")
+    return cupy_for_tests()
 
 
 @pytest.fixture

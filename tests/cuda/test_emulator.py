@@ -9,8 +9,10 @@ from pathlib import Path
 import comparisons
 import mutants
 import pytest
-from devices import cupy_for_tests
+from devices import cupy_for_tests, real_cupy
 from emulator import SCHEDULES, VARIABLE, EmulationError, Program
+
+pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="nothing is emulated where there is a GPU")
 
 FOLDER = Path(importlib.util.find_spec("mpicomp.kernels").origin).parent / "device"
 COMMON = "common.cuh"
@@ -37,7 +39,7 @@ BARRIERS = [
 
 @pytest.fixture
 def device():
-    cupy_for_tests("emulated")
+    cupy_for_tests()
     return importlib.import_module("mpicomp.kernels.device")
 
 
@@ -67,14 +69,15 @@ def source_of(name, text):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_mutants_are_made_of_passes(device, monkeypatch, name):
-    mutants.use(source_of(name, (FOLDER / name).read_text()), monkeypatch)
+    text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
+    mutants.use(source_of(name, text), monkeypatch, deleted_barrier=-1)
     assert survives(device, monkeypatch, RUNS[name][1], SCHEDULES[::3])
 
 
 @pytest.mark.parametrize(("name", "number"), [pytest.param(*b[:2], id=f"{b[2]}-{b[1]}") for b in BARRIERS])
 def test_a_deleted_barrier_is_found(device, monkeypatch, name, number):
-    text = mutants.without_barrier((FOLDER / name).read_text(), number)
-    mutants.use(source_of(name, text), monkeypatch)
+    text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
+    mutants.use(source_of(name, text), monkeypatch, deleted_barrier=number)
     assert not survives(device, monkeypatch, RUNS[name][1])
 
 
@@ -101,7 +104,7 @@ def test_a_fault_is_found(device, monkeypatch, fault):
 
 
 LEFT = "__syncthreads"
-KERNELS = {
+BROKEN = {
     "if (threadIdx.x < 7) return; __syncthreads();": LEFT,
     "if (threadIdx.x == 40) return; __syncthreads();": LEFT,
     "if (threadIdx.x == 0) __syncwarp(3); __syncthreads();": "wait for ever",
@@ -113,12 +116,12 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", BROKEN)
 def test_rules_of_cuda_are_watched(kernel):
     program = Program((FOLDER / COMMON).read_text() + f"KERNEL broken(u64* out) {{ {kernel} }}")
     word = ctypes.c_uint64(0)
     for schedule in SCHEDULES:
-        with pytest.raises(EmulationError, match=KERNELS[kernel]):
+        with pytest.raises(EmulationError, match=BROKEN[kernel]):
             program.launch("broken", (2,), (256,), [ctypes.addressof(word)], schedule=schedule)
 
 
