@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import draw_sparse, expected_top_k, families, found_alone
 from strategies import DTYPES, finite_values
 
 from mpicomp import ErrorFeedback, TopK, codec
@@ -31,34 +32,6 @@ def interpreted(monkeypatch):
 def mode(request, monkeypatch):
     with interpreted(monkeypatch) if request.param == "interpreted" else contextlib.nullcontext():
         yield request.param
-
-
-def expected_top_k(values, k):
-    magnitudes = np.abs(values)
-    order = np.lexsort((np.arange(values.size), -magnitudes.astype(np.float64)))[:k]
-    return np.sort(order[magnitudes[order] > 0])
-
-
-def families(dtype, n=3000):
-    rng = np.random.default_rng(7)
-    tiny = np.finfo(dtype).smallest_subnormal
-    normal = rng.standard_normal(n)
-    return {
-        "normal": normal,
-        "laplace": rng.laplace(size=n),
-        "cauchy": np.clip(rng.standard_cauchy(n), -1e4, 1e4),
-        "zeros": np.zeros(n),
-        "all equal": np.full(n, -3.0),
-        "sorted": np.arange(n),
-        "reversed": np.arange(n)[::-1],
-        "quantised": np.round(normal * 2),
-        "one non-zero": np.where(np.arange(n) == 17, 1.0, 0.0),
-        "neighbours": 1 + np.finfo(dtype).eps * rng.integers(0, 9, n),
-        "denormal": tiny * rng.integers(-9, 10, n),
-        "negative zeros": np.where(rng.random(n) < 0.9, -0.0, normal),
-        "largest": np.finfo(dtype).max * rng.choice([-1, 1], n),
-        "infinite": np.where(rng.random(n) < 0.1, -np.inf, normal),
-    }
 
 
 def test_there_are_kernels_to_interpret():
@@ -179,15 +152,6 @@ def test_exceeding_compares_without_rounding_the_threshold(mode, dtype, family):
         assert found.tobytes() == values[positions].tobytes()
         assert found.dtype == dtype
     assert [each.size for each in host.exceeding(values[:0], 1)] == [0, 0]
-
-
-def found_alone(search):
-    counts = next(search)
-    while True:
-        try:
-            counts = search.send(counts)
-        except StopIteration as end:
-            return end.value
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -337,11 +301,6 @@ def test_a_sample_gives_each_column_places_of_its_own(monkeypatch, dtype):
     values = (np.arange(1 << 19) // 1024 % 32).astype(dtype)
     taken = host.sample(values)
     np.testing.assert_array_equal(taken.reshape(-1, 32), np.tile(np.arange(32), (1 << 8, 1)).astype(dtype))
-
-
-def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
-    indices = np.sort(rng.choice(among, size, replace=False)).astype(index_dtype)
-    return indices, rng.standard_normal((size, *shape)).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -46,7 +46,7 @@ namespace emulation {
 constexpr unsigned WARP = 32;
 constexpr unsigned MOST_THREADS = 1024;
 constexpr size_t STACK = 256 << 10;  // reserved; pages come with the first touch
-constexpr int PATIENCE = 1000;  // rounds in which every thread that can run waits in a loop
+constexpr int PATIENCE = 1000;  // rounds in which threads that wait in loops are all that can run
 
 enum State { READY, SPINNING, AT_WARP, AT_BLOCK, RETURNED };
 enum Collective { BALLOT, SHUFFLE, MATCH, SYNC };
@@ -120,6 +120,8 @@ struct Group {  // lanes of a warp that wait for each other
 
 struct Warp {
     std::vector<Group> groups;
+    unsigned ready = 0;  // fibers
+    uint64_t priority = 0;
 };
 
 struct Block {
@@ -132,7 +134,7 @@ struct Block {
 };
 
 struct Schedule {
-    enum Kind { ROUND_ROBIN, REVERSED, WARP_EAGER, LAST_WARP_EAGER, RANDOM } kind;
+    enum Kind { ROUND_ROBIN, REVERSED, WARP_EAGER, LAST_WARP_EAGER, RANDOM, STARVING } kind;
     unsigned resident;  // blocks under way at a time
 };
 
@@ -165,6 +167,7 @@ inline uint64_t draw() {
 
 inline void set_state(Fiber& fiber, State state) {
     std::vector<Fiber*>& ready = launch.ready;
+    fiber.block->warps[fiber.thread.x / WARP].ready += (state == READY) - (fiber.state == READY);
     if (state == READY && fiber.state != READY) {
         fiber.ready_at = ready.size();
         ready.push_back(&fiber);
@@ -198,7 +201,10 @@ void fail(const char* format, Parts... parts) {
 // Waiting
 
 inline void maybe_yield() {
-    if (launch.schedule.kind == Schedule::RANDOM && draw() % 4 == 0) leave(READY);
+    if (launch.schedule.kind < Schedule::RANDOM || draw() % 4) return;
+    if (launch.schedule.kind == Schedule::STARVING && draw() % 8 == 0)
+        current->block->warps[current->thread.x / WARP].priority = draw();
+    leave(READY);
 }
 
 inline void wait_for_block() {
@@ -308,6 +314,7 @@ inline void begin(Block& block) {
     block.waiting = 0;
     block.fibers.resize(launch.threads.x);
     block.warps.assign((launch.threads.x + WARP - 1) / WARP, Warp());
+    for (Warp& warp : block.warps) warp.priority = draw();
     for (unsigned i = 0; i < launch.threads.x; ++i) {
         Fiber& fiber = block.fibers[i];
         if (!fiber.stack) fiber.stack = take_stack();
@@ -350,6 +357,18 @@ inline Fiber* in_this_warp() {
     return nullptr;
 }
 
+// The first fiber of the most important warp that can run: others starve as long as they may.
+inline Fiber* most_important() {
+    uint64_t most = 0;
+    for (size_t slot = 0; slot < launch.blocks.size(); ++slot) {
+        std::vector<Warp>& warps = launch.blocks[slot]->warps;
+        for (size_t w = 0; w < warps.size(); ++w)
+            if (warps[w].ready && warps[w].priority > most)
+                most = warps[w].priority, launch.slot = slot, launch.place = w * WARP;
+    }
+    return in_this_warp();
+}
+
 inline Fiber* next_ready() {
     size_t size = launch.threads.x;
     Fiber* fiber;
@@ -359,6 +378,7 @@ inline Fiber* next_ready() {
         case Schedule::REVERSED: return around(launch.slot, (launch.place + size - 1) % size, true);
         case Schedule::WARP_EAGER: return (fiber = in_this_warp()) ? fiber : around(launch.slot, 0, false);
         case Schedule::LAST_WARP_EAGER: return (fiber = in_this_warp()) ? fiber : around(launch.slot, size - 1, true);
+        case Schedule::STARVING: return most_important();
         default: return launch.ready[draw() % launch.ready.size()];
     }
 }
@@ -392,7 +412,7 @@ inline void run_all() {
             continue;
         }
         run(*fiber);
-        if (fiber->state != SPINNING) rounds = 0;
+        if (fiber->state == RETURNED || fiber->state == AT_BLOCK) rounds = 0;
         if (fiber->state == RETURNED && !fiber->block->live) end(*fiber->block);
     }
 }
@@ -403,6 +423,7 @@ inline Schedule schedule_of(const char* name) {
     if (!strcmp(name, "warp_eager")) return {Schedule::WARP_EAGER, 1};
     if (!strcmp(name, "last_warp_eager")) return {Schedule::LAST_WARP_EAGER, 4};
     if (!strncmp(name, "random", 6)) return {Schedule::RANDOM, 4};
+    if (!strncmp(name, "starving", 8)) return {Schedule::STARVING, 4};
     snprintf(launch.error, sizeof launch.error, "no schedule is called %s", name);
     return {Schedule::ROUND_ROBIN, 1};
 }

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-SCHEDULES = "round_robin", "reversed", "warp_eager", "last_warp_eager", "random:1", "random:2"
+SCHEDULES = "round_robin", "reversed", "warp_eager", "last_warp_eager", "random:1", "starving:1"
 VARIABLE = "MPICOMP_CUDA_SCHEDULE"
 
 _HEADER = Path(__file__).with_name("emulation.h")
@@ -63,6 +63,10 @@ class Program:
         error = self._library.emulate(kernel, grid[0], block[0], values, chosen.encode())
         if error:
             raise EmulationError(f"{name}, schedule {chosen}: {error.decode()}")
+
+    def set_integer(self, name: str, value: int) -> None:
+        """Set a global variable of the program."""
+        ctypes.c_int.in_dll(self._library, name).value = value
 
     @cached_property
     def _library(self) -> ctypes.CDLL:

@@ -17,11 +17,10 @@ THREADS = 256
 MOST_BLOCKS = 1024  # of a kernel whose blocks go over several tiles each: a few for each multiprocessor
 
 
-@cache
-def source() -> str:
-    """Return the text of all CUDA files as one: CuPy's cache of compiled code does not look into included files."""
+def source(files: Sequence[str] = FILES) -> str:
+    """Return the text of CUDA files as one: CuPy's cache of compiled code does not look into included files."""
     folder = Path(__file__).parent
-    texts = ((name, (folder / name).read_text()) for name in FILES)
+    texts = ((name, (folder / name).read_text()) for name in files)
     return "".join(f'#line 1 "{name}"\n{text}' for name, text in texts).replace('#include "common.cuh"\n', "\n")
 
 

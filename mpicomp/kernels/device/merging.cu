@@ -1,7 +1,7 @@
 // Sums of sparse vectors, and what goes between sparse and dense ones. float16 is added in float32 and rounded once.
 #include "common.cuh"
 
-constexpr int STEPS = 8;  // of a merge, by one thread
+constexpr int STEPS = 4;  // of a merge, by one thread
 constexpr int ROUNDS = 4;  // of entries or words that a thread packs
 
 // How many of the first `diagonal` entries of a merge come from a; where both have an index, a's entry comes first.

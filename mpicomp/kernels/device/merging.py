@@ -12,7 +12,7 @@ import numpy as np
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.host.bits import FORMATS
 
-_MERGED = 8 * THREADS  # entries that a block merges
+_MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
 
 

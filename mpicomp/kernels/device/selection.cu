@@ -248,7 +248,6 @@ __device__ inline void sample_floor(
         find_bin<SAMPLERS>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, left);
         prefix = prefix << digit | shared.finder.bin;
         left = shared.finder.k;
-        __syncthreads();
     }
     if (threadIdx.x == 0) {
         *floor = greater(prefix, (u64)1);

@@ -208,7 +208,8 @@ def _survey(bits, first, limits, scaling, partial, marks, sums, counts, position
 
     limits: mask, the least keys above low and high, the greatest up to the cut. scaling: the scale, and the shift times
     it. partial and marks: one buffer of zeros, as floating point and as integers: four rows of sums, then two of counts
-    and one of hits. sums: those of the lanes, and of the present stretch. filled: how many values were found above the cut, and between, and whether there was no more room.
+    and one of hits. sums: those of the lanes, and of the present stretch. filled: how many values were found above the
+    cut, and between, and whether there was no more room.
     """
     mask, low, high, cut, scale, shift = limits[0], limits[1], limits[2], limits[3], scaling[0], scaling[1]
     for i in range(bits.size // _TILE):

@@ -1,0 +1,370 @@
+"""Every kernel of a device against the host's, to the last bit: functions that take the device's kernels and CuPy."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from kernel_cases import draw_sparse, families
+
+from mpicomp.kernels import host
+
+DTYPES = [np.dtype(dtype) for dtype in (np.float16, np.float32, np.float64)]
+INDEX_DTYPES = [np.dtype(dtype) for dtype in (np.int32, np.int64)]
+TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block of the selection takes
+
+
+def there(cupy, value):
+    """Return arguments of the host as arguments of the device: arrays in CuPy's memory."""
+    if isinstance(value, np.ndarray):
+        return cupy.asarray(value)
+    return [there(cupy, each) for each in value] if isinstance(value, list) else value
+
+
+def here(value):
+    """Return results of the device in main memory."""
+    if isinstance(value, tuple):
+        return tuple(here(each) for each in value)
+    return value.get() if hasattr(value, "get") else value
+
+
+def assert_same(ours, expected):
+    """Fail unless two results have the same bits."""
+    if isinstance(expected, tuple):
+        for one, other in zip(ours, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+        assert ours.tobytes() == expected.tobytes()
+    else:
+        assert np.float64(ours).tobytes() == np.float64(expected).tobytes() or ours == expected
+
+
+def compare(device, cupy, name, *args):
+    """Call a kernel of both places, and fail unless the results are the same."""
+    expected = getattr(host, name)(*args)
+    assert_same(here(getattr(device, name)(*there(cupy, list(args)))), expected)
+
+
+def compare_in_place(device, cupy, name, *args, written):
+    """Call a kernel that writes to its arguments `written`; fail unless they, and the results, are the same."""
+    sent = there(cupy, list(args))
+    ours, args = getattr(device, name)(*sent), [np.copy(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+    assert_same(ours, getattr(host, name)(*args))
+    for i in written:
+        assert_same(sent[i].get(), args[i])
+
+
+def top_k_at_the_edges_of_tiles(device, cupy):
+    rng = np.random.default_rng(0)
+    for dtype in DTYPES:
+        tile = TILES[dtype.itemsize]
+        for size in (0, 1, 31, 32, 33, tile - 1, tile, tile + 1, 2 * tile + 77):
+            values = np.round(9 * rng.standard_normal(size)).astype(dtype)
+            for k in {1, size // 9 + 1, max(1, size), 10**6} if size < tile else {2, size // 9}:
+                compare(device, cupy, "largest", values, k)
+
+
+def top_k_of_hostile_data(device, cupy):
+    for dtype in DTYPES:
+        for values in families(dtype).values():
+            for k in (1, 37, 3000):
+                compare(device, cupy, "largest", values.astype(dtype), k)
+
+
+def top_k_of_several_blocks(device, cupy):
+    values = np.random.default_rng(5).standard_normal(3 * 4096 + 5).astype(np.float32)
+    for k in (1, 70, 5000):
+        compare(device, cupy, "largest", values, k)
+
+
+def top_k_by_a_sample(device, cupy):
+    for dtype in DTYPES:
+        drawn = families(np.float16, 66_001)
+        some = drawn if dtype == np.float32 else ("normal", "all equal")
+        for family in some:
+            compare(device, cupy, "largest", drawn[family].astype(dtype), 66)
+    compare(device, cupy, "top_k", drawn["cauchy"].astype(dtype), 6600)
+    compare(device, cupy, "largest", drawn["laplace"], 66_000)
+
+
+def floors_from_a_sample(device, cupy):
+    for size in (1 << 16, 100_003):
+        numbers, strides = np.arange(1 << 14, dtype=np.uint64), np.arange((1 << 14) + 1) * size >> 14
+        hashed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        hashed = (hashed ^ hashed >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+        widths, low = np.diff(strides).astype(np.uint64), np.uint64(0xFFFFFFFF)
+        offsets = ((hashed >> np.uint64(32)) * widths + ((hashed & low) * widths >> np.uint64(32))) >> np.uint64(32)
+        for dtype in DTYPES:
+            values = np.random.default_rng(size).standard_normal(size).astype(dtype)
+            keys, width = host.magnitude_keys(values)
+            sample = np.sort(keys[strides[:-1] + offsets.astype(int)])
+            sent, found = cupy.asarray(values).view(keys.dtype), cupy.zeros(3, np.uint64)
+            for rank in (1, 40, 9000):
+                args = sent, size, (1 << width) - 1, width, rank, 77, found[:1], found[1:]
+                device.compiling.launch("sample_floor", [keys.dtype], 1, *args, threads=1024)
+                assert found.get().tolist() == [sample[-rank], 0, 77]
+
+
+def every_k(device, cupy):
+    values = np.round(9 * np.random.default_rng(3).standard_normal(120)).astype(np.float32)
+    for k in range(1, 122):
+        compare(device, cupy, "top_k", values, k)
+
+
+def not_finite_values(device, cupy):
+    for dtype in DTYPES:
+        for places in ([4242, 8999], [0], [8999], []):
+            values = np.arange(9000).astype(dtype) / 8
+            values[places] = [np.nan, -np.inf][: len(places)]
+            sent = cupy.asarray(values)
+            assert device.selection.first_not_finite(sent) == host.selection.first_not_finite(values)
+            compare(device, cupy, "top_k", values, 3)
+        assert device.selection.first_not_finite(sent[:0]) == -1
+
+
+def thresholds(device, cupy):
+    for dtype in DTYPES:
+        for family, drawn in families(dtype, 5000).items():
+            values = drawn.astype(dtype)
+            for threshold in (0, 0.1, 3.0, np.inf) if family in ("normal", "infinite", "negative zeros") else (1.0,):
+                compare(device, cupy, "above", values, threshold)
+                compare(device, cupy, "exceeding", values, threshold)
+        compare(device, cupy, "exceeding", values[:0], 1)
+
+
+def misaligned_values(device, cupy):
+    for dtype in DTYPES:
+        values = np.random.default_rng(1).standard_normal(2 * TILES[dtype.itemsize] + 9).astype(dtype)
+        sent = cupy.asarray(values)[1:]
+        assert_same(here(device.largest(sent, 100)), host.largest(values[1:], 100))
+        assert_same(here(device.histogram(sent)), host.histogram(values[1:]))
+
+
+def histograms_and_searches(device, cupy):
+    for dtype in DTYPES:
+        for family in ("normal", "quantised", "zeros", "infinite"):
+            values = families(dtype, 5000)[family].astype(dtype)
+            compare(device, cupy, "histogram", values)
+            compare(device, cupy, "magnitude_keys", values)
+            keys, width = host.magnitude_keys(values)
+            for k in (1, 300, 5001):
+                search(device, cupy, keys, k, width)
+
+
+def search(device, cupy, keys, k, width):
+    """Run the searches of both places side by side: what one yields is sent to both."""
+    ours, theirs = device.kth_largest(cupy.asarray(keys), k, width), host.kth_largest(keys, k, width)
+    counts, expected = next(ours), next(theirs)
+    while True:
+        assert_same(counts, expected)
+        try:
+            expected = theirs.send(expected)
+        except StopIteration as end:
+            threshold, ties = end.value
+            break
+        counts = ours.send(counts)
+    with pytest.raises(StopIteration) as end:
+        ours.send(counts)
+    assert end.value.value == (threshold, ties)
+    compare(device, cupy, "select", keys, threshold, ties)
+    compare(device, cupy, "select", keys, threshold, 0)
+
+
+def moments(device, cupy):
+    for dtype in DTYPES:
+        for size in (0, 1, 255, 16_384, 40_000):
+            for family in ("normal", "denormal", "one non-zero", "neighbours"):
+                values = families(dtype, max(size, 18))[family][:size].astype(dtype)
+                compare(device, cupy, "moments", values)
+        values[77] = np.nan
+        assert device.moments(cupy.asarray(values)).not_finite == 77
+
+
+def moments_of_many_blocks(device, cupy):
+    blocks, rng = 700, np.random.default_rng(0)
+    sums, counts = rng.uniform(1, 2, (4, blocks)), rng.integers(-(10**6), 10**6, (2, blocks))
+    totals, numbers = cupy.zeros(4), cupy.zeros(2, np.int64)
+    sent = cupy.asarray(sums.reshape(-1)), cupy.asarray(counts.reshape(-1))
+    device.compiling.launch("add_moments", [], 1, *sent, blocks, totals, numbers)
+    expected, product, exponent = np.zeros(2), 1.0, int(counts[1].sum())
+    for i in range(blocks):
+        expected += sums[:2, i]
+        product, shift = math.frexp(product * sums[3, i])
+        exponent += shift
+    assert totals.get().tolist() == [*expected.tolist(), sums[2].max(), product]
+    assert numbers.get().tolist() == [counts[0].sum(), exponent]
+
+
+def surveys(device, cupy):
+    for dtype in DTYPES:
+        drawn = families(dtype, 20_000)
+        for family in ("cauchy", "denormal", "quantised", "zeros", "largest"):
+            values = drawn[family].astype(dtype)
+            low, high, cut = np.quantile(np.abs(values.astype(np.float64)), [0.7, 0.8, 0.9]).tolist()
+            compare_surveys(device, cupy, values, low, high, cut, 1)
+            compare_surveys(device, cupy, values, high, high, high, 0.5)
+        for size in (0, 1, 1023, 1024, 17_000):
+            compare_surveys(device, cupy, drawn["laplace"][:size].astype(dtype))
+        assert (host.sample(values), device.sample(cupy.asarray(values))) == (None, None)
+        compare(device, cupy, "sample", np.arange(1 << 19).astype(np.uint16).view(np.float16).astype(dtype))
+
+
+def compare_surveys(device, cupy, values, low=0.0, high=0.0, cut=math.inf, share=0.01):
+    ours, expected = (
+        device.survey(cupy.asarray(values), low, high, cut, share),
+        host.survey(values, low, high, cut, share),
+    )
+    assert_same(ours.columns, expected.columns)
+    assert (ours.complete, ours.shift, ours.cut) == (expected.complete, expected.shift, expected.cut)
+    if expected.complete:
+        assert_same(here(ours.between).astype(np.float64), expected.between)
+        order = np.argsort(expected.positions)
+        assert_same(here((ours.positions, ours.values)), (expected.positions[order], expected.values[order]))
+    for threshold in (low, (low + high) / 2, high, cut, 1.5 * cut):
+        assert_same(ours.all(), expected.all())
+        assert (ours.beyond(threshold) is None) == (expected.beyond(threshold) is None)
+        if expected.beyond(threshold):
+            assert_same(ours.beyond(threshold), expected.beyond(threshold))
+        if expected.exceeding(threshold):
+            assert_same(here(ours.exceeding(threshold)), expected.exceeding(threshold))
+
+
+def a_survey_of_many_groups(device, cupy):
+    values = np.random.default_rng(0).standard_normal(1_200_000, np.float32)
+    assert_same(device.survey(cupy.asarray(values), 2, 2.5, 3).columns, host.survey(values, 2, 2.5, 3).columns)
+
+
+def surveys_without_room(device, cupy):
+    values = np.arange(65_536, dtype=np.float32)
+    for share in (0.0, 0.05, 0.45, 0.5, 0.55):
+        compare_surveys(device, cupy, values, 1, 30_000, 60_000, share)
+
+
+def merges(device, cupy):
+    for dtype in DTYPES:
+        for index_dtype in INDEX_DTYPES:
+            for size_a, size_b in ((0, 0), (5, 0), (0, 5), (40, 60), (100, 100), (1023, 1025), (3000, 2048)):
+                rng = np.random.default_rng([size_a, size_b])
+                a, b = (draw_sparse(rng, size, 4000, index_dtype, (), dtype) for size in (size_a, size_b))
+                compare(device, cupy, "merge", *a, *b)
+            compare(device, cupy, "merge", a[0], a[1], a[0], a[1])
+            run = np.arange(9000, 12_000).astype(index_dtype), np.ones(3000, dtype)
+            compare(device, cupy, "merge", *run, *a)
+            compare(device, cupy, "merge", *a, *run)
+            rows = [draw_sparse(rng, size, 90, index_dtype, (3,), dtype) for size in (40, 60)]
+            compare(device, cupy, "merge", *rows[0], *rows[1])
+
+
+def sums_of_many(device, cupy):
+    for dtype in DTYPES:
+        for index_dtype in INDEX_DTYPES:
+            for parts, shape in ((1, ()), (2, ()), (9, ()), (5, (2,))):
+                rng = np.random.default_rng(parts)
+                drawn = [draw_sparse(rng, min(150 * p, 700), 2000, index_dtype, shape, dtype) for p in range(parts)]
+                indices, values = ([pair[i] for pair in drawn] for i in (0, 1))
+                compare(device, cupy, "accumulate", indices, values, 2000)
+    indices = [np.array(each, np.int64) for each in ([0, 7, 2**63 - 2], [7], [1, 2**63 - 2])]
+    values = [np.array(each, np.float32) for each in ([-0.0, 3, -0.0], [-3], [0, -0.0])]
+    compare(device, cupy, "accumulate", indices, values, 2**63 - 1)
+    compare(device, cupy, "merge", indices[0], values[0], indices[2], values[2])
+
+
+def sums_that_round(device, cupy):
+    """Halves of all magnitudes: subnormal, at ties, and beyond the largest."""
+    halves = np.arange(1 << 16).astype(np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)]
+    indices = np.arange(halves.size)
+    for step in (1, 997, 20_011):
+        compare(device, cupy, "merge", indices, halves, indices, np.roll(halves, step))
+    dense, doubles = halves.copy(), np.ldexp(np.random.default_rng(0).uniform(-1, 1, halves.size), indices % 50 - 30)
+    compare_in_place(device, cupy, "scatter_add", dense, indices, doubles, written=[0])
+    compare_in_place(device, cupy, "scatter_add", dense * 0, indices, doubles.astype(np.float32), written=[0])
+
+
+def parts(device, cupy):
+    for dtype in DTYPES:
+        for index_dtype in INDEX_DTYPES:
+            for shape in ((), (3,)):
+                indices, values = draw_sparse(np.random.default_rng(2), 700, 3000, index_dtype, shape, dtype)
+                for positions in (np.arange(0), np.arange(3, 700, 7), np.array([0, 255, 256, 699]), np.arange(700)):
+                    compare(device, cupy, "divide", indices, values, positions)
+                compare(device, cupy, "divide", indices[:0], values[:0], np.arange(0))
+
+
+def dense_and_sparse(device, cupy):
+    for dtype in DTYPES:
+        for index_dtype in INDEX_DTYPES:
+            for values_dtype in DTYPES:
+                rng = np.random.default_rng(1)
+                indices, values = draw_sparse(rng, 300, 500, index_dtype, (), values_dtype)
+                dense = rng.standard_normal(500).astype(dtype)
+                compare(device, cupy, "gather", dense, indices)
+                compare_in_place(device, cupy, "scatter_add", dense, indices, values, written=[0])
+            compare(device, cupy, "gather", dense, indices[:0])
+
+
+def disorder(device, cupy):
+    for dtype in INDEX_DTYPES:
+        for indices in ([], [0, 4, 9], [-1, 4], [0, 10], [0, 3, 3], [5, 4], [0, 2**31 - 1, 1]):
+            compare(device, cupy, "first_disorder", np.array(indices, dtype), 10)
+        long = np.arange(2000).astype(dtype)
+        compare(device, cupy, "first_disorder", long, 2000)
+        long[[1500, 900]] = 3
+        compare(device, cupy, "first_disorder", long, 2000)
+
+
+def bitmaps(device, cupy):
+    for index_dtype in INDEX_DTYPES:
+        for span, share in [*product((1, 63, 64, 65, 1000, 70_000), (0, 0.05, 0.9, 1)), (400_000, 0.01)]:
+            places = np.flatnonzero(np.random.default_rng(span).random(span) < share)
+            indices, words = (places + 77).astype(index_dtype), np.zeros(-(-span // 64), np.uint64)
+            compare_in_place(device, cupy, "to_bitmap", indices, 77, words, written=[2])
+            host.to_bitmap(indices, 77, words)
+            for room in {indices.size, indices.size // 2}:
+                out = np.zeros(room, index_dtype)
+                compare_in_place(device, cupy, "from_bitmap", words, 77, out, written=[2])
+    assert device.from_bitmap(cupy.zeros(0, np.uint64), 0, cupy.zeros(0, np.int64)) == 0
+
+
+def elias_fano(device, cupy):
+    for index_dtype in INDEX_DTYPES:
+        for low_bits, step, size in ((0, 1, 70), (1, 3, 700), (9, 1000, 700), (31, 2**33, 70)):
+            indices = 5 + np.cumsum(np.random.default_rng(step).integers(1, step + 1, size))
+            if indices[-1] > np.iinfo(index_dtype).max:
+                continue
+            indices = indices.astype(index_dtype)
+            lows = np.zeros(size * low_bits // 64 + 2, np.uint64)
+            highs = np.zeros((size + (int(indices[-1]) >> low_bits)) // 64 + 1, np.uint64)
+            compare_in_place(device, cupy, "to_elias_fano", indices, 5, low_bits, lows, highs, written=[3, 4])
+            host.to_elias_fano(indices, 5, low_bits, lows, highs)
+            for room in (size, size - 1):
+                out = np.zeros(room, index_dtype)
+                compare_in_place(device, cupy, "from_elias_fano", lows, highs, 5, low_bits, out, written=[4])
+
+
+ALL = [
+    top_k_at_the_edges_of_tiles,
+    top_k_of_hostile_data,
+    top_k_of_several_blocks,
+    top_k_by_a_sample,
+    floors_from_a_sample,
+    every_k,
+    not_finite_values,
+    thresholds,
+    misaligned_values,
+    histograms_and_searches,
+    moments,
+    moments_of_many_blocks,
+    surveys,
+    a_survey_of_many_groups,
+    surveys_without_room,
+    merges,
+    sums_of_many,
+    sums_that_round,
+    parts,
+    dense_and_sparse,
+    disorder,
+    bitmaps,
+    elias_fano,
+]

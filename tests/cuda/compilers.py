@@ -1,0 +1,67 @@
+"""Compile CUDA source to machine code without a GPU, by nvcc or by NVRTC, and say what the assembler told."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+OPTIONS = ["--std=c++17", "--fmad=false"]
+
+
+def nvcc(source, architecture):
+    """Return what the assembler tells of a source compiled by nvcc."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.cu"
+        path.write_text(source)
+        command = ["nvcc", "-cubin", f"-arch={architecture}", *OPTIONS, "-Werror", "all-warnings", "-Xptxas", "-v"]
+        command += ["-o", str(path.with_suffix(".cubin")), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def nvrtc(source, architecture):
+    """Return what the assembler tells of a source compiled by NVRTC, which is what CuPy compiles with."""
+    library = ctypes.CDLL(str(nvrtc_library()))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
+    options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    error = library.nvrtcCompileProgram(program, len(options), given)
+    assert library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
+    log = ctypes.create_string_buffer(size.value)
+    assert library.nvrtcGetProgramLog(program, log) == 0
+    assert error == 0, log.value.decode()
+    return log.value.decode()
+
+
+def nvrtc_library():
+    """Return the path of NVRTC where one of its wheels is installed, else None."""
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found = [file.locate() for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)]
+        if found:
+            return Path(found[0])
+    return None
+
+
+def available():
+    """Return the compilers that are here: nvcc, or NVRTC where there is no nvcc."""
+    if shutil.which("nvcc"):
+        return [nvcc]
+    return [nvrtc] if nvrtc_library() else []
+
+
+def spills(log):
+    """Return for each kernel how many bytes of registers are spilled, from what the assembler tells."""
+    found = {}
+    for name, rest in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", log, re.DOTALL):
+        stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", rest).groups()
+        found[name] = int(stores) + int(loads)
+    return found

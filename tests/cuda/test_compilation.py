@@ -1,0 +1,36 @@
+"""The CUDA source compiles for the GPUs of today, and keeps what it works with in registers."""
+
+import importlib
+import re
+
+import pytest
+from compilers import available, spills
+from devices import cupy_for_tests
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.skipif(not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed")
+def test_no_kernel_spills_registers(architecture):
+    cupy_for_tests()
+    source = importlib.import_module("mpicomp.kernels.device.compiling").source()
+    for compile_source in available():
+        found = spills(compile_source(source, architecture))
+        assert len(found) > 80
+        assert {name: count for name, count in found.items() if count} == {}
+
+
+def test_spills_are_seen():
+    log = (
+        "ptxas info    : Compiling entry function 'one' for 'sm_80'\nptxas info    : Function properties for one\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Compiling entry function 'two' for 'sm_80'\nptxas info    : Function properties for two\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\n"
+    )
+    assert spills(log) == {"one": 0, "two": 12}
+
+
+def test_what_would_differ_from_the_host_is_not_in_the_source():
+    cupy_for_tests()
+    compiling = importlib.import_module("mpicomp.kernels.device.compiling")
+    assert "--fmad=false" in compiling.OPTIONS
+    assert not re.search(r"use_fast_math|__fmul|fmaf?\(|__expf|__logf|rsqrt", compiling.source())

@@ -1,0 +1,133 @@
+"""The emulator itself: it finds the faults that it is there to find."""
+
+import ctypes
+import importlib
+import os
+import signal
+from pathlib import Path
+
+import comparisons
+import mutants
+import pytest
+from devices import cupy_for_tests, real_cupy
+from emulator import SCHEDULES, VARIABLE, EmulationError, Program
+
+pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="nothing is emulated where there is a GPU")
+
+FOLDER = Path(importlib.util.find_spec("mpicomp.kernels").origin).parent / "device"
+COMMON = "common.cuh"
+
+SELECTION = "selection.cu"
+UNFAIR = tuple(f"starving:{seed}" for seed in range(2, 9))
+# What runs the barriers of a file, and what else has to be compiled with it.
+RUNS = {
+    COMMON: ([COMMON, "coding.cu"], [comparisons.bitmaps]),
+    SELECTION: (
+        [COMMON, SELECTION],
+        [comparisons.histograms_and_searches, comparisons.top_k_of_several_blocks, comparisons.floors_from_a_sample],
+    ),
+    "statistics.cu": ([COMMON, SELECTION, "statistics.cu"], [comparisons.moments, comparisons.moments_of_many_blocks]),
+    "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
+    "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
+}
+BARRIERS = [
+    (name, number, function)
+    for name in RUNS
+    for number, function in enumerate(mutants.barriers((FOLDER / name).read_text()))
+]
+
+
+@pytest.fixture
+def device():
+    cupy_for_tests()
+    return importlib.import_module("mpicomp.kernels.device")
+
+
+def survives(device, monkeypatch, runs, schedules=SCHEDULES + UNFAIR):
+    """Say whether kernels pass comparisons under some schedules; in a child process, which may die of them."""
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 60)
+        for schedule in schedules:
+            monkeypatch.setenv(VARIABLE, schedule)
+            try:
+                for run in runs:
+                    run(device, importlib.import_module("cupy"))
+            except Exception:
+                os._exit(1)
+        os._exit(0)
+    ended = os.waitpid(child, 0)[1]
+    assert not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGVTALRM), "took too long to say"
+    return ended == 0
+
+
+def source_of(name, text):
+    """Return a source of one CUDA file, which is now `text`, and of what it needs."""
+    texts = (text if each == name else (FOLDER / each).read_text() for each in RUNS[name][0])
+    return "".join(texts).replace('#include "common.cuh"\n', "")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_mutants_are_made_of_passes(device, monkeypatch, name):
+    text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
+    mutants.use(source_of(name, text), monkeypatch, deleted_barrier=-1)
+    assert survives(device, monkeypatch, RUNS[name][1], SCHEDULES[::3])
+
+
+@pytest.mark.parametrize(("name", "number"), [pytest.param(*b[:2], id=f"{b[2]}-{b[1]}") for b in BARRIERS])
+def test_a_deleted_barrier_is_found(device, monkeypatch, name, number):
+    text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
+    mutants.use(source_of(name, text), monkeypatch, deleted_barrier=number)
+    assert not survives(device, monkeypatch, RUNS[name][1])
+
+
+FAULTS = {
+    "the compaction writes a place late": (SELECTION, "at = place + through - own;", "at = place + through - own + 1;"),
+    "the compaction forgets a warp": (COMMON, "before + through - own", "before + through"),
+    "a tile counts itself among those before it": (COMMON, "i64 last = tile - 1;", "i64 last = tile;"),
+    "the nearest sum is left out": (COMMON, "lane() <= nearest", "lane() < nearest"),
+    "the look-back does not wait": (COMMON, "if (!(empty & (summed ?", "if (true || !(empty & (summed ?"),
+    "a block takes its own number as its tile": (COMMON, "(i64)atomicAdd(ticket, 1ull)", "(i64)blockIdx.x"),
+    "a count is published before it is known": (COMMON, "states[tile] = COUNTED | own;", "states[tile] = COUNTED;"),
+    "a tie too many": (SELECTION, "(at++ < ties)", "(at++ <= ties)"),
+    "the last block does not wait for the others": (SELECTION, "shared.turn != gridDim.x - 1", "shared.turn != 0"),
+    "a sum is a difference": ("merging.cu", "= sum[i] + widened(values_b", "= sum[i] - widened(values_b"),
+    "groups are dealt to other lanes": ("surveying.cu", "group += GROUP_LANES", "group += 2 * GROUP_LANES"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(device, monkeypatch, fault):
+    name, old, new = FAULTS[fault]
+    mutants.use(source_of(name, mutants.replaced((FOLDER / name).read_text(), old, new)), monkeypatch)
+    assert not survives(device, monkeypatch, RUNS[name][1])
+
+
+LEFT = "__syncthreads"
+BROKEN = {
+    "if (threadIdx.x < 7) return; __syncthreads();": LEFT,
+    "if (threadIdx.x == 40) return; __syncthreads();": LEFT,
+    "if (threadIdx.x == 0) __syncwarp(3); __syncthreads();": "wait for ever",
+    "if (threadIdx.x == 0) return; __ballot_sync(ALL, 1);": "wait for it at a ballot|wait for ever",
+    "__shfl_sync(2u, 1, 1);": "is not in the mask of a shuffle",
+    "if (lane() & 1) __ballot_sync(ALL, 1); else __shfl_sync(ALL, 1, 0);": "is at .* while others of its warp are at",
+    "volatile u64* flag = out; while (!*flag) __nanosleep(20);": "wait in loops",
+    "SHARED(u64, one); SHARED(u32, two); one = two;": "SHARED twice",
+}
+
+
+@pytest.mark.parametrize("kernel", BROKEN)
+def test_rules_of_cuda_are_watched(kernel):
+    program = Program((FOLDER / COMMON).read_text() + f"KERNEL broken(u64* out) {{ {kernel} }}")
+    word = ctypes.c_uint64(0)
+    for schedule in SCHEDULES:
+        with pytest.raises(EmulationError, match=BROKEN[kernel]):
+            program.launch("broken", (2,), (256,), [ctypes.addressof(word)], schedule=schedule)
+
+
+def test_shared_memory_holds_garbage(tmp_path):
+    source = (FOLDER / COMMON).read_text() + "KERNEL leak(u64* out) { SHARED(u64, word); out[blockIdx.x] = word; }"
+    words = (ctypes.c_uint64 * 4)()
+    Program(source).launch("leak", (4,), (1,), [ctypes.addressof(words)])
+    assert 0 not in words
+    assert len(set(words)) == 4

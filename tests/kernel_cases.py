@@ -1,0 +1,45 @@
+"""Data that kernels are tried on, on the host and on a device."""
+
+import numpy as np
+
+
+def expected_top_k(values, k):
+    magnitudes = np.abs(values)
+    order = np.lexsort((np.arange(values.size), -magnitudes.astype(np.float64)))[:k]
+    return np.sort(order[magnitudes[order] > 0])
+
+
+def families(dtype, n=3000):
+    rng = np.random.default_rng(7)
+    tiny = np.finfo(dtype).smallest_subnormal
+    normal = rng.standard_normal(n)
+    return {
+        "normal": normal,
+        "laplace": rng.laplace(size=n),
+        "cauchy": np.clip(rng.standard_cauchy(n), -1e4, 1e4),
+        "zeros": np.zeros(n),
+        "all equal": np.full(n, -3.0),
+        "sorted": np.arange(n),
+        "reversed": np.arange(n)[::-1],
+        "quantised": np.round(normal * 2),
+        "one non-zero": np.where(np.arange(n) == 17, 1.0, 0.0),
+        "neighbours": 1 + np.finfo(dtype).eps * rng.integers(0, 9, n),
+        "denormal": tiny * rng.integers(-9, 10, n),
+        "negative zeros": np.where(rng.random(n) < 0.9, -0.0, normal),
+        "largest": np.finfo(dtype).max * rng.choice([-1, 1], n),
+        "infinite": np.where(rng.random(n) < 0.1, -np.inf, normal),
+    }
+
+
+def found_alone(search):
+    counts = next(search)
+    while True:
+        try:
+            counts = search.send(counts)
+        except StopIteration as end:
+            return end.value
+
+
+def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
+    indices = np.sort(rng.choice(among, size, replace=False)).astype(index_dtype)
+    return indices, rng.standard_normal((size, *shape)).astype(dtype)
