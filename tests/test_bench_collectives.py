@@ -68,6 +68,31 @@ def test_from_a_gradient_the_selection_and_the_exchange_are_timed_as_well(tmp_pa
     assert all(row["from_gradient"] for row in rows)
 
 
+@pytest.mark.parametrize("subject", ALGORITHMS)
+def test_predictions_stand_beside_the_times(subject, capsys, tmp_path):
+    """By a network's profile; the model knows all of the library's algorithms. Without a profile there is none."""
+    rows = bench(tmp_path, subject, "--network", "1gbit", "--densities", "0.1")["rows"]
+    known = {row["algorithm"]: row["predicted"] for row in rows if not row["algorithm"].startswith("MPI_")}
+    assert all(known[name] > 0 for name in ALGORITHMS[subject])
+    assert all(
+        row["over_measured"] == pytest.approx(row["predicted"] / row["seconds"]) for row in rows if row["predicted"]
+    )
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["predicted", "/", "meas."]
+    ours = [line.split()[-2] for line, row in zip(lines, rows, strict=True) if row["predicted"]]
+    assert ours == [f"{1e3 * row['predicted']:.3f}" for row in rows if row["predicted"]]
+    assert {row["predicted"] for row in bench(tmp_path, subject)["rows"]} == {None}
+
+
+def test_the_selection_is_added_to_predictions_as_it_was_measured(tmp_path):
+    some = "--network", "1gbit", "--densities", "0.1", "--algorithms", "exact", "--baselines", "dense"
+    alone = {row["algorithm"]: row for row in bench(tmp_path, "gtopk", *some)["rows"]}
+    rows = {row["algorithm"]: row for row in bench(tmp_path, "gtopk", *some, "--from-gradient")["rows"]}
+    selecting = rows["selection alone"]["seconds"]
+    assert rows["exact"]["predicted"] == pytest.approx(alone["exact"]["predicted"] + selecting)
+    assert rows["MPI_Allreduce"]["predicted"] == alone["MPI_Allreduce"]["predicted"]
+
+
 def test_osu_prints_a_block_for_each(capsys):
     asked = "--lengths", "100", "200", "--densities", "0.1", "--algorithms", "auto", "--baselines", "dense", "--osu"
     assert main(["bench", "allreduce", *asked, "--repeats", "3"]) == 0

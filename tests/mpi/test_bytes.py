@@ -102,6 +102,7 @@ EXACT_SUMS = {
     "split_allgather": lambda size: (size - 1) * (K + union(size)),
     "recursive_halving": recursive_halving,
     "dense": lambda size: (size - 1) * (K + LENGTH * VALUE / ENTRY),
+    "dense_mpi": lambda size: 2 * (size - 1) * LENGTH * VALUE / ENTRY,
 }
 
 

@@ -14,6 +14,7 @@ from collectives.cli.bench.collective import COLLECTIVES
 from collectives.cli.bench.contestants import BASELINE, lacking
 from collectives.cli.bench.parsers import add_to
 from collectives.cli.bench.timing import HEADER, Row, as_json
+from collectives.profiles import NETWORKS
 
 __all__ = ["add_to", "run"]
 
@@ -48,9 +49,10 @@ def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
     from collectives.cli.bench import chart, collective
 
     baselines = [] if "none" in options.baselines else options.baselines
+    network = NETWORKS[options.network] if options.network else None
     repeats = options.repeats, min(options.dense_repeats or options.repeats, options.repeats)
     plan = collective.Plan(
-        options.subject, options.algorithms, options.codecs, baselines, *repeats, options.from_gradient
+        options.subject, options.algorithms, options.codecs, baselines, *repeats, options.from_gradient, network
     )
     asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
     cases = [collective.Case(*each) for each in asked]

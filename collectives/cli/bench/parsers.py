@@ -8,6 +8,7 @@ from collectives.cli.bench.contestants import MAKERS, SETTLING_CALLS
 from collectives.cli.bench.data import FAMILIES
 from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, rows_file, share
 from collectives.cli.bench.supports import PATTERNS
+from collectives.profiles import NETWORKS
 
 ABOUT_COMPRESSORS = f"""\
 Every compressor on values of several distributions, at several densities, in one process. All that are compared take
@@ -41,6 +42,9 @@ MPI's dense sum follows an untimed one of the same, as in a loop of steps.
   dense /    time of MPI's own sum of the dense vector over this time
   kB sent    by the busiest rank, as the library counts; for a call of MPI's, the least that it can send
   / bound    those bytes over the least that a rank has to send on average, with indices at their entropy
+  predicted  ms by the model of `mpicomp explain`, from the profile that `mpicomp tune` wrote for these ranks, or for
+             --network; "-" without either; with --from-gradient, with the measured time of the selection alone
+  / meas.    predicted over measured
 """
 
 COLLECTIVE_EXAMPLE = """\
@@ -151,6 +155,11 @@ def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
         action="store_true",
         help="start from a dense gradient: each call selects first; also the selection alone and, where there is one, "
         "GradientExchange with the first algorithm and codec",
+    )
+    parser.add_argument(
+        "--network",
+        choices=list(NETWORKS),
+        help="predict for a typical one, a rank a node (by the profile of `mpicomp tune`, if any)",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well: p4.json")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")

@@ -81,12 +81,13 @@ def misused(options: argparse.Namespace) -> str | None:
 
 def kept(options: argparse.Namespace, comm: Any, out: TextIO | None) -> tuple[Profile, int]:
     """Return rank 0's profile on all ranks, written to its file if it is new, and whether that failed."""
+    from collectives.cli.tune.calibrating import calibrated
     from collectives.cli.tune.measuring import measure
     from collectives.tuning import default_path
 
     if options.profile:
         return comm.bcast(options.profile), 0
-    profile = measure(comm, options.repeats)
+    profile = calibrated(comm, measure(comm, options.repeats), options.repeats)
     path = options.output or default_path(profile.ranks, profile.nodes)
     return profile, comm.bcast(written(profile, path, out) if out else 0)
 

@@ -92,20 +92,22 @@ def contestants(comm: Any, fixed: Any, vector: SparseVector, nodes: int) -> dict
     return calls
 
 
+def of_flat_sums(operation: str, algorithm: str) -> bool:
+    """Return whether an algorithm is one that the model follows step by step, without a choice of another in it."""
+    return operation != "sparse_allreduce" or algorithm in (*cost.FLAT, "dense_mpi", RULE)
+
+
 def predicted(
     operation: str, algorithm: str, vector: SparseVector, nodes: Sequence[int], profile: Profile
 ) -> float | None:
-    """Return the seconds that the model gives; what is named for 2 or 4 ranks first agrees on the terms."""
+    """Return the seconds that the model gives; None for the choice without a profile, and for unknown links."""
     case = tuning.case_of(vector.length, vector.nnz, vector.value_nbytes, nodes)
     tuner = Tuner(profile)
     if algorithm == RULE or not tuner.knows(nodes):
         return None
     if algorithm == AUTO:
         return tuner.automatic(case, nodes)[1].seconds
-    found = cost.predict(operation, algorithm, case, profile).seconds
-    if operation == "sparse_allreduce" and tuning.without_survey(nodes) == "recursive_doubling":
-        found += cost.Model(case, profile).agreed().seconds
-    return found
+    return tuning.of_named(operation, algorithm, case, nodes, profile)
 
 
 def verdict(checked: Sequence[Checked]) -> dict[str, float]:
