@@ -19,7 +19,7 @@ from collectives.schedule import core_size
 
 LINE = 64  # bytes: messages are padded to it, see `collectives.transport`
 HEADERS = 64  # bytes of a block before its entries: the envelope and the codec's header
-HISTOGRAM, DIGIT = 2048 * 8, 11  # bytes and bits of a digit of the exact gTop-k's search
+HISTOGRAM, DIGIT = 256 * 8, 8  # bytes and bits of a digit of the exact gTop-k's search
 
 
 def expected_union(length: int, counts: Sequence[int]) -> float:

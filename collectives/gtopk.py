@@ -6,7 +6,7 @@ double recursively, which halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
 The published tree is here as the baseline. `exact` is a reduce-scatter, a radix search for the k-th largest magnitude,
-with an Allreduce of 2048 counts a digit (3 for float32), and an allgather.
+with an Allreduce of 256 counts a digit (4 for float32), and an allgather.
 
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of those as `rejected`.

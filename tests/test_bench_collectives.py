@@ -12,7 +12,7 @@ from test_cli import refused
 from test_examples import LAUNCH
 
 from collectives.cli import main
-from collectives.cli.bench import chart
+from collectives.cli.bench import chart, interfaces
 from collectives.cli.bench.bounds import dense_nbytes, index_bits, least_nbytes
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES
 from collectives.cli.bench.supports import PATTERNS, draw, gradient_above
@@ -91,6 +91,26 @@ def test_the_selection_is_added_to_predictions_as_it_was_measured(tmp_path):
     selecting = rows["selection alone"]["seconds"]
     assert rows["exact"]["predicted"] == pytest.approx(alone["exact"]["predicted"] + selecting)
     assert rows["MPI_Allreduce"]["predicted"] == alone["MPI_Allreduce"]["predicted"]
+
+
+KERNEL_SAYS = """\
+Inter-|   Receive                            |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo: 111111 222 0 0 0 0 0 0 333333 444 0 0 0 0 0 0
+  eth0: 555555 666 0 0 0 0 0 0 777777 888 0 0 0 0 0 0
+  ib0:  1      1   0 0 0 0 0 0 23     1   0 0 0 0 0 0
+"""
+
+
+def test_bytes_are_read_from_all_interfaces_but_loopback():
+    assert interfaces.sent(KERNEL_SAYS) == 777_777 + 23
+    before = interfaces.sent()
+    assert before >= 0
+
+
+def test_interfaces_are_looked_at_where_each_rank_has_a_host_of_its_own(capsys):
+    assert main(["bench", "gtopk", *SMALL, "--interfaces"]) == 2
+    assert "expected several ranks, each on a host of its own" in capsys.readouterr().err
 
 
 def test_osu_prints_a_block_for_each(capsys):
@@ -232,3 +252,24 @@ def test_disjoint_supports_that_do_not_fit_are_refused(capsys, monkeypatch):
     monkeypatch.setattr("collectives.cli.bench.collective.too_many", lambda cases, ranks: error)
     assert main(["bench", "allreduce"]) == 2
     assert capsys.readouterr().err == f"mpicomp bench allreduce: {error}\n"
+
+
+def test_a_step_is_compared_with_the_published_ways(capsys, tmp_path):
+    """Computing takes as long as asked for, and efficiency is its share of the step."""
+    some = ["--models", "VGG-16", "--length", "3000", "--compute", "0.01", "--density", "0.01", "--repeats", "3"]
+    for pause in [], ["--pause"]:
+        file = tmp_path / "steps.json"
+        assert main(["bench", "step", *some, *pause, "--dense-repeats", "2", "--json", str(file)]) == 0
+        *table, published = capsys.readouterr().out.splitlines()
+        rows = json.loads(file.read_text())["rows"]
+        names = ["MPI_Allreduce", "MPI_Allgatherv", "gTop-k tree, as published", "recursive_doubling", "exact"]
+        assert [row["algorithm"] for row in rows] == [*names, "GradientExchange recursive_doubling"]
+        assert [row["turns"] for row in rows] == [2, 3, 3, 3, 3, 3]
+        assert len(table) == 1 + len(rows)
+        assert "1.1 to 1.7 times" in published
+        for row in rows:
+            assert (row["length"], row["compute"]) == (3000, 0.01)
+            assert row["efficiency"] == pytest.approx(0.01 / row["seconds"])
+            assert row["efficiency"] <= 1
+            assert row["over_dense"] == pytest.approx(row["efficiency"] / rows[0]["efficiency"])
+            assert row["over_top_k"] == pytest.approx(row["efficiency"] / rows[1]["efficiency"])

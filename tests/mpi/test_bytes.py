@@ -124,7 +124,7 @@ OTHERS = {
     ),
     "gtopk exact": (
         lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact"),
-        lambda size: (size - 1) * (2 * K * ENTRY + 3 * 2 * 2048 * 8),
+        lambda size: (size - 1) * (2 * K * ENTRY + 4 * 2 * 256 * 8),
     ),
     "dense_allreduce": (
         lambda v, comm: dense_allreduce(np.ones(10_000, np.float32), comm),

@@ -24,6 +24,7 @@ from collectives import (
     warm_up,
 )
 from collectives.cli.bench.bounds import dense_nbytes, least_nbytes
+from collectives.cli.bench.interfaces import during
 from collectives.cli.bench.predicting import predictor
 from collectives.cli.bench.progress import Silent, progress
 from collectives.cli.bench.supports import draw, gradient_above, most
@@ -52,6 +53,7 @@ BASELINES = {
     "allgather": ["dense", "allgather"],
     "gtopk": ["dense", "tree", "allgather"],
 }
+WIRE_CALLS = 5  # whose bytes at the interfaces are counted together
 SELECTION = "selection alone"
 EXCHANGED = "allreduce", "gtopk"  # what GradientExchange may go by
 CODECS = ["auto", "plain", "quick", "smallest"]
@@ -83,6 +85,7 @@ class Plan(NamedTuple):
     dense_repeats: int
     from_gradient: bool
     network: Profile | None = None
+    interfaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Comparison:
     means of the ranks. dense_seconds: the median of MPI's dense sum, None where it did not run. nbytes: what the
     busiest rank sends; mean_nbytes: the ranks' mean. least_nbytes: the bound. predicted: by the model of costs, in
     seconds, with the measured selection where each call selects first; None without a profile, and for what the model
-    does not know.
+    does not know. wire_nbytes: at the interfaces of the busiest host, with headers; None where they are not looked at.
     """
 
     subject: str
@@ -137,6 +140,7 @@ class Comparison:
     mean_nbytes: float
     least_nbytes: float
     predicted: float | None = None
+    wire_nbytes: float | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -288,8 +292,11 @@ def compared(
     itemsize = np.dtype(case.dtype).itemsize
     least = least_nbytes(plan.subject, comm.size, case.length, case.entries, union, itemsize)
     expected = predictions(comm, plan, case, contestants, times)
+    wires = at_interfaces(comm, plan, contestants)
     bar.clear()
-    for contestant, clock, (most_sent, mean_sent), seconds in zip(contestants, times, sent, expected, strict=True):
+    for contestant, clock, (most_sent, mean_sent), seconds, wire in zip(
+        contestants, times, sent, expected, wires, strict=True
+    ):
         slowest, means = list(clock.max(axis=0)), clock.mean(axis=1)
         low, median, high = quartiles(slowest)
         yield Comparison(
@@ -313,7 +320,15 @@ def compared(
             mean_sent,
             least,
             seconds,
+            wire,
         )
+
+
+def at_interfaces(comm: Any, plan: Plan, contestants: Sequence[Contestant]) -> list[float | None]:
+    """Return the bytes of a call of each contestant at the interfaces of the busiest host, where that is asked for."""
+    if not plan.interfaces:
+        return [None] * len(contestants)
+    return [during(comm, each.call, WIRE_CALLS if each.every == 1 else 1) for each in contestants]
 
 
 def predictions(

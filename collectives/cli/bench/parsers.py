@@ -7,6 +7,7 @@ from collectives.cli.bench.collective import ALGORITHMS, BASELINES, CODECS, DTYP
 from collectives.cli.bench.contestants import MAKERS, SETTLING_CALLS
 from collectives.cli.bench.data import FAMILIES
 from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, rows_file, share
+from collectives.cli.bench.step import MODELS
 from collectives.cli.bench.supports import PATTERNS
 from collectives.profiles import NETWORKS
 
@@ -30,6 +31,20 @@ them.
 OVERLAP_EXAMPLE = """\
 example:
   mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+"""
+
+ABOUT_STEP = """\
+A step computes for a fixed time, in a busy loop, and then exchanges the gradient; efficiency is the time of computing
+over that of the step. Ways to exchange: MPI's dense allreduce; Top-k by MPI's Allgatherv; the gTop-k tree as published;
+ours, and GradientExchange, which keeps the residual and returns a dense mean as well. "/ dense" and "/ Top-k" are
+ratios of efficiency. The seconds of computing of the models are assumed: give --compute for yours. What overlapping
+saves is in `mpicomp bench overlap`.
+"""
+
+STEP_EXAMPLE = """\
+examples:
+  mpirun -n 4 mpicomp bench step --models ResNet-50 --dense-repeats 3
+  mpirun -n 4 mpicomp bench step --models VGG-16 --length 1e6 --compute 0.05 --pause --json steps.json
 """
 
 ABOUT_COLLECTIVE = """\
@@ -99,11 +114,36 @@ def add_to(commands: Any) -> None:
     overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
     overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
     _add_choices(compressors)
+    _add_step(subjects)
     for subject, about in HELP_OF_COLLECTIVES.items():
         _add_collective(subjects, subject, about)
     plot = subjects.add_parser("plot", help="draw what runs of one of these four wrote with --json, at several P")
     plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
     plot.add_argument("files", type=rows_file, nargs="+", metavar="JSON", help="files to read: p2.json p4.json p8.json")
+
+
+def _add_step(subjects: Any) -> None:
+    parser = subjects.add_parser(
+        "step",
+        help="a training step: fixed computing, real communication; efficiency against dense and published ways",
+        description=ABOUT_STEP,
+        epilog=STEP_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = list(MODELS)
+    shown = ", ".join(f"{name} ({model.length:g} values, {model.compute:g} s)" for name, model in MODELS.items())
+    parser.add_argument(
+        "--models", nargs="+", action=each_once, choices=known, default=known, metavar="NAME", help=f"{shown} (all)"
+    )
+    parser.add_argument("--length", type=positive, metavar="N", help="values of the gradient, in place of the model's")
+    parser.add_argument("--compute", type=above_zero, metavar="S", help="seconds of computing, in place of the model's")
+    parser.add_argument("--pause", action="store_true", help="compute by a pause, as beside an accelerator")
+    parser.add_argument("--density", type=share, default=0.001, help="share that travels (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=7, help="timed turns of each (%(default)s)")
+    parser.add_argument(
+        "--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 2 (as many)"
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
 
 
 def _add_collective(subjects: Any, subject: str, about: str) -> None:
@@ -160,6 +200,12 @@ def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
         "--network",
         choices=list(NETWORKS),
         help="predict for a typical one, a rank a node (by the profile of `mpicomp tune`, if any)",
+    )
+    parser.add_argument(
+        "--interfaces",
+        action="store_true",
+        help="count at the network interfaces of the hosts as well, and print those bytes over the bound at the end; "
+        "with each rank on a host of its own, as in benchmarks/testbed",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well: p4.json")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")
