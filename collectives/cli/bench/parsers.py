@@ -28,9 +28,24 @@ Each timed call follows untimed ones of the same compressor, so that none finds 
 them.
 """
 
-OVERLAP_EXAMPLE = """\
-example:
-  mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+BENCH_EXAMPLES = """
+mpirun -n 4 mpicomp bench gtopk --lengths 1e6 --densities 0.001 0.01
+mpirun -n 4 mpicomp bench exchange
+mpicomp bench kernels --length 1e6
+"""
+
+KERNELS_EXAMPLES = """
+mpicomp bench kernels
+mpicomp bench kernels --length 1e6 --repeats 3 --json kernels.json
+"""
+
+EXCHANGE_EXAMPLES = """
+mpirun -n 4 mpicomp bench exchange
+mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
+"""
+
+OVERLAP_EXAMPLE = """
+mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
 """
 
 ABOUT_STEP = """\
@@ -41,10 +56,9 @@ ratios of efficiency. The seconds of computing of the models are assumed: give -
 saves is in `mpicomp bench overlap`.
 """
 
-STEP_EXAMPLE = """\
-examples:
-  mpirun -n 4 mpicomp bench step --models ResNet-50 --dense-repeats 3
-  mpirun -n 4 mpicomp bench step --models VGG-16 --length 1e6 --compute 0.05 --pause --json steps.json
+STEP_EXAMPLE = """
+mpirun -n 4 mpicomp bench step --models ResNet-50 --dense-repeats 3
+mpirun -n 4 mpicomp bench step --models VGG-16 --length 1e6 --compute 0.05 --pause --json steps.json
 """
 
 ABOUT_COLLECTIVE = """\
@@ -62,11 +76,10 @@ MPI's dense sum follows an untimed one of the same, as in a loop of steps.
   / meas.    predicted over measured
 """
 
-COLLECTIVE_EXAMPLE = """\
-examples:
-  mpirun -n 4 mpicomp bench {0}
-  mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
-  mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest --osu
+COLLECTIVE_EXAMPLE = """
+mpirun -n 4 mpicomp bench {0}
+mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
+mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest --osu
 """
 
 HELP_OF_COLLECTIVES = {
@@ -76,32 +89,34 @@ HELP_OF_COLLECTIVES = {
     "gtopk": "the largest entries of the sum on all ranks, against MPI's dense allreduce",
 }
 
-COMPRESSORS_EXAMPLE = """\
-examples:
-  mpicomp bench compressors
-  mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
-  mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
+COMPRESSORS_EXAMPLE = """
+mpicomp bench compressors
+mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
+mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
 """
 
 
 def add_to(commands: Any) -> None:
     """Add the command and what can be measured to the command line."""
-    bench = commands.add_parser("bench", help="time kernels, compressors, or whole steps under mpirun; with baselines")
+    about = "time kernels, compressors, or whole steps under mpirun; with baselines"
+    bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.", examples=BENCH_EXAMPLES)
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
-    kernels = subjects.add_parser("kernels", help="each kernel of one rank, against NumPy, PyTorch and one read")
-    exchange = subjects.add_parser("exchange", help="selection and collective, against MPI's dense allreduce")
+    kernels = subjects.add_parser(
+        "kernels", help="each kernel of one rank, against NumPy, PyTorch and one read", examples=KERNELS_EXAMPLES
+    )
+    exchange = subjects.add_parser(
+        "exchange", help="selection and collective, against MPI's dense allreduce", examples=EXCHANGE_EXAMPLES
+    )
     overlap = subjects.add_parser(
         "overlap",
         help="a step whose gradients leave as they become ready, against one that waits for the last",
-        epilog=OVERLAP_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=OVERLAP_EXAMPLE,
     )
     compressors = subjects.add_parser(
         "compressors",
         help="time, density, captured norm and bytes of every compressor, against exact top-k",
         description=ABOUT_COMPRESSORS,
-        epilog=COMPRESSORS_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=COMPRESSORS_EXAMPLE,
     )
     lengths = (kernels, 25_000_000), (exchange, 25_000_000), (overlap, 2_000_000), (compressors, 1_000_000)
     for parser, length in lengths:
@@ -117,7 +132,8 @@ def add_to(commands: Any) -> None:
     _add_step(subjects)
     for subject, about in HELP_OF_COLLECTIVES.items():
         _add_collective(subjects, subject, about)
-    plot = subjects.add_parser("plot", help="draw what runs of one of these four wrote with --json, at several P")
+    about_plot = "draw what runs of one of these four wrote with --json, at several P"
+    plot = subjects.add_parser("plot", help=about_plot, examples="mpicomp bench plot times.png p2.json p4.json p8.json")
     plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
     plot.add_argument("files", type=rows_file, nargs="+", metavar="JSON", help="files to read: p2.json p4.json p8.json")
 
@@ -127,8 +143,7 @@ def _add_step(subjects: Any) -> None:
         "step",
         help="a training step: fixed computing, real communication; efficiency against dense and published ways",
         description=ABOUT_STEP,
-        epilog=STEP_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=STEP_EXAMPLE,
     )
     known = list(MODELS)
     shown = ", ".join(f"{name} ({model.length:g} values, {model.compute:g} s)" for name, model in MODELS.items())
@@ -151,8 +166,7 @@ def _add_collective(subjects: Any, subject: str, about: str) -> None:
         subject,
         help=about,
         description=ABOUT_COLLECTIVE,
-        epilog=COLLECTIVE_EXAMPLE.format(subject),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=COLLECTIVE_EXAMPLE.format(subject),
     )
     lists: list[tuple[str, Any, list[Any], str]] = [
         ("--lengths", positive, [1_000_000], "values of the dense vectors: 1e6 25_000_000"),

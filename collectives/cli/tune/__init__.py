@@ -20,10 +20,9 @@ MPICOMP_PROFILE=FILE names another one, MPICOMP_PROFILE=none does without. Only 
 """
 
 EXAMPLES = """\
-examples:
-  mpirun -n 4 mpicomp tune
-  mpirun -n 4 mpicomp tune --output profile.json --check
-  mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --densities 0.01 0.1 --json rows.json
+mpirun -n 4 mpicomp tune
+mpirun -n 4 mpicomp tune --output profile.json --check
+mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --densities 0.01 0.1 --json rows.json
 """
 
 
@@ -33,8 +32,7 @@ def add_to(commands: Any) -> None:
         "tune",
         help="measure these ranks, and let algorithm='auto' go by it; --check compares predictions with measurements",
         description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=EXAMPLES,
     )
     tune.add_argument("--output", type=new_file, metavar="FILE", help="the profile to write (one per user, see above)")
     tune.add_argument("--profile", type=a_profile, metavar="FILE", help="take this profile, and measure none")
