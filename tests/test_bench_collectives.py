@@ -178,6 +178,9 @@ def test_the_largest_of_a_gradient_stand_where_the_vector_has_its_entries(dtype)
     assert gradient.dtype == dtype
     np.testing.assert_array_equal(TopK(k=100).compress(gradient).indices, vector.indices)
     np.testing.assert_array_equal(np.delete(gradient, vector.indices).astype(bool).sum() >= 9700, True)
+    spread = gradient_above(draw("independent", 1, 4, 100_000, 10_000, dtype), 1)
+    largest = TopK(k=1000).compress(spread).indices  # a tenth of them: as many in each half, but for chance
+    assert 400 < np.count_nonzero(largest < 50_000) < 600
 
 
 def test_bounds_are_those_of_the_papers():
