@@ -29,7 +29,7 @@ DIRECT_RANKS = 64  # up to here P - 1 messages of a split cost less than lg P ro
 REMEMBERED = 1024  # answers of a Tuner
 STEPS_AN_OCTAVE = 8  # densities that are 9 % apart have one answer
 SHORTEST = 1e-12  # seconds: what no sum is faster than
-WORTH_ASKING = 1.5  # times as fast: below, within what predictions are off, ranks that need no survey make none
+WORTH_ASKING = 1.25  # times as fast: below, within what predictions are off, ranks that need no survey make none
 
 
 def without_survey(nodes: Sequence[int]) -> str | None:
@@ -141,7 +141,7 @@ class Tuner:
     def worth_asking(self, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:
         """Return whether the ranks of a communicator that can do without a survey do better to ask for the counts.
 
-        That is, whether at some density another algorithm is over half as fast again, with the round of asking added,
+        That is, whether at some density another algorithm is over a quarter faster, with the round of asking added,
         and by a larger factor than that round slows the smallest sums.
         """
         known = without_survey(nodes)

@@ -23,7 +23,8 @@ FREE = {name: Curve.line(0.0, 1e15) for name in NETWORKS["hdr"].kernels}
 def profile(latency, bandwidth, message=0.0):
     """Return a profile in which computing costs nothing."""
     link = Curve.line(latency, bandwidth)
-    return replace(NETWORKS["hdr"], call=0.0, message=message, inside=link, between=link, kernels=FREE)
+    reduce = Curve.line(2 * latency, bandwidth)  # at 2 ranks
+    return replace(NETWORKS["hdr"], call=0.0, message=message, inside=link, between=link, reduce=reduce, kernels=FREE)
 
 
 SLOW_START, SLOW_LINK = profile(1.0, 1e12, message=1.0), replace(profile(0.0, 1e6), call=1e-3)
