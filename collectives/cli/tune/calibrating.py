@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from collectives import tuning
 from collectives.cli.tune.checking import RULE, contestants, of_flat_sums, predicted, random_vector
-from collectives.cli.tune.measuring import TOO_LONG, settled, together
+from collectives.cli.tune.measuring import TOO_LONG, once_more, settled
 from collectives.profiles import Curve, Profile
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
@@ -50,7 +50,7 @@ def calibrated(comm: Any, profile: Profile, repeats: int) -> Profile:
         timed = {name: settled(comm, call) for name, call in brief.items()}
         for _ in range(repeats):
             for each in timed.values():
-                each.seconds.append(together(comm, each.call, each.loops) / each.loops)
+                once_more(comm, each)
         slopes += [derivatives(expected[name], profile) for name in timed]
         seconds += [each.median for each in timed.values()]
     fitted = changed(profile, fit(np.array(slopes), np.array(seconds), LEAST))

@@ -10,7 +10,7 @@ import numpy as np
 
 import collectives
 from collectives import cost, tuning
-from collectives.cli.tune.measuring import settled, together
+from collectives.cli.tune.measuring import once_more, settled
 from collectives.profiles import Profile
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
@@ -63,7 +63,7 @@ def rows(
             timed = {name: settled(comm, call) for name, call in contestants(comm, fixed, vector, len(sizes)).items()}
             for _ in range(repeats):
                 for each in timed.values():
-                    each.seconds.append(together(comm, each.call, each.loops) / each.loops)
+                    once_more(comm, each)
             for (operation, algorithm), each in timed.items():
                 expected = predicted(operation, algorithm, vector, sizes, profile)
                 yield Checked(operation, algorithm, length, density, each.median, expected)
