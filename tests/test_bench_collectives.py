@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from test_cli import refused
 from test_examples import LAUNCH
 
@@ -16,6 +17,10 @@ from collectives.cli.bench import chart, interfaces
 from collectives.cli.bench.bounds import dense_nbytes, index_bits, least_nbytes
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES
 from collectives.cli.bench.supports import PATTERNS, draw, gradient_above
+from collectives.profiles import NETWORKS
+from collectives.progress import wait_for
+from collectives.transport import endpoint_of
+from collectives.tuning import Tuner
 from mpicomp import TopK
 
 SMALL = ["--lengths", "2000", "--repeats", "2"]
@@ -69,8 +74,9 @@ def test_from_a_gradient_the_selection_and_the_exchange_are_timed_as_well(tmp_pa
 
 
 @pytest.mark.parametrize("subject", ALGORITHMS)
-def test_predictions_stand_beside_the_times(subject, capsys, tmp_path):
+def test_predictions_stand_beside_the_times(subject, capsys, tmp_path, monkeypatch):
     """By a network's profile; the model knows all of the library's algorithms. Without a profile there is none."""
+    monkeypatch.setattr(endpoint_of(MPI.COMM_WORLD, wait_for), "tuner", Tuner())
     rows = bench(tmp_path, subject, "--network", "1gbit", "--densities", "0.1")["rows"]
     known = {row["algorithm"]: row["predicted"] for row in rows if not row["algorithm"].startswith("MPI_")}
     assert all(known[name] > 0 for name in ALGORITHMS[subject])
@@ -82,6 +88,9 @@ def test_predictions_stand_beside_the_times(subject, capsys, tmp_path):
     ours = [line.split()[-2] for line, row in zip(lines, rows, strict=True) if row["predicted"]]
     assert ours == [f"{1e3 * row['predicted']:.3f}" for row in rows if row["predicted"]]
     assert {row["predicted"] for row in bench(tmp_path, subject)["rows"]} == {None}
+    monkeypatch.setattr(endpoint_of(MPI.COMM_WORLD, wait_for), "tuner", Tuner(NETWORKS["1gbit"]))
+    rows = bench(tmp_path, subject, "--densities", "0.1")["rows"]
+    assert all(row["predicted"] > 0 for row in rows if row["algorithm"] in ALGORITHMS[subject])
 
 
 def test_the_selection_is_added_to_predictions_as_it_was_measured(tmp_path):
