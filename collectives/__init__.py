@@ -11,6 +11,7 @@ from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
 from collectives.progress import Request, configure
+from collectives.recovery import agree, saving, shrink
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
 from collectives.transport import Traffic, traffic
@@ -20,6 +21,7 @@ __all__ = [
     "Request",
     "SupportPlan",
     "Traffic",
+    "agree",
     "aligned_allreduce",
     "aligned_iallreduce",
     "configure",
@@ -27,6 +29,8 @@ __all__ = [
     "dense_iallreduce",
     "gtopk_allreduce",
     "gtopk_iallreduce",
+    "saving",
+    "shrink",
     "sparse_allgather",
     "sparse_allreduce",
     "sparse_bcast",

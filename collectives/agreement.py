@@ -8,28 +8,46 @@ all ranks know. Then, and only then, they spend one more allgather on who brough
 
 import json
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from collectives.channel import Channel, payload
-from collectives.messages import Buffer, Steps
+from collectives.channel import Channel
+from collectives.messages import Steps
 from collectives.terms import Terms
 from mpicomp.errors import CollectiveError
 
 T = TypeVar("T")
 
 
-def all_or_none(channel: Channel, steps: Steps[T]) -> Steps[T]:
+class Account(Protocol):
+    """What the debug mode asks of an operation; see `collectives.checking`."""
+
+    def account(self, result: Any) -> dict[str, Any]:
+        """Return this rank's part, in numbers."""
+        ...
+
+    def judge(self, accounts: list[dict[str, Any]]) -> None:
+        """Raise on all ranks where the parts do not add up."""
+        ...
+
+
+def all_or_none(channel: Channel, steps: Steps[T], watch: Account | None = None) -> Steps[T]:
     """Run an operation's steps to their end; then return their result on every rank, or raise on every rank.
+
+    watch: with it the ranks report in any case, also what it says of the result, and it has the last word.
 
     Raises this rank's own error where it brought one, else CollectiveError naming the ranks and what they brought.
     """
     result = yield from steps
-    if not channel.broken:
+    if not channel.broken and watch is None:
         return result
-    blocks = yield from channel.gather_all(_report(channel))
-    said = verdict(channel.terms.operation, [json.loads(payload(block).tobytes()) for block in blocks])
+    account = watch.account(result) if watch is not None and not channel.broken else None
+    texts = yield from channel.gather_texts(_report(channel, account))
+    reports = [json.loads(text) for text in texts]
+    if watch is not None and all(report["account"] for report in reports):
+        watch.judge([report["account"] for report in reports])
+        return result
     try:
-        raise channel.error or CollectiveError(said)
+        raise channel.error or CollectiveError(verdict(channel.terms.operation, reports))
     finally:
         del channel, steps  # else the error, its traceback and this frame hold each other
 
@@ -43,19 +61,19 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
         for rank, terms in sound.items():
             brought.setdefault(terms[field], []).append(rank)
         if len(brought) > 1 and field == "support":
-            faults.append("the supports differ: one on " + ", another on ".join(map(_ranks, brought.values())))
+            faults.append("the supports differ: one on " + ", another on ".join(map(named_ranks, brought.values())))
         elif len(brought) > 1:
-            who = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in brought.items())
+            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in brought.items())
             faults.append(f"{field} must be the same on all ranks, got {who}")
             if field in ("operation", "votes"):
                 break
     return f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
 
 
-def _report(channel: "Channel") -> Buffer:
+def _report(channel: "Channel", account: dict[str, Any] | None) -> str:
     error = channel.error and f"{type(channel.error).__name__}: {_words(channel.error)}"
-    text = json.dumps({"terms": asdict(channel.terms), "error": error}).encode()
-    return channel.frame(text)
+    report = {"terms": asdict(channel.terms), "error": error, "account": account}
+    return json.dumps(report)
 
 
 def _words(error: Exception) -> str:
@@ -65,7 +83,7 @@ def _words(error: Exception) -> str:
         return "(it cannot be printed)"
 
 
-def _ranks(ranks: list[int]) -> str:
+def named_ranks(ranks: list[int]) -> str:
     """Return "rank 3", "ranks 0-2" or "ranks 0, 2, 5": runs of more than two are joined."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -12,8 +12,11 @@ soon as its own count makes that smaller; shares that hold about as many entries
 (`survey.py`) comes first.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from collectives import tuning
 from collectives.channel import Channel, Offer
@@ -26,7 +29,9 @@ from collectives.reduce_scatter import split
 from collectives.schedule import halving
 from collectives.survey import PARTITIONS, Survey, look_around
 from collectives.votes import counting, with_votes
-from mpicomp.vector import SparseVector, add_up
+from mpicomp.vector import SparseVector, add_up, index_dtype
+
+Choice = tuple[str | None, Survey]  # an algorithm, None when the terms turn out to differ; and what it has to know
 
 
 def sparse_allreduce(
@@ -42,12 +47,13 @@ def sparse_allreduce(
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     comm: an mpi4py intracommunicator.
-    algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense"; with the nodes in
-    mind "node_leaders" or "node_lanes"; or "auto", which takes one by the profile of the communicator
-    (`mpicomp tune`), without one by `collectives.tuning.choose_allreduce`.
+    algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "dense_mpi": MPI's
+    own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); with the nodes in mind
+    "node_leaders" or "node_lanes"; or "auto", which takes one by the profile of the communicator (`mpicomp tune`),
+    without one by `collectives.tuning.choose_allreduce`.
     partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of where the entries
     stand, "hashed" blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless
-    one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges.
+    one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges, "dense_mpi" cuts none.
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
     (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
     votes: count the ranks that bring each entry as well, for the bytes of one more value an entry; the same on all.
@@ -56,8 +62,8 @@ def sparse_allreduce(
     for up to 4 ranks (`collectives.tuning.without_survey`).
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero stay in
-    it; "dense" has every position as an entry. It may share memory with `vector`. With votes (sum, counts) is returned:
-    int64, one for each entry.
+    it; "dense" and "dense_mpi" have every position as an entry. It may share memory with `vector`. With votes (sum,
+    counts) is returned: int64, one for each entry.
 
     Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
     on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
@@ -90,18 +96,38 @@ def with_partition(vector: Any, terms: dict[str, Any], size: int) -> SparseVecto
 
 def auto(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Run what the survey suggests; few ranks need none, or by a profile no more than the sum of their counts."""
+    return (yield from in_turn(partial(chosen, whole=True), offer, channel))
+
+
+def in_turn(choose: Callable[[Offer, Channel], Steps[Choice]], offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Choose, and run what is chosen: MPI's own allreduce in the order in which the operations began."""
+    with channel.turn() as turn:
+        name, survey = yield from choose(offer, channel)
+        if name == "dense_mpi":
+            yield (turn,)
+            return (yield from ALGORITHMS[name](offer, channel, survey))
+    return (yield from ALGORITHMS[name](offer, channel, survey)) if name else offer.vector
+
+
+def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
+    """Choose by what the ranks bring. whole: these are all ranks of MPI's communicator, and take their turn."""
     nodes, vector = node_sizes(channel), offer.vector
+    nothing = Survey([], [], vector.length)
     name = tuning.without_survey(nodes)
-    if name is None:
-        return (yield from surveyed(None, offer, channel))
-    if channel.tuner.worth_asking(vector.length, vector.value_nbytes, nodes):
+    if name is not None and channel.tuner.worth_asking(vector.length, vector.value_nbytes, nodes):
         entries = yield from counted_by(name, offer, channel)
         if channel.broken:
-            return vector
-        name, _ = channel.tuner.fastest(vector.length, entries / channel.size, vector.value_nbytes, nodes)
-        if name not in UNSAMPLED:
-            return (yield from surveyed(name, offer, channel))
-    return (yield from ALGORITHMS[name](offer, channel, Survey([], [], vector.length)))
+            return None, nothing
+        known = vector.length, entries / channel.size, vector.value_nbytes, nodes
+        name, _ = channel.tuner.fastest(*known, whole=whole)
+    if name in UNSAMPLED:
+        return name, nothing
+    survey = yield from look_around(offer, channel)
+    if channel.broken:
+        return None, survey
+    return name or channel.tuner.allreduce(
+        survey.length, survey.counts, vector.value_nbytes, nodes, whole=whole
+    ), survey
 
 
 def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:
@@ -121,24 +147,25 @@ def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:
 
 
 def named(name: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Run what the caller named, once it is clear that all ranks did: the schedules of two would not meet.
+    """Run what the caller named."""
+    return (yield from in_turn(partial(agreed_on, name), offer, channel))
+
+
+def agreed_on(name: str, offer: Offer, channel: Channel) -> Steps[Choice]:
+    """Look around for what the caller named, once it is clear that all ranks did: two schedules would not meet.
 
     Where "auto" begins with recursive doubling, the terms are first compared over its schedule.
     """
     if tuning.without_survey(node_sizes(channel)) == "recursive_doubling" and not (yield from agreed(channel)):
-        return offer.vector
-    return (yield from surveyed(name, offer, channel))
-
-
-def surveyed(name: str | None, offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Look around, and run the algorithm that was named, or that fits what is seen."""
+        return None, Survey([], [], offer.vector.length)
     survey = yield from look_around(offer, channel, sampling=name not in UNSAMPLED)
-    if channel.broken:
-        return offer.vector
-    if name is None:
-        value_nbytes = offer.vector.value_nbytes
-        name = channel.tuner.allreduce(survey.length, survey.counts, value_nbytes, node_sizes(channel))
-    return (yield from ALGORITHMS[name](offer, channel, survey))
+    return None if channel.broken else name, survey
+
+
+def among_some(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+    """Sum over some of the ranks: MPI's own allreduce, which is for all of them, is no choice."""
+    name, survey = yield from chosen(offer, channel, whole=False)
+    return (yield from ALGORITHMS[name](offer, channel, survey)) if name else offer.vector
 
 
 def allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
@@ -169,6 +196,20 @@ def dense(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]
     return partition.unite([theirs.vector for theirs in pieces])
 
 
+def dense_mpi(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+    """Fill in the zeros, and let MPI's own allreduce add up, on a rank whose turn it is to call MPI's collectives.
+
+    float16 travels as float32: MPI has no type for it.
+    """
+    vector = offer.vector
+    values = np.zeros((survey.length, *vector.values.shape[1:]), np.promote_types(vector.dtype, np.float32))
+    values[vector.indices] = vector.values
+    reduction = channel.endpoint.reduce(values.reshape(-1))
+    yield (reduction,)
+    total = reduction.total.astype(vector.dtype, copy=False).reshape(values.shape)
+    return SparseVector(np.arange(survey.length, dtype=index_dtype(survey.length)), total, survey.length)
+
+
 def recursive_halving(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Halve the range that is held with a partner over halving distances, adding; then double it back."""
     bounds = survey.ranges(channel.core).bounds
@@ -193,7 +234,7 @@ def node_leaders(offer: Offer, channel: Channel, survey: Survey) -> Steps[Sparse
     total = yield from reduce_up(offer, node, add)
     if node.rank == 0:
         leaders = channel.among([ranks[0] for ranks in nodes])
-        total = Offer((yield from auto(counted(total.vector), leaders)))
+        total = Offer((yield from among_some(counted(total.vector), leaders)))
     return (yield from hand_down(total, node)).vector
 
 
@@ -209,7 +250,7 @@ def node_lanes(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVe
     share = yield from split(offer, node, partition)
     if node.rank < lanes:
         lane = channel.among([ranks[node.rank] for ranks in nodes])
-        share = Offer((yield from auto(counted(share.vector), lane)))
+        share = Offer((yield from among_some(counted(share.vector), lane)))
     shares = yield from node.gather(share)
     return partition.unite([theirs.vector for theirs in shares[:lanes]])
 
@@ -230,7 +271,8 @@ ALGORITHMS = {
     "split_allgather": split_allgather,
     "recursive_halving": recursive_halving,
     "dense": dense,
+    "dense_mpi": dense_mpi,
     "node_leaders": node_leaders,
     "node_lanes": node_lanes,
 }
-UNSAMPLED = ("allgather", "recursive_doubling", "dense")  # they cut nothing, or equal ranges
+UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges

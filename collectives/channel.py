@@ -7,13 +7,17 @@ A block is an envelope of 32 bytes, a payload (a codec message, or the text of a
           16   i64  digest of the terms
           24   u8   state (0 sound, 1 broken)
           25   u8   zeros behind the payload
+          28   u32  CRC-32 of the block with zeros here, in the debug mode (`collectives.checking`); else 0
 
-A message is one block, or several behind each other.
+A message is one block, or several behind each other. MPI and what is below it see to it that messages arrive whole:
+without the debug mode nothing is added to that. A block that is damaged nevertheless is told from a sound one where its
+structure shows it, and in the debug mode always: `DamagedMessageError`. What the rank missed it cannot make up for, so
+it does not go on through the schedule, but gives up as at a deadline (`deadline`).
 """
 
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +30,13 @@ from collectives.messages import LINE, Arrival, Buffer, Sending, Steps
 from collectives.terms import Terms
 from collectives.transport import Endpoint, Turn
 from collectives.tuning import Tuner
-from mpicomp.arrays import namespace, read_bytes, write_bytes
+from mpicomp.arrays import namespace, read_bytes, to_numpy, write_bytes
 from mpicomp.codec import CODECS, decode, encode, encoded_nbytes
-from mpicomp.errors import CodecError
+from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.vector import SparseVector
 
-_ENVELOPE = struct.Struct("<qqqBB6x")  # one half of a line
+_ENVELOPE = struct.Struct("<qqqBB2xI")  # one half of a line
+_CRC, _CRC_AT = struct.Struct("<I"), 28
 
 
 class Offer(NamedTuple):
@@ -56,6 +61,8 @@ class Channel:
     codec: how vectors are written; "auto" is what the communicator's `Tuner` says: without a profile "quick" inside a
     node, where copying is faster than coding, else "smallest".
     """
+
+    reserved: Turn | None = None  # the place in the queue that the operation's `turn` is to have
 
     def __init__(
         self,
@@ -104,9 +111,14 @@ class Channel:
         """Whether this rank knows that the operation cannot be done."""
         return self.state.broken
 
+    @property
+    def number(self) -> int:
+        """Which operation on the communicator it is, counted from 0; every rank counts alike."""
+        return self._tag
+
     def turn(self) -> Turn:
         """Queue up for MPI's own collectives; call it before the first yield, so that all ranks queue alike."""
-        return Turn(self.endpoint.turns)
+        return self.reserved or Turn(self.endpoint.turns)
 
     def agree(self) -> Steps[bool]:
         """Compare the terms before anything else: ceil(lg P) messages of a line. Return whether all ranks can go on.
@@ -143,9 +155,19 @@ class Channel:
         for dest, source, blocks in schedule.dissemination(self.rank, self.size):
             arrival = self._arrival(source, block)
             yield arrival, self._sending(np.concatenate(held[:blocks]), dest)
-            held += split(arrival.buffer)
+            came = list(split(arrival.buffer))
+            if len(came) != blocks:
+                raise DamagedMessageError(f"a message arrived damaged: {len(came)} blocks where {blocks} were to come")
+            held += came
         turn = self.size - self.rank  # held starts with this rank's own block
         return held[turn:] + held[:turn]
+
+    def gather_texts(self, text: str) -> Steps[list[str]]:
+        """Return every rank's text, in rank order."""
+        blocks = yield from self.gather_all(self.frame(text.encode()))
+        for each in blocks:
+            self._check(each)
+        return [payload(each).tobytes().decode() for each in blocks]
 
     def all_to_all(self, offers: Sequence[Offer]) -> Steps[list[Offer]]:
         """Send the j-th offer to rank j, and return what the ranks offer this one, in rank order. One step."""
@@ -164,14 +186,17 @@ class Channel:
         coding = self._coding(offer.vector)
         block = self._sealed(encoded_nbytes(offer.vector, coding), offer.k, namespace(offer.vector.values))
         encode(offer.vector, block[_ENVELOPE.size :], coding)
-        return block
+        return self._stamped(block)
 
     def unpack(self, block: Buffer) -> Offer:
         """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
-        _, k, digest, broken, _ = _opened(block)
+        self._check(block)
+        _, k, digest, broken, *_ = _opened(block)
         if not broken and digest == self.terms.digest:
-            with suppress(CodecError):
+            try:
                 return Offer(decode(payload(block)), k)
+            except CodecError as error:
+                raise DamagedMessageError(f"a message arrived damaged: {error}") from None
         self.state.broken = True
         return Offer(self.nothing())
 
@@ -179,15 +204,29 @@ class Channel:
         """Return `content` as the payload of a block, in main memory."""
         block = self._sealed(len(content), 0, np)
         write_bytes(block[_ENVELOPE.size :], content)
-        return block
+        return self._stamped(block)
 
     def _sealed(self, payload_nbytes: int, k: int, xp: Any) -> Buffer:
         """Return a block made by the module `xp`, with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
         block: Buffer = xp.empty(-(-used // LINE) * LINE, np.uint8)
-        write_bytes(block, _ENVELOPE.pack(block.size, k, self.terms.digest, self.broken, block.size - used))
+        write_bytes(block, _ENVELOPE.pack(block.size, k, self.terms.digest, self.broken, block.size - used, 0))
         block[used:] = 0
         return block
+
+    def _stamped(self, block: Buffer) -> Buffer:
+        """Write the checksum into a block that is complete, where blocks have one."""
+        if self.endpoint.checked:
+            write_bytes(block[_CRC_AT:], _CRC.pack(_checksum(block)))
+        return block
+
+    def _check(self, block: Buffer) -> None:
+        """Raise DamagedMessageError where a block as a whole shows that it is damaged."""
+        nbytes, *_, checksum = _opened(block) if block.size >= LINE else (0, 0)
+        if nbytes != block.size:
+            raise DamagedMessageError("a message arrived damaged: it says that it has another size than it has")
+        if self.endpoint.checked and checksum != _checksum(block):
+            raise DamagedMessageError("a message arrived damaged: its checksum is another one")
 
     def _arrival(self, source: int, beside: Any) -> Arrival:
         return self.endpoint.receive(self._ranks[source], self._tag, beside)
@@ -204,16 +243,23 @@ class Channel:
 
 def payload(block: Buffer) -> Buffer:
     """Return the payload of a block."""
-    padding = _opened(block)[-1]
+    padding = _opened(block)[4]
     return block[_ENVELOPE.size : block.size - padding]
 
 
+def _checksum(block: Buffer) -> int:
+    """Return the CRC-32 of a block without the field that it stands in."""
+    block = to_numpy(block)
+    return zlib.crc32(block[_CRC_AT + _CRC.size :].data, zlib.crc32(block[:_CRC_AT].data))
+
+
 def split(message: Buffer) -> Iterator[Buffer]:
-    """Yield the blocks of a message one by one."""
+    """Yield the blocks of a message one by one; DamagedMessageError where they do not fill it."""
     while message.size:
-        nbytes = _opened(message)[0]
+        nbytes = _opened(message)[0] if message.size >= LINE else 0
         if nbytes < LINE or nbytes % LINE or nbytes > message.size:
-            raise CodecError(f"a block says that it has {nbytes} bytes, and {message.size} are there")
+            said = f"a block says that it has {nbytes} bytes, and {message.size} are there"
+            raise DamagedMessageError(f"a message arrived damaged: {said}")
         yield message[:nbytes]
         message = message[nbytes:]
 

@@ -19,7 +19,7 @@ from collectives.schedule import core_size
 
 LINE = 64  # bytes: messages are padded to it, see `collectives.transport`
 HEADERS = 64  # bytes of a block before its entries: the envelope and the codec's header
-HISTOGRAM, DIGIT = 2048 * 8, 11  # bytes and bits of a digit of the exact gTop-k's search
+HISTOGRAM, DIGIT = 256 * 8, 8  # bytes and bits of a digit of the exact gTop-k's search
 
 
 def expected_union(length: int, counts: Sequence[int]) -> float:
@@ -288,6 +288,30 @@ def dense(model: Model) -> Cost:
     return split(model) + pieces + model.kernel("join", case.span)
 
 
+def dense_mpi(model: Model) -> Cost:
+    """See `collectives.allreduce.dense_mpi`."""
+    return model.kernel("fill", model.case.span) + whole_reduction(model)
+
+
+def whole_reduction(model: Model) -> Cost:
+    """Return what MPI's own Allreduce of the dense vector costs; float16 travels as float32."""
+    return reduction(model, model.case.span * max(4, model.case.value_nbytes))
+
+
+def reduction(model: Model, nbytes: float) -> Cost:
+    """Return what MPI's own Allreduce of so many bytes costs; its bytes are the least that one can send."""
+    case, profile = model.case, model.profile
+    if case.ranks == 1:
+        return Cost()
+    if profile.ranks == 1:
+        return Cost(2 * upper(case.ranks) * model.link(0, far=case.nodes > 1), 2 * nbytes, 1)
+    start = profile.reduce.start
+    rest = profile.reduce(nbytes) - start
+    before, now = 1 - 1 / profile.ranks, 1 - 1 / case.ranks
+    seconds = start * upper(case.ranks) / upper(profile.ranks) + rest * now / before
+    return Cost(seconds, 2 * now * nbytes, 2 * upper(case.ranks))
+
+
 def recursive_halving(model: Model) -> Cost:
     """See `collectives.allreduce.recursive_halving`."""
     case, core, cost = model.case, model.core, model.fold(model.case.union(1))
@@ -339,6 +363,7 @@ ALLREDUCE: dict[str, Callable[[Model], Cost]] = {
     "split_allgather": split_allgather,
     "recursive_halving": recursive_halving,
     "dense": dense,
+    "dense_mpi": dense_mpi,
     "node_leaders": node_leaders,
     "node_lanes": node_lanes,
 }
@@ -382,7 +407,7 @@ def gtopk_exact(model: Model) -> Cost:
     searches = [reduction(model, HISTOGRAM) for _ in range(-(-keys // DIGIT))]
     kept = model.message(case.entries / case.ranks, case.span / case.ranks)
     share = case.union(case.ranks) / case.ranks
-    cost = model.agreed() + split(model) + model.gather(model.message(0, 0)) + model.gather(kept)
+    cost = model.agreed() + split(model) + model.gather(kept)  # as if ties at the threshold were all taken
     return sum(searches, cost) + model.kernel("select", share) + model.kernel("join", case.entries)
 
 
@@ -394,24 +419,9 @@ def dissemination(model: Model) -> Cost:
     return model.gather(model.message(model.case.entries, model.case.span))
 
 
-def reduction(model: Model, nbytes: float) -> Cost:
-    """Return what MPI's own Allreduce of so many bytes costs; its bytes are the least that one can send."""
-    case, profile = model.case, model.profile
-    if case.ranks == 1:
-        return Cost()
-    if profile.ranks == 1:
-        return Cost(2 * upper(case.ranks) * model.link(0, far=case.nodes > 1), 2 * nbytes, 1)
-    start = profile.reduce.start
-    rest = profile.reduce(nbytes) - start
-    before, now = 1 - 1 / profile.ranks, 1 - 1 / case.ranks
-    seconds = start * upper(case.ranks) / upper(profile.ranks) + rest * now / before
-    return Cost(seconds, 2 * now * nbytes, 2 * upper(case.ranks))
-
-
-def dense_mpi(model: Model) -> Cost:
+def mpi(model: Model) -> Cost:
     """See `collectives.dense`: the terms, and MPI's own Allreduce of a copy."""
-    nbytes = model.case.span * max(4, model.case.value_nbytes)
-    return model.gather(model.message(0, 0)) + model.kernel("copy", model.case.span) + reduction(model, nbytes)
+    return model.gather(model.message(0, 0)) + model.kernel("copy", model.case.span) + whole_reduction(model)
 
 
 OPERATIONS: dict[str, dict[str, Callable[[Model], Cost]]] = {
@@ -419,7 +429,7 @@ OPERATIONS: dict[str, dict[str, Callable[[Model], Cost]]] = {
     "gtopk_allreduce": {"recursive_doubling": gtopk_doubling, "tree": gtopk_tree, "exact": gtopk_exact},
     "sparse_reduce_scatter": {"split": split},
     "sparse_allgather": {"dissemination": dissemination},
-    "dense_allreduce": {"mpi": dense_mpi},
+    "dense_allreduce": {"mpi": mpi},
 }
 
 

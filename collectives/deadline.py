@@ -12,25 +12,29 @@ it needs and return a result where the others raised: nobody can tell it in time
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.messages import LINE
+from collectives.failure import is_failure
+from collectives.messages import LINE, Buffer
 from collectives.transport import Endpoint
+from mpicomp.errors import DamagedMessageError
 
+_REVOKED = "The communicator is revoked for this library: end the job, or go on with another communicator"
 GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
 
 
-def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: float) -> str:
-    """Revoke the endpoint, hear who else has given up, and return what there is to say.
+def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: float) -> None:
+    """Revoke the endpoint, hear who else has given up, and leave there what is to be said.
 
-    mine: the operation and round in which this rank waits, and the ranks that it waits for.
+    mine: the operation and round in which this rank waits, and the ranks that it waits for; or the damage it met with.
     """
     text = json.dumps(mine).encode()
     notice = np.frombuffer(text.ljust(-(-len(text) // LINE) * LINE), np.uint8)
     others = [rank for rank in range(endpoint.size) if rank != endpoint.rank]
-    endpoint.abandoned += [endpoint.send(notice, rank, endpoint.notice_tag) for rank in others]
+    _tell(endpoint, others, notice, endpoint.notice_tag)
     heard, end = {endpoint.rank: mine}, time.monotonic() + min(GRACE, timeout)
     while len(heard) < endpoint.size and time.monotonic() < end:
         arrived = endpoint.notice()
@@ -38,11 +42,34 @@ def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: fl
             time.sleep(1e-3)
         else:
             heard[arrived[0]] = json.loads(arrived[1].tobytes())
+    endpoint.gave_up = heard.keys() - {endpoint.rank}
     endpoint.revoked = _verdict(mine, waited, heard, [rank for rank in others if rank not in heard])
-    return endpoint.revoked
+    if any("damage" in each for each in heard.values()):
+        endpoint.revoked_as = DamagedMessageError
+
+
+def meet_those_that_gave_up(endpoint: Endpoint, end: float) -> None:
+    """Tell the ranks that gave up as well that this one is done, and wait until they are, or for the time `end`."""
+    _tell(endpoint, sorted(endpoint.gave_up), np.zeros(LINE, np.uint8), endpoint.saved_tag)
+    arrivals = [endpoint.receive(rank, endpoint.saved_tag) for rank in sorted(endpoint.gave_up)]
+    while not all([arrival.test() for arrival in arrivals]) and time.monotonic() < end:
+        time.sleep(1e-3)
+    endpoint.abandoned += arrivals
+
+
+def _tell(endpoint: Endpoint, ranks: Sequence[int], message: Buffer, tag: int) -> None:
+    for rank in ranks:
+        try:
+            endpoint.abandoned.append(endpoint.send(message, rank, tag))
+        except Exception as error:
+            if not is_failure(error):  # the dead need not be told
+                raise
 
 
 def _verdict(mine: dict[str, Any], waited: float, heard: dict[int, dict[str, Any]], silent: list[int]) -> str:
+    damage = [f"rank {rank}: {each['damage']}" for rank, each in heard.items() if "damage" in each]
+    if damage:
+        return f"{mine['operation']} gave up in round {mine['round']}. " + ". ".join(damage) + ". " + _REVOKED
     said = f"{mine['operation']} gave up after {waited:.3g} s in round {mine['round']}, "
     said += f"waiting for {_named(mine['for'])}. "
     if silent:
@@ -53,7 +80,7 @@ def _verdict(mine: dict[str, Any], waited: float, heard: dict[int, dict[str, Any
             for rank, each in sorted(heard.items())
         )
         said += ". "
-    return said + "The communicator is revoked for this library: end the job, or go on with another communicator"
+    return said + _REVOKED
 
 
 def _named(ranks: list[int]) -> str:

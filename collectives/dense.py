@@ -86,4 +86,4 @@ def begin_reduction(
         total = staging.to_device(reduction.total) if on_device(places[0]) else reduction.total
         return back(total.astype(offer.vector.dtype, copy=False).reshape(copies[0].shape))
 
-    return begin(operation, {"mpi": mpi}, brings, comm, "auto", prepare=copied, **terms)
+    return begin(operation, {"mpi": mpi}, brings, comm, "auto", prepare=copied, sums=copies, **terms)

@@ -6,7 +6,7 @@ double recursively, which halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
 The published tree is here as the baseline. `exact` is a reduce-scatter, a radix search for the k-th largest magnitude,
-with an Allreduce of 2048 counts a digit (3 for float32), and an allgather.
+with an Allreduce of 256 counts a digit (4 for float32), and an allgather; two where ties at the k-th are split.
 
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of those as `rejected`.
@@ -111,7 +111,8 @@ def tree(offer: Offer, channel: Channel) -> Steps[Result]:
 def exact(offer: Offer, channel: Channel) -> Steps[Result]:
     """Add up every share on its owner, find the k-th largest over all, and gather what is at or above it.
 
-    Ties at the threshold go to the lowest indices: the owners' ranges lie in rank order. Owners keep what they reject.
+    Ties at the threshold go to the lowest indices: the owners' ranges lie in rank order, so where not all are taken the
+    owners first tell how many each has. Owners keep what they reject.
     """
     with channel.turn() as turn:
         if not (yield from agreed(channel)):
@@ -121,25 +122,40 @@ def exact(offer: Offer, channel: Channel) -> Steps[Result]:
         share, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
         kernels = kernels_for(share.values)
         keys, width = kernels.magnitude_keys(share.values)
-        threshold, ties = yield from over_all_ranks(kernels.kth_largest(keys, total.k, width), channel)
-    tied = yield from channel.gather(Offer(channel.nothing(), int(np.count_nonzero(keys == threshold))))
-    before = sum(theirs.k for theirs in tied[: channel.rank])
-    kept, rejected = share.divide(kernels.select(keys, threshold, max(0, ties - before)))
+        threshold, ties, there = yield from over_all_ranks(kernels.kth_largest(keys, total.k, width), total.k, channel)
+    if ties < there:
+        tied = yield from channel.gather(Offer(channel.nothing(), int(np.count_nonzero(keys == threshold))))
+        ties = max(0, ties - sum(theirs.k for theirs in tied[: channel.rank]))
+    kept, rejected = share.divide(kernels.select(keys, threshold, ties))
     result = yield from channel.gather(Offer(kept))
     return join([theirs.vector for theirs in result]), rejected
 
 
-def over_all_ranks(search: "Search", channel: Channel) -> Steps[tuple[int, int]]:
-    """Run a radix search over the keys of all ranks: it goes by the sum of their histograms."""
-    counts = next(search)
+def over_all_ranks(search: "Search", k: int, channel: Channel) -> Steps[tuple[int, int, int]]:
+    """Run a radix search over the keys of all ranks: it goes by the sum of their histograms.
+
+    Returns what the search does, and how many keys equal the threshold: those that share every digit with it.
+    """
+    counts, alike = next(search), 0
     while True:
         reduction = channel.endpoint.reduce(to_numpy(counts))
         yield (reduction,)
+        alike, k = sharing(reduction.total, k)
         try:
             counts = search.send(reduction.total)
         except StopIteration as end:
-            found: tuple[int, int] = end.value
-            return found
+            threshold, ties = end.value
+            return threshold, ties, alike
+
+
+def sharing(counts: Any, k: int) -> tuple[int, int]:
+    """Return how many keys have the digit of the k-th largest, and which one of them it is; (0, k) without so many."""
+    descending = counts[::-1]
+    ends = np.cumsum(descending)
+    place = int(np.searchsorted(ends, k))
+    if place == ends.size:
+        return 0, k
+    return int(descending[place]), k - int(ends[place] - descending[place])
 
 
 ALGORITHMS = {"recursive_doubling": recursive_doubling, "tree": tree, "exact": exact}

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any, TypeVar
 
+from numpy.typing import NDArray
+
 from collectives.agreement import all_or_none
 from collectives.channel import Channel, Offer
+from collectives.checking import checked
 from collectives.messages import Steps
 from collectives.progress import Request, start, wait_for
 from collectives.terms import Terms
@@ -42,6 +45,7 @@ def begin(
     codec: Any = "auto",
     follow: bool = False,
     prepare: Prepare = sound,
+    sums: list[NDArray[Any]] | None = None,
     **terms: Any,
 ) -> Request[T]:
     """Put `operation` in flight with what this rank brings.
@@ -49,9 +53,10 @@ def begin(
     algorithms: the choice by name; "auto" takes the first, or what goes by this name. brings: a vector, or what
     `prepare` makes one of; an exception stands for a rank whose own step before the collective failed: it is raised
     here, and CollectiveError on the others. codec: see `Channel`; ranks may have different ones. follow: length and
-    dtype are the root's, and what the other ranks bring is not looked at, but for where it lives.
-    prepare: is given `brings`, the terms, which it may change, and the number of ranks; returns the vector, or raises.
-    terms: further ones; those that are integers are checked here. Without a k the operation takes the largest nnz.
+    dtype are the root's, and what the other ranks bring is not looked at, but for where it lives. prepare: is given
+    `brings`, the terms, which it may change, and the number of ranks; returns the vector, or raises. sums: where the
+    vector only stands for an array that MPI sums, the list that `prepare` puts it in. terms: further ones; those that
+    are integers are checked here. Without a k the operation takes the largest nnz.
     """
     endpoint = endpoint_of(comm, wait_for)
     vector, error = SparseVector.empty(0), brings if isinstance(brings, Exception) else None
@@ -72,7 +77,10 @@ def begin(
     place = brings.values if follow and isinstance(brings, SparseVector) else vector.values
     channel = Channel(endpoint, Terms(operation, name, **terms), error, codec=codec, beside=place)
     offer = Offer(vector, vector.nnz if channel.terms.k is None else channel.terms.k)
-    return start(all_or_none(channel, algorithms[name](offer, channel)), channel)
+    steps = algorithms[name](offer, channel)
+    if endpoint.checked:
+        return start(checked(channel, steps, vector if sums is None else sums), channel)
+    return start(all_or_none(channel, steps), channel)
 
 
 def _known(what: str, name: Any, names: list[str]) -> str:

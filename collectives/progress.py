@@ -17,11 +17,11 @@ from functools import cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from collectives import deadline
+from collectives import deadline, failure
 from collectives.channel import Channel
 from collectives.messages import Arrival, Pending, Steps
 from collectives.transport import Endpoint, attached
-from mpicomp.errors import CollectiveTimeoutError
+from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError, RankFailedError
 
 T = TypeVar("T")
 
@@ -70,13 +70,26 @@ class Request(Generic[T]):
             self._round += 1
         except StopIteration as end:
             self._result, self.done = end.value, True
+        except DamagedMessageError as error:
+            self._engine.give_up(self.endpoint, {**self.waits(), "damage": str(error)}, 0.0)
         except Exception as error:
             self._steps.close()
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
                 error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
+            if failure.is_failure(error):
+                error = self._rank_failed()
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True
         return True
+
+    def _rank_failed(self) -> Exception:
+        """Return what is raised when a rank has died; MPI may still own the buffers of what is in flight."""
+        endpoint = self.endpoint
+        endpoint.abandoned += self._pending
+        if endpoint.revoked is None:
+            doing = f"{self._operation} was interrupted in round {self._round}"
+            endpoint.revoked, endpoint.revoked_as = failure.found(endpoint.comm, doing), RankFailedError
+        return endpoint.refusal()
 
     def waits(self) -> dict[str, Any]:
         """Return in which operation and round it waits, and for which ranks."""
@@ -103,10 +116,10 @@ class Engine:
 
     def start(self, steps: Steps[T], channel: Channel) -> Request[T]:
         """Put a collective in flight; CollectiveTimeoutError where the communicator is revoked."""
-        if self.timeout is not None and channel.endpoint.revoked is None and channel.endpoint.heard_notice():
-            self._give_up(channel.endpoint, {"operation": channel.terms.operation, "round": 0, "for": []}, 0.0)
+        if self._listens(channel.endpoint) and channel.endpoint.revoked is None and channel.endpoint.heard_notice():
+            self.give_up(channel.endpoint, {"operation": channel.terms.operation, "round": 0, "for": []}, 0.0)
         if channel.endpoint.revoked is not None:
-            raise CollectiveTimeoutError(channel.endpoint.revoked)
+            raise channel.endpoint.refusal()
         with self._one_thread():
             request = Request(steps, channel, self)
             if not request.done:
@@ -119,7 +132,7 @@ class Engine:
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
-        if self.timeout is not None:
+        if self._listens(request.endpoint):
             self.poll_until(lambda: request.done, request.endpoint)
         while not request.done:
             if self._in_flight == [request]:
@@ -141,25 +154,33 @@ class Engine:
             if self.poll():
                 nap, moved = _SHORTEST_NAP, time.monotonic()
             else:
-                if self.timeout is not None:
-                    self._watch(endpoint, time.monotonic() - moved, self.timeout)
+                self._watch(endpoint, time.monotonic() - moved)
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
 
-    def _watch(self, endpoint: Endpoint | None, waited: float, timeout: float) -> None:
-        """Give up where it is time to, or another rank has."""
-        if endpoint is None:
-            if waited > timeout:
-                raise CollectiveTimeoutError(f"waited {waited:.3g} s for all ranks to make their first call")
-        elif waited > timeout or endpoint.heard_notice():
-            first = next(request for request in self._in_flight if request.endpoint is endpoint)
-            self._give_up(endpoint, first.waits(), waited)
+    def _listens(self, endpoint: Endpoint) -> bool:
+        """Return whether this rank polls, and so hears when another one gives up."""
+        return self.timeout is not None or endpoint.checked
 
-    def _give_up(self, endpoint: Endpoint, mine: dict[str, Any], waited: float) -> None:
+    def _watch(self, endpoint: Endpoint | None, waited: float) -> None:
+        """Give up where it is time to, or another rank has."""
+        late = self.timeout is not None and waited > self.timeout
+        if endpoint is None:
+            if late:
+                raise CollectiveTimeoutError(f"waited {waited:.3g} s for all ranks to make their first call")
+        elif late or (self._listens(endpoint) and endpoint.heard_notice()):
+            first = next(request for request in self._in_flight if request.endpoint is endpoint)
+            self.give_up(endpoint, first.waits(), waited)
+
+    def give_up(self, endpoint: Endpoint, mine: dict[str, Any], waited: float) -> None:
         """End all operations on an endpoint."""
-        said = deadline.give_up(endpoint, mine, waited, self.timeout or deadline.GRACE)
+        deadline.give_up(endpoint, mine, waited, self.timeout or deadline.GRACE)
+        self.end_all(endpoint)
+
+    def end_all(self, endpoint: Endpoint) -> None:
+        """End all operations on an endpoint that is revoked."""
         for request in [request for request in self._in_flight if request.endpoint is endpoint]:
-            request.fail(CollectiveTimeoutError(said))
+            request.fail(endpoint.refusal())
         self._in_flight = [request for request in self._in_flight if not request.done]
 
     def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
@@ -217,6 +238,11 @@ def start(steps: Steps[T], channel: Channel) -> Request[T]:
 def wait_for(pending: Pending) -> None:
     """Wait for something of MPI's while the operations of this process go on."""
     _engine().wait_for(pending)
+
+
+def end_all(endpoint: Endpoint) -> None:
+    """End all operations of this process on an endpoint that is revoked."""
+    _engine().end_all(endpoint)
 
 
 def _engine() -> Engine:

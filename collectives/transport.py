@@ -13,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import cuda_aware, staging
+from collectives.failure import found, is_failure
 from collectives.messages import Arrival, Buffer, Pending, Sending, in_lines, new_status
 from collectives.tuning import agreed_tuner
+from mpicomp import checking
 from mpicomp.arrays import on_device
+from mpicomp.errors import CollectiveError, CollectiveTimeoutError, RankFailedError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,7 +74,8 @@ class Turn:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._queue.remove(self)
+        if self in self._queue:  # what reserved the turn leaves it too
+            self._queue.remove(self)
 
 
 @dataclass
@@ -93,17 +97,25 @@ class Endpoint:
         self.nodes = _first_ranks(duplicate)
         self.direct = cuda_aware.agreed(duplicate)
         self.tuner = agreed_tuner(duplicate, self.nodes)
+        self.checked = _checked(duplicate)  # the debug mode: see `collectives.checking`
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
         self.notice_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)  # MPI promises at least 32767
+        self.saved_tag = self.notice_tag - 1
         self._next_tag = 0
         self.revoked: str | None = None  # why no operation may start any more
+        self.revoked_as: type[CollectiveError] = CollectiveTimeoutError
+        self.gave_up: set[int] = set()  # the other ranks that were heard to give up as well
         self.abandoned: list[Pending] = []  # what was in flight then: MPI still owns its buffers
+
+    def refusal(self) -> CollectiveError:
+        """Return what an operation on this communicator raises, now that it is revoked."""
+        return self.revoked_as(self.revoked)
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; every rank starts its operations in one order, so the tags agree."""
-        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self.notice_tag
+        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self.saved_tag
         return tag
 
     def send(self, buffer: Buffer, dest: int, tag: int) -> Sending:
@@ -124,14 +136,19 @@ class Endpoint:
         """Look whether another rank has given up."""
         from mpi4py import MPI
 
-        return self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag)
+        try:
+            return self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag)
+        except MPI.Exception as error:  # a rank died: what waits for it says so, or the deadline
+            if not is_failure(error):
+                raise
+            return False
 
     def notice(self) -> tuple[int, Buffer] | None:
         """Return the rank and the words of one that gave up, and has not been heard before; None if there is none."""
         from mpi4py import MPI
 
         status = new_status()
-        if not self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag, status):
+        if not self.heard_notice() or not self.comm.Iprobe(MPI.ANY_SOURCE, self.notice_tag, status):
             return None
         arrival = self.receive(status.Get_source(), self.notice_tag)
         arrival.wait()
@@ -170,6 +187,20 @@ def _first_ranks(comm: "MPI.Intracomm") -> list[int]:
     return [int(rank) for rank in everywhere]
 
 
+def _checked(comm: "MPI.Intracomm") -> bool:
+    """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks where they differ."""
+    mine = np.array([checking.asked()])
+    everywhere = np.empty(comm.size, np.bool_)
+    comm.Allgather(mine, everywhere)
+    if len(set(everywhere.tolist())) > 1:
+        with_it = [rank for rank, on in enumerate(everywhere.tolist()) if on]
+        raise ValueError(
+            f"{checking.VARIABLE} is set on ranks {with_it} and not on the others: set it on all ranks or on none "
+            "(mpirun -x hands a variable to all)"
+        )
+    return bool(mine[0])
+
+
 def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     """Return the endpoint of a communicator. The first call on it is collective, and waits by `wait_for`.
 
@@ -184,15 +215,27 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
         raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
 
     def make() -> Endpoint:
-        duplicate, request = comm.Idup()
-        wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
+        duplicate = comm  # until there is one
         try:
+            duplicate, request = comm.Idup()
+            wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
             return Endpoint(comm, duplicate)
+        except MPI.Exception as error:
+            if not is_failure(error):
+                raise
+            for each in (comm, duplicate):  # others may wait in either
+                said = found(each, "the first call on a communicator was interrupted")
+            raise RankFailedError(said) from None
         except ValueError:  # on all ranks: the profile that they were to agree on
             duplicate.Free()
             raise
 
     return attached(comm, _endpoint_key(), make)
+
+
+def endpoint_if_any(comm: "MPI.Intracomm") -> Endpoint | None:
+    """Return the endpoint of a communicator that has one."""
+    return cast(Endpoint | None, comm.Get_attr(_endpoint_key()))
 
 
 def traffic(comm: Any) -> Traffic:
@@ -218,6 +261,7 @@ def _endpoint_key() -> int:
     from mpi4py import MPI
 
     def free(comm: "MPI.Comm", key: int, endpoint: Endpoint) -> None:
-        endpoint.comm.Free()
+        if endpoint.revoked is None:  # else messages may be in flight on it, or ranks be dead
+            endpoint.comm.Free()
 
     return MPI.Comm.Create_keyval(delete_fn=free)

@@ -29,7 +29,7 @@ DIRECT_RANKS = 64  # up to here P - 1 messages of a split cost less than lg P ro
 REMEMBERED = 1024  # answers of a Tuner
 STEPS_AN_OCTAVE = 8  # densities that are 9 % apart have one answer
 SHORTEST = 1e-12  # seconds: what no sum is faster than
-WORTH_ASKING = 1.1  # times as fast: below, ranks that need no survey make none
+WORTH_ASKING = 1.25  # times as fast: below, within what predictions are off, ranks that need no survey make none
 
 
 def without_survey(nodes: Sequence[int]) -> str | None:
@@ -92,34 +92,43 @@ class Tuner:
             return False
         return max(nodes) == 1 or known.inside is not None or len(nodes) == 1
 
-    def allreduce(self, length: int, counts: Sequence[int], value_nbytes: int, nodes: Sequence[int]) -> str:
-        """Return the algorithm of `sparse_allreduce` when the survey has been made; arguments: `choose_allreduce`."""
+    def allreduce(
+        self, length: int, counts: Sequence[int], value_nbytes: int, nodes: Sequence[int], *, whole: bool = True
+    ) -> str:
+        """Return the algorithm of `sparse_allreduce` when the survey has been made; arguments: `choose_allreduce`.
+
+        whole: these are all ranks of the communicator, so that MPI's own allreduce is a choice.
+        """
         if not self.knows(nodes):
             return choose_allreduce(length, counts, value_nbytes, nodes)
-        return self.fastest(length, sum(counts) / len(counts), value_nbytes, nodes)[0]
+        return self.fastest(length, sum(counts) / len(counts), value_nbytes, nodes, whole=whole)[0]
 
-    def fastest(self, length: int, entries: float, value_nbytes: int, nodes: Sequence[int]) -> tuple[str, float]:
+    def fastest(
+        self, length: int, entries: float, value_nbytes: int, nodes: Sequence[int], *, whole: bool = True
+    ) -> tuple[str, float]:
         """Return the algorithm that is predicted to be the fastest for so many entries a rank, and its seconds."""
         step = round(STEPS_AN_OCTAVE * math.log2(entries)) if entries >= 1 else -1
         rounded = min(float(length), 2 ** (step / STEPS_AN_OCTAVE)) if step >= 0 else 0.0
-        key = length, step, value_nbytes, tuple(nodes)
-        return self._once(key, partial(self._fastest, length, rounded, value_nbytes, nodes))
+        names = candidates(nodes, value_nbytes, whole=whole)
+        key = length, step, value_nbytes, tuple(nodes), whole
+        return self._once(key, partial(self._fastest, names, case_of(length, rounded, value_nbytes, nodes)))
 
-    def _fastest(self, length: int, entries: float, value_nbytes: int, nodes: Sequence[int]) -> tuple[str, float]:
+    def _fastest(self, names: Sequence[str], case: Case) -> tuple[str, float]:
         assert self.profile is not None, "asked for a prediction without a profile"
-        model = Model(case_of(length, entries, value_nbytes, nodes), self.profile)
-        names = candidates(nodes, value_nbytes)
+        model = Model(case, self.profile)
         seconds = {name: cost.ALLREDUCE[name](model).seconds for name in names}
         best = min(names, key=seconds.__getitem__)  # the first one of equals
         return best, seconds[best]
 
-    def automatic(self, case: Case, nodes: Sequence[int]) -> tuple[str, Cost]:
+    def automatic(self, case: Case, nodes: Sequence[int], *, by: Profile | None = None) -> tuple[str, Cost]:
         """Return the algorithm that "auto" of `sparse_allreduce` runs in the end, and what all of it is to cost.
 
-        The choice takes supports for independent, whatever the overlap of the case: the ranks do not know it.
+        The choice takes supports for independent, whatever the overlap of the case: the ranks do not know it. by:
+        another profile for what it costs; the choice is by this one's.
         """
-        assert self.profile is not None, "asked for a prediction without a profile"
-        model, name = Model(case, self.profile), without_survey(nodes)
+        profile = by or self.profile
+        assert profile is not None, "asked for a prediction without a profile"
+        model, name = Model(case, profile), without_survey(nodes)
         spent, survey = cost.begun("sparse_allreduce", model), cost.survey(model, told=True)
         asked = case.length, case.entries, case.value_nbytes, nodes
         if name is None:
@@ -132,8 +141,8 @@ class Tuner:
     def worth_asking(self, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:
         """Return whether the ranks of a communicator that can do without a survey do better to ask for the counts.
 
-        That is, whether at some density another algorithm is over a tenth faster, with the round of asking added, and
-        by a larger factor than that round slows the smallest sums.
+        That is, whether at some density another algorithm is over a quarter faster, with the round of asking added,
+        and by a larger factor than that round slows the smallest sums.
         """
         known = without_survey(nodes)
         if known is None or sum(nodes) == 1 or not self.knows(nodes):
@@ -181,19 +190,46 @@ class Tuner:
         return cast(T, self._answers[key])
 
 
+def of_named(operation: str, algorithm: str, case: Case, nodes: Sequence[int], profile: Profile) -> float:
+    """Return the seconds that an algorithm is predicted to take when it is named.
+
+    A sum that is named for 2 or 4 ranks first agrees on the terms, see `allreduce.agreed_on`.
+    """
+    seconds = cost.predict(operation, algorithm, case, profile).seconds
+    if operation == "sparse_allreduce" and without_survey(nodes) == "recursive_doubling":
+        seconds += Model(case, profile).agreed().seconds
+    return seconds
+
+
+def of_auto(tuner: Tuner, case: Case, nodes: Sequence[int], profile: Profile) -> float:
+    """Return the seconds that "auto" of `sparse_allreduce` is predicted to take by a profile.
+
+    tuner: what chooses; without a profile of its own it goes by the fixed rule.
+    """
+    if tuner.knows(nodes):
+        return tuner.automatic(case, nodes, by=profile)[1].seconds
+    counts = [round(case.entries)] * case.ranks
+    name = choose_allreduce(case.length, counts, case.value_nbytes, nodes)
+    asked = without_survey(nodes) is None
+    return cost.predict("sparse_allreduce", name, case, profile, asked=asked).seconds
+
+
 def case_of(length: int, entries: float, value_nbytes: int, nodes: Sequence[int]) -> Case:
     """Return the case of a sum over ranks that stand on nodes."""
     return Case(sum(nodes), length, entries, value_nbytes=value_nbytes, nodes=len(nodes))
 
 
-def candidates(nodes: Sequence[int], value_nbytes: int) -> list[str]:
+def candidates(nodes: Sequence[int], value_nbytes: int, *, whole: bool = True) -> list[str]:
     """Return the algorithms of `sparse_allreduce` that a choice is made from.
 
-    With several ranks on one of several nodes those that know of nodes, without values none that fills the length.
+    With several ranks on one of several nodes those that know of nodes, without values none that fills the length;
+    MPI's own for all ranks of a communicator.
     """
-    if len(nodes) > 1 and max(nodes) > 1:
-        return ["node_lanes", "node_leaders"]
-    return [name for name in cost.FLAT if value_nbytes or name != "dense"]
+    several = len(nodes) > 1 and max(nodes) > 1
+    names = ["node_lanes", "node_leaders"] if several else list(cost.FLAT)
+    if whole and sum(nodes) > 1:
+        names.append("dense_mpi")
+    return [name for name in names if value_nbytes or not name.startswith("dense")]
 
 
 def agreed_tuner(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Tuner:

@@ -23,7 +23,14 @@ from mpicomp.compressors import (
     WarmUp,
     quantise,
 )
-from mpicomp.errors import CodecError, CollectiveError, CollectiveTimeoutError
+from mpicomp.errors import (
+    CheckError,
+    CodecError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DamagedMessageError,
+    RankFailedError,
+)
 from mpicomp.exchange import GradientExchange, Statistics
 from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead, TwoWay
 from mpicomp.vector import SparseVector
@@ -35,11 +42,13 @@ __all__ = [
     "AdaComp",
     "AggregationAware",
     "BlockRandomK",
+    "CheckError",
     "CodecError",
     "CollectiveError",
     "CollectiveTimeoutError",
     "Compressor",
     "CyclicLeader",
+    "DamagedMessageError",
     "Dense",
     "ErrorFeedback",
     "Feedback",
@@ -50,6 +59,7 @@ __all__ = [
     "NoFeedback",
     "Quantised",
     "RandomK",
+    "RankFailedError",
     "RedSync",
     "Report",
     "SIDCo",

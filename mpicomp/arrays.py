@@ -78,6 +78,8 @@ def _cupy_for(array: Any) -> ModuleType:
 
 def on_device(array: Any) -> bool:
     """Say whether this is a CuPy array."""
+    if type(array) is np.ndarray:
+        return False
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(array, cupy.ndarray)
 
@@ -107,16 +109,16 @@ def first_and_last(array: Array) -> tuple[Any, Any]:
 
 def write_bytes(buffer: Any, data: bytes) -> None:
     """Write to the beginning of a buffer (uint8)."""
-    source = np.frombuffer(data, np.uint8)
     if on_device(buffer):
-        buffer[: source.size].set(source)
+        buffer[: len(data)].set(np.frombuffer(data, np.uint8))
     else:
-        buffer[: source.size] = source
+        buffer.data[: len(data)] = data
 
 
 def read_bytes(buffer: Array, nbytes: int) -> bytes:
     """Return the first bytes of a buffer (uint8)."""
-    return to_numpy(buffer[:nbytes]).tobytes()
+    here = to_numpy(buffer[:nbytes]) if on_device(buffer) else buffer
+    return here.data[:nbytes].tobytes()
 
 
 def read_only(array: Array) -> Array:

@@ -18,3 +18,23 @@ class CollectiveTimeoutError(CollectiveError):
 
 class CodecError(ValueError):
     """Say that bytes are no message of this codec: truncated, of another version, or inconsistent in themselves."""
+
+
+class DamagedMessageError(CollectiveError):
+    """Say that a message arrived other than it was sent: cut, or, in the debug mode (MPICOMP_CHECK), with other bits.
+
+    Raised on the rank that gets it, and, where there is a deadline or the debug mode, on all that wait; then the
+    communicator is as after a deadline. No vector or residual was changed by the calls that raise it.
+    """
+
+
+class RankFailedError(CollectiveError):
+    """Say that a rank died, and which one, where MPI can tell (ULFM); `collectives.shrink` goes on with the others.
+
+    Raised by every operation in flight on this communicator, and by every later call. No vector or residual was changed
+    by the calls that raise it.
+    """
+
+
+class CheckError(CollectiveError):
+    """Say that the debug mode (MPICOMP_CHECK=1) found a promise broken, or ranks that call different operations."""

@@ -42,12 +42,14 @@ class SparseVector:
     indices: Array
     values: Array
     length: int
+    _ends: tuple[int, int]
 
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
         keep = object.__setattr__
         keep(self, "length", _checked_length(length))
         keep(self, "values", _checked_values(_unmasked(values)))
         keep(self, "indices", _checked_indices(_unmasked(indices), self.length))
+        keep(self, "_ends", _checked_ends(self.indices, self.length))
         if on_device(self.indices) != on_device(self.values):
             raise TypeError("got indices and values of which one is on a device: expected both there, or none")
         if self.indices.size != len(self.values):
@@ -125,6 +127,16 @@ class SparseVector:
     def nnz(self) -> int:
         """Number of entries."""
         return int(self.indices.size)
+
+    @property
+    def first(self) -> int:
+        """The index of the first entry; 0 where there is none."""
+        return self._ends[0]
+
+    @property
+    def span(self) -> int:
+        """How many positions the entries stretch over, from the first to the last."""
+        return self._ends[1] - self._ends[0] + 1
 
     @property
     def density(self) -> float:
@@ -252,10 +264,18 @@ def _checked_indices(indices: Array, length: int) -> Array:
         for index in indices[(indices < 0) | (indices >= length)][:1]:
             raise _out_of_range(index, length)
         return indices.astype(wanted)
-    for index in first_and_last(indices) if indices.size else ():
+    return namespace(indices).ascontiguousarray(indices)  # type: ignore[no-any-return]
+
+
+def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
+    """Return the first and the last index; (0, -1) where there is none."""
+    if not indices.size:
+        return 0, -1
+    first, last = first_and_last(indices)
+    for index in (first, last):
         if not 0 <= index < length:
             raise _out_of_range(index, length)
-    return namespace(indices).ascontiguousarray(indices)  # type: ignore[no-any-return]
+    return int(first), int(last)
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

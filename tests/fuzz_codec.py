@@ -1,9 +1,12 @@
 """Feed the decoder with broken messages:  python tests/fuzz_codec.py [how many] [seed]
 
 Sound messages in every format, with bits turned, bytes and fields of the header replaced, ends cut off or put on; and
-noise. Whatever comes, `decode` returns a vector no larger than its message can hold, or raises CodecError.
+noise. Whatever comes, `decode` returns a vector no larger than its message can hold, or raises CodecError; and the
+process may not allocate 2 GiB.
 """
 
+import pathlib
+import resource
 import sys
 from collections import Counter
 
@@ -29,7 +32,7 @@ def sound_message(rng):
     own = [
         number for number, form in enumerate(VALUE_FORMATS) if form.dtype == vector.dtype and form.fits(values.ravel())
     ]
-    sizes = [form.nbytes(vector.indices) for form in INDEX_FORMATS]
+    sizes = [form.nbytes(vector) for form in INDEX_FORMATS]
     small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
     coding = Coding(int(rng.choice(small or [plain(vector).indices])), int(rng.choice(own)))
     return encode(vector, coding=coding).copy()
@@ -67,11 +70,33 @@ def decodes_or_raises(message):
 
 
 def run(count, seed):
-    """Return how often a message was refused and decoded."""
-    rng = np.random.default_rng(seed)
-    return Counter(decodes_or_raises(mutate(sound_message(rng), rng)) for _ in range(count))
+    """Return how often a message was refused and decoded; faults of one sound message come in dozens."""
+    rng, counts, sound = np.random.default_rng(seed), Counter(), None
+    for number in range(count):
+        if number % 12 == 0:
+            sound = sound_message(rng)
+        message = mutate(sound.copy(), rng)
+        try:
+            counts[decodes_or_raises(message)] += 1
+        except BaseException:
+            print(f"input {number} of seed {seed}: {message.tobytes().hex()}", flush=True)
+            raise
+    return counts
+
+
+def limited(room=2**31):
+    """Let no allocation take this process beyond `room` bytes more than it has: it fails, and so does the run."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room,) * 2)
+
+
+def numbers(arguments):
+    """Return how many inputs the command line asks for, and the seed."""
+    return tuple(int(text) for text in arguments + ["1000000", "0"][len(arguments) :])
 
 
 if __name__ == "__main__":
-    count, seed = (int(text) for text in (sys.argv[1:] + ["1000000", "0"][len(sys.argv) - 1 :]))
+    run(100, 0)  # compile first
+    limited()
+    count, seed = numbers(sys.argv[1:])
     print(f"{count} messages from seed {seed}: {dict(run(count, seed))}")

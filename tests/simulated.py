@@ -47,7 +47,7 @@ class Endpoint:
     def __init__(self, network, rank, size, nodes):
         self.network, self.rank, self.size, self.nodes = network, rank, size, nodes
         self.traffic, self.turns, self.reduced = Traffic(), deque(), 0
-        self.tuner = network.tuner
+        self.tuner, self.checked = network.tuner, False
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
 
     def end_step(self):

@@ -1,6 +1,6 @@
 from dataclasses import asdict, fields, replace
 
-from collectives.agreement import _ranks, verdict
+from collectives.agreement import named_ranks, verdict
 from collectives.terms import Terms
 
 SOUND = Terms("gtopk_allreduce", "recursive_doubling", length=10, dtype="float32", k=5)
@@ -44,6 +44,6 @@ def test_every_term_has_its_part_in_the_digest():
 
 
 def test_runs_of_ranks_are_joined():
-    assert _ranks([3]) == "rank 3"
-    assert _ranks([0, 1]) == "ranks 0, 1"
-    assert _ranks([0, 1, 2, 5, 7, 8, 9]) == "ranks 0-2, 5, 7-9"
+    assert named_ranks([3]) == "rank 3"
+    assert named_ranks([0, 1]) == "ranks 0, 1"
+    assert named_ranks([0, 1, 2, 5, 7, 8, 9]) == "ranks 0-2, 5, 7-9"

@@ -8,14 +8,19 @@ import sys
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from test_cli import refused
 from test_examples import LAUNCH
 
 from collectives.cli import main
-from collectives.cli.bench import chart
+from collectives.cli.bench import chart, interfaces
 from collectives.cli.bench.bounds import dense_nbytes, index_bits, least_nbytes
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES
 from collectives.cli.bench.supports import PATTERNS, draw, gradient_above
+from collectives.profiles import NETWORKS
+from collectives.progress import wait_for
+from collectives.transport import endpoint_of
+from collectives.tuning import Tuner
 from mpicomp import TopK
 
 SMALL = ["--lengths", "2000", "--repeats", "2"]
@@ -66,6 +71,55 @@ def test_from_a_gradient_the_selection_and_the_exchange_are_timed_as_well(tmp_pa
     assert [row["algorithm"] for row in rows] == names
     assert [row["turns"] for row in rows] == [2, 4, 4, 4, 4]
     assert all(row["from_gradient"] for row in rows)
+
+
+@pytest.mark.parametrize("subject", ALGORITHMS)
+def test_predictions_stand_beside_the_times(subject, capsys, tmp_path, monkeypatch):
+    """By a network's profile; the model knows all of the library's algorithms. Without a profile there is none."""
+    monkeypatch.setattr(endpoint_of(MPI.COMM_WORLD, wait_for), "tuner", Tuner())
+    rows = bench(tmp_path, subject, "--network", "1gbit", "--densities", "0.1")["rows"]
+    known = {row["algorithm"]: row["predicted"] for row in rows if not row["algorithm"].startswith("MPI_")}
+    assert all(known[name] > 0 for name in ALGORITHMS[subject])
+    assert all(
+        row["over_measured"] == pytest.approx(row["predicted"] / row["seconds"]) for row in rows if row["predicted"]
+    )
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["predicted", "/", "meas."]
+    ours = [line.split()[-2] for line, row in zip(lines, rows, strict=True) if row["predicted"]]
+    assert ours == [f"{1e3 * row['predicted']:.3f}" for row in rows if row["predicted"]]
+    assert {row["predicted"] for row in bench(tmp_path, subject)["rows"]} == {None}
+    monkeypatch.setattr(endpoint_of(MPI.COMM_WORLD, wait_for), "tuner", Tuner(NETWORKS["1gbit"]))
+    rows = bench(tmp_path, subject, "--densities", "0.1")["rows"]
+    assert all(row["predicted"] > 0 for row in rows if row["algorithm"] in ALGORITHMS[subject])
+
+
+def test_the_selection_is_added_to_predictions_as_it_was_measured(tmp_path):
+    some = "--network", "1gbit", "--densities", "0.1", "--algorithms", "exact", "--baselines", "dense"
+    alone = {row["algorithm"]: row for row in bench(tmp_path, "gtopk", *some)["rows"]}
+    rows = {row["algorithm"]: row for row in bench(tmp_path, "gtopk", *some, "--from-gradient")["rows"]}
+    selecting = rows["selection alone"]["seconds"]
+    assert rows["exact"]["predicted"] == pytest.approx(alone["exact"]["predicted"] + selecting)
+    assert rows["MPI_Allreduce"]["predicted"] == alone["MPI_Allreduce"]["predicted"]
+
+
+KERNEL_SAYS = """\
+Inter-|   Receive                            |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo: 111111 222 0 0 0 0 0 0 333333 444 0 0 0 0 0 0
+  eth0: 555555 666 0 0 0 0 0 0 777777 888 0 0 0 0 0 0
+  ib0:  1      1   0 0 0 0 0 0 23     1   0 0 0 0 0 0
+"""
+
+
+def test_bytes_are_read_from_all_interfaces_but_loopback():
+    assert interfaces.sent(KERNEL_SAYS) == 777_777 + 23
+    before = interfaces.sent()
+    assert before >= 0
+
+
+def test_interfaces_are_looked_at_where_each_rank_has_a_host_of_its_own(capsys):
+    assert main(["bench", "gtopk", *SMALL, "--interfaces"]) == 2
+    assert "expected several ranks, each on a host of its own" in capsys.readouterr().err
 
 
 def test_osu_prints_a_block_for_each(capsys):
@@ -133,6 +187,9 @@ def test_the_largest_of_a_gradient_stand_where_the_vector_has_its_entries(dtype)
     assert gradient.dtype == dtype
     np.testing.assert_array_equal(TopK(k=100).compress(gradient).indices, vector.indices)
     np.testing.assert_array_equal(np.delete(gradient, vector.indices).astype(bool).sum() >= 9700, True)
+    spread = gradient_above(draw("independent", 1, 4, 100_000, 10_000, dtype), 1)
+    largest = TopK(k=1000).compress(spread).indices  # a tenth of them: as many in each half, but for chance
+    assert 400 < np.count_nonzero(largest < 50_000) < 600
 
 
 def test_bounds_are_those_of_the_papers():
@@ -207,3 +264,24 @@ def test_disjoint_supports_that_do_not_fit_are_refused(capsys, monkeypatch):
     monkeypatch.setattr("collectives.cli.bench.collective.too_many", lambda cases, ranks: error)
     assert main(["bench", "allreduce"]) == 2
     assert capsys.readouterr().err == f"mpicomp bench allreduce: {error}\n"
+
+
+def test_a_step_is_compared_with_the_published_ways(capsys, tmp_path):
+    """Computing takes as long as asked for, and efficiency is its share of the step."""
+    some = ["--models", "VGG-16", "--length", "3000", "--compute", "0.01", "--density", "0.01", "--repeats", "3"]
+    for pause in [], ["--pause"]:
+        file = tmp_path / "steps.json"
+        assert main(["bench", "step", *some, *pause, "--dense-repeats", "2", "--json", str(file)]) == 0
+        *table, published = capsys.readouterr().out.splitlines()
+        rows = json.loads(file.read_text())["rows"]
+        names = ["MPI_Allreduce", "MPI_Allgatherv", "gTop-k tree, as published", "recursive_doubling", "exact"]
+        assert [row["algorithm"] for row in rows] == [*names, "GradientExchange recursive_doubling"]
+        assert [row["turns"] for row in rows] == [2, 3, 3, 3, 3, 3]
+        assert len(table) == 1 + len(rows)
+        assert "1.1 to 1.7 times" in published
+        for row in rows:
+            assert (row["length"], row["compute"]) == (3000, 0.01)
+            assert row["efficiency"] == pytest.approx(0.01 / row["seconds"])
+            assert row["efficiency"] <= 1
+            assert row["over_dense"] == pytest.approx(row["efficiency"] / rows[0]["efficiency"])
+            assert row["over_top_k"] == pytest.approx(row["efficiency"] / rows[1]["efficiency"])

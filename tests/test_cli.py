@@ -1,3 +1,4 @@
+import argparse
 import io
 import json
 import sys
@@ -30,7 +31,7 @@ def test_a_launcher_of_another_mpi_is_noticed(name, monkeypatch):
     assert f"{name}=4, and MPI sees 1" in info.singleton_warning(1, {name: "4"})
     monkeypatch.setenv(name, "4")
     out = io.StringIO()
-    assert info.run(out) == 1
+    assert info.run(argparse.Namespace(json=False), out) == 1
     assert "warning: the launcher says" in out.getvalue()
 
 

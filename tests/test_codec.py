@@ -49,7 +49,7 @@ def positions(draw):
 def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     length, indices = case
     vector = SparseVector(indices, np.arange(indices.size).astype(dtype), length)
-    nbytes = INDEX_FORMATS[form].nbytes(vector.indices)
+    nbytes = INDEX_FORMATS[form].nbytes(vector)
     if nbytes is None or nbytes > 10**6:
         return
     coding = Coding(form, plain(vector).values)

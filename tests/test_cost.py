@@ -10,6 +10,7 @@ from collectives import allgather, allreduce, cost, gtopk, reduce_scatter
 from collectives.channel import Offer
 from collectives.partition import equal_ranges
 from collectives.profiles import NETWORKS
+from collectives.survey import look_around
 from mpicomp import SparseVector
 
 PROFILE = NETWORKS["1gbit"]
@@ -50,7 +51,11 @@ def check(steps, operation, algorithm, size, length, entries, codec, **more):
 
 
 def exact_sum(name):
-    return lambda offer, channel: allreduce.surveyed(name, offer, channel)
+    def steps(offer, channel):
+        survey = yield from look_around(offer, channel, sampling=name in cost.SAMPLED)
+        return (yield from allreduce.ALGORITHMS[name](offer, channel, survey))
+
+    return steps
 
 
 @pytest.mark.parametrize("codec", ["plain", "quick", "smallest"])
@@ -59,6 +64,14 @@ def test_bytes_and_rounds_of_exact_sums(size, codec):
     for length, entries in (400_000, 400), (20_000, 5000), (3000, 2900):
         for name in cost.FLAT:
             check(exact_sum(name), "sparse_allreduce", name, size, length, entries, codec)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_of_a_sum_by_mpi(size):
+    """The simulated network does not count what MPI's own allreduce sends: the survey is left."""
+    nbytes, _ = simulate(exact_sum("dense_mpi"), size, 20_000, 500, "plain")
+    predicted = cost.predict("sparse_allreduce", "dense_mpi", cost.Case(size, 20_000, 500, codec="plain"), PROFILE)
+    assert predicted.nbytes == pytest.approx(nbytes + 2 * (size - 1) / size * 80_000)
 
 
 @pytest.mark.parametrize("overlap", [0.5, 1.0])
@@ -97,6 +110,6 @@ def test_bytes_and_rounds_of_the_others(size):
 def test_bytes_of_the_exact_gtopk(size):
     """The simulated network does not count what the Allreduces send; see `Endpoint.reduce` for what they count as."""
     nbytes, _ = simulate(gtopk.ALGORITHMS["exact"], size, 20_000, 1000, "plain")
-    histograms = 3 * 2 * (size - 1) * 2048 * 8 / size
+    histograms = 4 * 2 * (size - 1) * 256 * 8 / size
     predicted = cost.predict("gtopk_allreduce", "exact", cost.Case(size, 20_000, 1000, codec="plain"), PROFILE)
     assert predicted.nbytes == pytest.approx(nbytes + histograms, rel=0.1)

@@ -10,9 +10,9 @@ import pytest
 
 from collectives import cost, tuning
 from collectives.cli import main
-from collectives.cli.tune import checking, measuring
+from collectives.cli.tune import calibrating, checking, measuring
 from collectives.cli.tune.checking import Checked, verdict
-from collectives.profiles import KERNELS, NETWORKS, VARIABLE, load
+from collectives.profiles import KERNELS, NETWORKS, VARIABLE, load, parse
 from collectives.tuning import Tuner, choose_allreduce, without_survey
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
@@ -51,7 +51,7 @@ def test_no_prediction_is_below_the_bound_and_auto_is_the_fastest(capsys, ranks,
         if operation not in ("sparse_reduce_scatter", "gtopk_allreduce"):  # these may take one round of many messages
             assert row["rounds"] >= bound["rounds"]
     model = cost.Model(cost.Case(found["ranks"], 10**8, 10**6, nodes=found["nodes"]), NETWORKS[network])
-    sums = {name: cost.ALLREDUCE[name](model).seconds for name in cost.FLAT}
+    sums = {name: cost.ALLREDUCE[name](model).seconds for name in (*cost.FLAT, "dense_mpi")}
     if found["ranks"] > 4:
         assert sums[found["auto"]] <= 1.1 * min(sums.values())  # it counts entries in steps of 9 %
 
@@ -117,6 +117,7 @@ def test_links_that_were_not_measured_are_not_guessed(capsys, tmp_path, monkeypa
 
 
 def quickly(monkeypatch):
+    monkeypatch.setattr(calibrating, "CASES", [(300, 30)])
     for name, few in ("ENTRIES", [16, 500]), ("MESSAGES", [64, 4096]), ("REDUCTIONS", [64, 4096]), ("LONG_ENOUGH", 0):
         monkeypatch.setattr(measuring, name, few)
 
@@ -133,7 +134,7 @@ def test_tune_writes_a_profile_and_checks_it(capsys, tmp_path, monkeypatch):
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "rows.json").read_text())
     assert f"median error of the model {found['median_error']:.0%}" in said
-    assert len(found["rows"]) == 2 * (5 + 2 + 3 + 1 + 1 + 1)
+    assert len(found["rows"]) == 2 * (6 + 2 + 3 + 1 + 1 + 1)
     assert all(row["predicted"] > 0 for row in found["rows"] if row["algorithm"] != checking.RULE)
 
 
@@ -224,3 +225,39 @@ def test_the_codec_follows_the_link():
     vector = SparseVector(range(0, 1_000_000, 100), [1.1] * 10_000, 1_000_000)
     assert Tuner(NETWORKS["100mbit"]).coding(vector, apart=True) == CODECS["smallest"](vector)
     assert Tuner(NETWORKS["hdr"]).coding(vector, apart=True) == CODECS["quick"](vector)
+
+
+FIGURES = np.array([2e-4, 3e-5, 5e-5, 1e-4, 1.7, 1.2, 0.9])
+
+
+def operations():
+    """Yield predictions of several operations at 8 ranks on a network, each as a function of the profile."""
+    for length, entries in calibrating.CASES:
+        for operation, names in cost.OPERATIONS.items():
+            for name in names:
+                if checking.of_flat_sums(operation, name):
+                    case = cost.Case(8, length, entries, nodes=8, codec="quick")
+                    yield lambda profile, asked=(operation, name, case): cost.predict(*asked, profile).seconds
+
+
+def test_a_profile_is_fitted_to_what_operations_take():
+    """Times made of known figures give these back; noise on a few of them changes little."""
+    profile = NETWORKS["1gbit"]
+    slopes = np.array([calibrating.derivatives(seconds, profile) for seconds in operations()])
+    truth = calibrating.changed(profile, FIGURES)
+    seconds = np.array([predict(truth) for predict in operations()])
+    np.testing.assert_allclose(slopes @ FIGURES, seconds, rtol=1e-6)
+    found = calibrating.fit(slopes, seconds, calibrating.LEAST)
+    np.testing.assert_allclose(found, FIGURES, rtol=1e-3)
+    seconds[::7] *= 3
+    noisy = calibrating.changed(profile, calibrating.fit(slopes, seconds, calibrating.LEAST))
+    errors = [abs(predict(noisy) / predict(truth) - 1) for predict in operations()]
+    assert np.median(errors) < 0.1
+
+
+def test_no_figure_is_fitted_below_its_least():
+    """Operations that take next to no time would ask for rounds that give time back."""
+    slopes = np.array([calibrating.derivatives(seconds, NETWORKS["1gbit"]) for seconds in operations()])
+    found = calibrating.fit(slopes, np.full(len(slopes), 1e-5), calibrating.LEAST)
+    assert (found >= calibrating.LEAST).all()
+    parse(calibrating.changed(NETWORKS["1gbit"], found).text())

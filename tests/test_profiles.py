@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 
+import fuzz_profiles
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -169,3 +170,10 @@ def test_names_of_hosts_and_libraries():
     assert library_name("Open MPI v5.0.11, package: Open MPI root@x Distribution\0") == "Open MPI v5.0.11"
     assert library_name("MPICH Version:\t4.2.1\nMPICH Release date") == "MPICH 4.2.1"
     assert library_name("\0") == "MPI"
+
+
+def test_broken_files_are_refused_or_give_finite_curves():
+    """Damaged texts, and what a hostile writer signs; the script runs millions."""
+    counts = fuzz_profiles.run(2000, seed=0)
+    assert counts["refused"] > 1000
+    assert counts["parsed"] > 20

@@ -104,7 +104,10 @@ GTOPK_ROUNDS = {
 
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
 def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
-    """`tree` and `exact` compare the terms first, over the schedule of recursive doubling."""
+    """`tree` and `exact` compare the terms first, over the schedule of recursive doubling.
+
+    `exact` takes lg P rounds less where all ties at the threshold are taken.
+    """
     for size in SIZES + LARGE * (name != "exact"):
         network = Network(size)
 
@@ -113,14 +116,14 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
         assert rounds <= GTOPK_ROUNDS[name](size), size
-        assert rounds >= GTOPK_ROUNDS[name](size) - (name == "tree") * upper(size), size
+        assert rounds >= GTOPK_ROUNDS[name](size) - (name != "recursive_doubling") * upper(size), size
         kept = results[0][0]
         assert kept.nnz <= 5
         assert all(result.indices.tobytes() == kept.indices.tobytes() for result, _ in results)
         total = kept.to_dense() + sum(rejected.to_dense() for _, rejected in results)
         np.testing.assert_array_equal(total, dense_sum(size))
         if name == "exact":
-            assert all(endpoint.reduced == 6 for endpoint in network.endpoints)  # 63 bits of a float64 in digits of 11
+            assert all(endpoint.reduced == 8 for endpoint in network.endpoints)  # 63 bits of a float64 in digits of 8
 
 
 def test_the_others():
@@ -183,3 +186,29 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         vectors = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]
         assert vectors[0].values.tobytes() == vectors[1].values.tobytes()
         assert vectors[0].indices.tobytes() == vectors[1].indices.tobytes()
+
+
+@pytest.mark.parametrize(("counts", "k", "expected"), [
+    ([0, 3, 2, 1], 1, (1, 1)),
+    ([0, 3, 2, 1], 3, (2, 2)),
+    ([0, 3, 2, 1], 6, (3, 3)),
+    ([0, 3, 2, 1], 7, (0, 7)),
+    ([5, 0, 0, 0], 2, (5, 2)),
+    ([0, 0, 0, 0], 1, (0, 1)),
+])  # fmt: skip
+def test_which_of_those_that_share_a_digit_is_the_kth_largest(counts, k, expected):
+    assert gtopk.sharing(np.array(counts), k) == expected
+
+
+def test_ties_that_are_all_taken_need_no_round():
+    """Every rank brings one entry of its own and the same magnitude: for k of them all there is nothing to split."""
+
+    def exact(k):
+        def run(rank, channel):
+            return gtopk.exact(Offer(SparseVector([rank], np.ones(1, np.float32), 8), k), channel)
+
+        results, rounds = Network(8).run(run, length=8, dtype="float32", k=k)
+        return results[0][0].indices.tolist(), rounds
+
+    assert exact(8) == (list(range(8)), exact(5)[1] - upper(8))
+    assert exact(5)[0] == [0, 1, 2, 3, 4]

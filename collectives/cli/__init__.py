@@ -1,19 +1,32 @@
 """The `mpicomp` command. Run it plainly, or under mpirun or srun: rank 0 speaks for all."""
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from collectives.cli import bench, explain, info, train, tune
+from collectives.cli.parser import Parser
+
+EXAMPLES = """
+mpicomp info
+mpirun -n 4 mpicomp bench gtopk --densities 0.001 0.01
+mpirun -n 4 mpicomp tune --check
+mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("info", help="what this installation is made of, and whether the launcher and MPI fit together")
-    subjects = {"bench": bench, "train": train, "tune": tune, "explain": explain}
-    for subject in subjects.values():
+    subjects: dict[str, Any] = {"info": info, "bench": bench, "train": train, "tune": tune, "explain": explain}
+    options = parser(subjects.values()).parse_args(arguments)
+    status: int = subjects[options.command].run(options, sys.stdout)
+    return status
+
+
+def parser(subjects: Iterable[Any]) -> Parser:
+    """Return the parser of the command line."""
+    found = Parser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.", examples=EXAMPLES)
+    commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for subject in subjects:
         subject.add_to(commands)
-    options = parser.parse_args(arguments)
-    return info.run(sys.stdout) if options.command == "info" else subjects[options.command].run(options, sys.stdout)
+    return found

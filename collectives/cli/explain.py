@@ -21,10 +21,9 @@ Predict the seconds, the bytes that the busiest rank sends, and the rounds of ev
 """
 
 EXAMPLES = """\
-examples:
-  mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit
-  mpicomp explain --ranks 1e6 --length 1e9 --density 0.0001 --network hdr --per-node 8 --overlap 0.5
-  mpicomp explain --ranks 4 --length 1e6 --density 0.01 --json
+mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit
+mpicomp explain --ranks 1e6 --length 1e9 --density 0.0001 --network hdr --per-node 8 --overlap 0.5
+mpicomp explain --ranks 4 --length 1e6 --density 0.01 --json
 """
 
 MOST_RANKS = 10**6
@@ -36,8 +35,7 @@ def add_to(commands: Any) -> None:
         "explain",
         help="what each algorithm would take at any number of ranks, and which one algorithm='auto' would choose",
         description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=EXAMPLES,
     )
     explain.add_argument("--ranks", type=ranks, required=True, metavar="P", help="1 to 1000000")
     explain.add_argument("--length", type=length, required=True, metavar="N", help="values of a gradient")
@@ -48,7 +46,7 @@ def add_to(commands: Any) -> None:
     explain.add_argument(
         "--per-node", type=positive, metavar="R", help="ranks of a node (1, or all where one node was measured)"
     )
-    explain.add_argument("--value-bytes", type=int, choices=(2, 4, 8), default=4, help="of a number (4)")
+    explain.add_argument("--value-bytes", type=positive, choices=(2, 4, 8), default=4, help="of a number (4)")
     explain.add_argument("--codec", choices=("auto", "plain", "quick", "smallest"), default="auto", help="(auto)")
     machine = explain.add_mutually_exclusive_group()
     machine.add_argument("--network", choices=list(NETWORKS), help="a typical one, each core typical as well (1gbit)")

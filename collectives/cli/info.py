@@ -1,10 +1,12 @@
 """`mpicomp info`: versions, the MPI library, and whether the launcher and MPI fit together."""
 
+import argparse
+import json
 import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TextIO
+from typing import Any, TextIO
 
 from collectives import cuda_aware
 
@@ -14,7 +16,21 @@ from collectives import cuda_aware
 LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def run(out: TextIO) -> int:
+EXAMPLES = """
+mpicomp info
+mpirun -n 4 mpicomp info
+srun --mpi=pmix -n 4 mpicomp info --json
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the command line."""
+    about = "what this installation is made of, and whether the launcher and MPI fit together"
+    info = commands.add_parser("info", help=about, description=f"Print {about}; exit with 1 if not.", examples=EXAMPLES)
+    info.add_argument("--json", action="store_true", help="print JSON instead of lines")
+
+
+def run(options: argparse.Namespace, out: TextIO) -> int:
     """Write the report on rank 0; return 1 on every rank when launcher and MPI do not fit together, else 0."""
     from mpi4py import MPI
 
@@ -22,10 +38,15 @@ def run(out: TextIO) -> int:
     hosts = world.allgather(MPI.Get_processor_name())
     warning = singleton_warning(world.size, os.environ)
     if world.rank == 0:
-        for name, value in facts(MPI.Get_library_version(), world.size, len(set(hosts))).items():
-            out.write(f"{name:8} {value}\n")
-        out.write(f"warning: {warning}\n" if warning else "")
+        found = facts(MPI.Get_library_version(), world.size, len(set(hosts)))
+        out.write(json.dumps({**found, "warning": warning}, indent=1) + "\n" if options.json else told(found, warning))
     return 1 if warning else 0
+
+
+def told(found: Mapping[str, str], warning: str | None) -> str:
+    """Return the report as lines."""
+    lines = [f"{name:8} {value}\n" for name, value in found.items()]
+    return "".join([*lines, f"warning: {warning}\n" if warning else ""])
 
 
 def facts(library: str, size: int, hosts: int) -> dict[str, str]:

@@ -56,7 +56,7 @@ def quick(vector: SparseVector) -> Coding:
     longer than to copy what it spares.
     """
     coding = _with_indices(vector, plain(vector), (RANGE, BITMAP))
-    small = 4 * (INDEX_FORMATS[coding.indices].nbytes(vector.indices) or 0) <= vector.indices.nbytes
+    small = 4 * (INDEX_FORMATS[coding.indices].nbytes(vector) or 0) <= vector.indices.nbytes
     return coding if small else plain(vector)
 
 
@@ -72,7 +72,7 @@ CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
 def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
     """Return the size in bytes of the message for `vector` in a coding; None is the plain one."""
     indices, values = coding or plain(vector)
-    return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector.indices) or 0) + _values_nbytes(vector, values)
+    return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector) or 0) + _values_nbytes(vector, values)
 
 
 def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | None = None) -> Buffer:
@@ -91,7 +91,7 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
     row = 0 if vector.width is None else 1 + vector.width
     write_bytes(out, _HEADER.pack(MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes))
     middle = nbytes - _values_nbytes(vector, coding.values)
-    INDEX_FORMATS[coding.indices].write(vector.indices, out[HEADER_NBYTES:middle])
+    INDEX_FORMATS[coding.indices].write(vector, out[HEADER_NBYTES:middle])
     VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), out[middle:nbytes])
     return out[:nbytes]
 
@@ -134,7 +134,7 @@ def _with_indices(vector: SparseVector, coding: Coding, candidates: "range | tup
     """Return the coding with the smallest index format among its own and the candidates."""
 
     def nbytes(form: int) -> float:
-        size = INDEX_FORMATS[form].nbytes(vector.indices)
+        size = INDEX_FORMATS[form].nbytes(vector)
         return math.inf if size is None or (form == RANGE and vector.width == 0) else size
 
     return coding._replace(indices=min((coding.indices, *candidates), key=nbytes))

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import first_and_last, kernels_for, namespace, on_device, read_bytes, write_bytes
-from mpicomp.vector import MAX_LENGTH
+from mpicomp.arrays import kernels_for, namespace, on_device, read_bytes, write_bytes
+from mpicomp.vector import MAX_LENGTH, SparseVector
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
@@ -34,11 +34,11 @@ _BLOCK = 16  # bits of an offset in a block
 class IndexFormat(Protocol):
     """One way to write the indices of a vector."""
 
-    def nbytes(self, indices: Array) -> int | None:
-        """Return the bytes that increasing indices take, None where the format is not for them."""
+    def nbytes(self, vector: SparseVector) -> int | None:
+        """Return the bytes that the indices of a vector take, None where the format is not for them."""
         ...
 
-    def write(self, indices: Array, section: Buffer) -> None:
+    def write(self, vector: SparseVector, section: Buffer) -> None:
         """Fill the section: all of it, zeros among it."""
         ...
 
@@ -53,14 +53,14 @@ class Plain:
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
 
-    def nbytes(self, indices: Array) -> int | None:
+    def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        return _padded(indices.nbytes) if indices.dtype == self.dtype else None
+        return _padded(vector.indices.nbytes) if vector.indices.dtype == self.dtype else None
 
-    def write(self, indices: Array, section: Buffer) -> None:
+    def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        section[indices.nbytes :] = 0
-        section[: indices.nbytes].view(self.dtype)[:] = indices
+        section[vector.indices.nbytes :] = 0
+        section[: vector.indices.nbytes].view(self.dtype)[:] = vector.indices
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`; a view of the section."""
@@ -71,13 +71,13 @@ class Plain:
 class Range:
     """Format 2."""
 
-    def nbytes(self, indices: Array) -> int | None:
+    def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        return 8 if indices.size and _span(indices) == indices.size else None
+        return 8 if vector.nnz and vector.span == vector.nnz else None
 
-    def write(self, indices: Array, section: Buffer) -> None:
+    def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        section.view(np.int64)[:1] = indices[:1]
+        write_bytes(section, np.array([vector.first]).tobytes())
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
@@ -93,14 +93,14 @@ class Range:
 class Bitmap:
     """Format 3."""
 
-    def nbytes(self, indices: Array) -> int | None:
+    def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        return 16 + 8 * _words(_span(indices))
+        return 16 + 8 * _words(vector.span)
 
-    def write(self, indices: Array, section: Buffer) -> None:
+    def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        first = _write_span(indices, section)
-        kernels_for(section).to_bitmap(indices, first, section[16:].view(np.uint64))
+        _write_span(vector, section)
+        kernels_for(section).to_bitmap(vector.indices, vector.first, section[16:].view(np.uint64))
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
@@ -116,23 +116,25 @@ class Bitmap:
 class Blocks:
     """Format 4."""
 
-    def nbytes(self, indices: Array) -> int | None:
+    def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        if not indices.size:
-            return 16
-        first, last = first_and_last(indices)
-        return 16 + self._section(int(first) >> _BLOCK, int(last) >> _BLOCK, indices.size)
+        return 16 + self._section(*self._blocks(vector), vector.nnz) if vector.nnz else 16
+
+    @staticmethod
+    def _blocks(vector: SparseVector) -> tuple[int, int]:
+        """Return the first and the last block."""
+        return vector.first >> _BLOCK, (vector.first + vector.span - 1) >> _BLOCK
 
     @staticmethod
     def _section(first: int, last: int, count: int) -> int:
         return _padded(4 * (last - first + 1)) + _padded(2 * count)
 
-    def write(self, indices: Array, section: Buffer) -> None:
+    def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
         section[:] = 0
-        if not indices.size:
+        if not vector.nnz:
             return
-        first, last = (int(index) >> _BLOCK for index in first_and_last(indices))
+        indices, (first, last) = vector.indices, self._blocks(vector)
         write_bytes(section, np.array([first, last]).tobytes())
         edges = np.searchsorted(indices, namespace(indices).arange(first, last + 2, dtype=np.int64) << _BLOCK)
         section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = edges[1:] - edges[:-1]
@@ -161,9 +163,9 @@ class Blocks:
 class EliasFano:
     """Format 5."""
 
-    def nbytes(self, indices: Array) -> int | None:
+    def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        return 16 + 8 * sum(self._words(indices.size, _span(indices)))
+        return 16 + 8 * sum(self._words(vector.nnz, vector.span))
 
     @staticmethod
     def _low_bits(count: int, span: int) -> int:
@@ -174,14 +176,13 @@ class EliasFano:
         low_bits = self._low_bits(count, span)
         return _words(count * low_bits) + 1, _words(count + (span >> low_bits))
 
-    def write(self, indices: Array, section: Buffer) -> None:
+    def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        first = _write_span(indices, section)
-        span = _span(indices)
-        lows, _ = self._words(indices.size, span)
+        _write_span(vector, section)
+        lows, _ = self._words(vector.nnz, vector.span)
         words = section[16:].view(np.uint64)
-        low_bits = self._low_bits(indices.size, span)
-        kernels_for(section).to_elias_fano(indices, first, low_bits, words[:lows], words[lows:])
+        low_bits = self._low_bits(vector.nnz, vector.span)
+        kernels_for(section).to_elias_fano(vector.indices, vector.first, low_bits, words[:lows], words[lows:])
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
@@ -219,14 +220,6 @@ def _words(bits: int) -> int:
     return -(-bits // 64)
 
 
-def _span(indices: Array) -> int:
-    """Return how many positions the entries stretch over."""
-    if not indices.size:
-        return 0
-    first, last = first_and_last(indices)
-    return int(last) - int(first) + 1
-
-
 def _repeated(values: Array, counts: Array, total: int) -> Array:
     """Return each value as often as its count says, `total` in all."""
     if not on_device(values):
@@ -236,12 +229,10 @@ def _repeated(values: Array, counts: Array, total: int) -> Array:
     return repeated
 
 
-def _write_span(indices: Array, section: Buffer) -> int:
-    """Fill a section with the first index, the span, and zeros; return the first index."""
-    first = int(indices[0]) if indices.size else 0
-    write_bytes(section, np.array([first, _span(indices)]).tobytes())
+def _write_span(vector: SparseVector, section: Buffer) -> None:
+    """Fill a section with the first index, the span, and zeros."""
+    write_bytes(section, np.array([vector.first, vector.span]).tobytes())
     section[16:] = 0
-    return first
 
 
 def _numbers(section: Buffer, count: int) -> tuple[int, ...]:

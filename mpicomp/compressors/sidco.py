@@ -94,7 +94,7 @@ class SIDCo:
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries of `corrected` above the threshold, at least the largest; see `Compressor.compress`.
 
-        corrected: an array of any shape in main memory, taken in C order; float16, float32 or float64. Raises
+        corrected: an array of any shape, taken in C order; float16, float32 or float64. Raises
         ImportError when the distribution is "gamma" and SciPy is missing.
         """
         dense = to_vector(corrected)

@@ -27,7 +27,7 @@ class TopK(Density):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k largest magnitudes of `corrected`; see `Compressor.compress`. Ties go to the lowest indices.
 
-        corrected: an array of any shape in main memory, taken in C order; float16, float32 or float64.
+        corrected: an array of any shape, taken in C order; float16, float32 or float64.
         """
         dense = to_vector(corrected)
         kernels = kernels_for(dense)

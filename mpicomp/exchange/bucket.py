@@ -31,6 +31,7 @@ class Bucket:
         self, pipelines: Sequence[Pipeline], lengths: Sequence[int], collective: Collective, *, dense: bool = False
     ) -> None:
         self.pipelines, self.collective, self.dense = pipelines, collective, dense
+        self.vectors = ["gradient"] * len(pipelines)  # what they are called in errors, and in what is saved
         self.bounds = [0, *accumulate(lengths)]
         self.sent = self.received = self.rejected = self.nbytes = 0
         self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0

@@ -8,10 +8,12 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from mpicomp import checking
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.protocol import failed
+from mpicomp.compressors.protocol import chain, failed
 from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
+from mpicomp.exchange.checked import CheckedBucket, balance, in_step
 from mpicomp.exchange.checks import check_pair, check_part, each_its_own
 from mpicomp.exchange.flat import flattened, sound
 from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, described
@@ -35,7 +37,8 @@ class GradientExchange:
 
     dense: `dense_allreduce` or its nonblocking twin: for small tensors, and for feedback that averages residuals.
     downlink: compresses the mean once more, on all ranks alike (`TwoWay`). log: called with the `Statistics` of each
-    step, which then have the norm of the residual.
+    step, which then have the norm of the residual. agree: `collectives.agree`, where ranks may die and the others go
+    on (`continue_on`): then a step is kept by all that live, or by none.
 
     For named tensors (see `start`), with the rules of `mpicomp.exchange.layout`: choose(name, array) returns
     (compressor, feedback) for a tensor; without it each gets copies of the two that are given. small: tensors with
@@ -60,6 +63,7 @@ class GradientExchange:
         small: int = 1024,
         bucket_nbytes: int = 2**25,
         log: Callable[[Statistics], None] | None = None,
+        agree: Callable[[bool, Any], bool] | None = None,
     ) -> None:
         check_part("comm", comm, ("size",), "an mpi4py communicator")
         check_pair(compressor, feedback, dense)
@@ -68,6 +72,9 @@ class GradientExchange:
             check_part("downlink", downlink, ("compress", "keep"), "TwoWay(TopK(density=0.01))")
         self.comm, self.compressor, self.feedback = comm, compressor, feedback
         self.collective, self.average, self.dense, self.log = collective, average, dense, log
+        self.steps = 0  # that were kept
+        self._agree, self._checked = agree, checking.asked()
+        self._bucket: type[Bucket] = CheckedBucket if self._checked else Bucket
         self.statistics: Statistics | None = None
         self._own = Pipeline(compressor, feedback, downlink)
         self._choose, self._small, self._bucket_nbytes = choose, small, bucket_nbytes
@@ -96,12 +103,14 @@ class GradientExchange:
         flat, restore = flattened(gradient)
         if self._arrays:
             flat, self._arrays = _not_named(), {}
-        bucket = Bucket([self._own], [flat.size if not isinstance(flat, Exception) else 0], self.collective)
+        bucket = self._bucket([self._own], [flat.size if not isinstance(flat, Exception) else 0], self.collective)
         try:
             bucket.start([flat], self.comm)
             bucket.settle(self.comm, average=self.average)
+            self._agree_to_keep()
         except BaseException as error:
             bucket.abandon(wait=isinstance(error, Exception))
+            self._heard(error)
             raise
         finally:  # an error may be held, and the gradient must not be with it
             del flat
@@ -161,6 +170,7 @@ class GradientExchange:
             self._leave(lambda station: True)
             for station in self._stations:
                 station.bucket.settle(self.comm, average=self.average)
+            self._agree_to_keep()
         except BaseException as error:
             self._end_badly(error)
             raise
@@ -221,6 +231,26 @@ class GradientExchange:
             raise
         self._one = not self._stations and bool(state)
 
+    def continue_on(self, comm: Any) -> None:
+        """Go on with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
+
+        comm: of ranks that have this exchange, all of which call. What the ranks that are gone owed is lost with them;
+        the mean is then over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks when
+        they have not kept the same steps, which `agree` prevents: go on from a checkpoint then.
+        """
+        self._check_between_steps()
+        kept = comm.allgather(self.steps)
+        if len(set(kept)) > 1:
+            raise CollectiveError(
+                f"the ranks have kept different numbers of steps, {kept} in rank order: go on from a checkpoint; with "
+                "agree=collectives.agree a step is kept by all ranks or none"
+            )
+        for pipeline in {id(each): each for each in (self._own, *self._pipelines())}.values():
+            for part in chain(pipeline.compressor):
+                if hasattr(part, "comm"):
+                    part.comm = comm
+        self.comm = comm
+
     def reset(self) -> None:
         """Forget what is owed, on this rank: its mass is lost. RuntimeError within a step."""
         self._check_between_steps()
@@ -258,7 +288,7 @@ class GradientExchange:
         found = self._meet(lambda: self._found(tensors))
         order = agreed(found, settings, self.comm)
         make = partial(self._pipeline, tensors)
-        rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes)
+        rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes, self._bucket)
         self._stations = self._meet(lambda: each_its_own(build(order, rules)))
         self._names = {tensor.name for tensor in order}
 
@@ -310,10 +340,14 @@ class GradientExchange:
         try:
             if not self._stations:
                 self._arrays = {}
-                self._meet(partial(_throw, error))
+                try:
+                    self._meet(partial(_throw, error))
+                finally:
+                    self._heard(error)
             elif self._started < len(self._stations):
                 self._start_failed(error)
                 self._abandon()
+                self._heard(error)
             raise error
         finally:
             del error
@@ -333,6 +367,19 @@ class GradientExchange:
         if isinstance(error, Exception):
             self._start_failed(CollectiveError("an earlier bucket of this step failed"))
         self._abandon(wait=isinstance(error, Exception))
+        self._heard(error)
+
+    def _agree_to_keep(self) -> None:
+        """Return when all ranks that live are where this one is; raise on all of them where one is not."""
+        if self._agree is not None and not self._agree(True, self.comm):
+            raise _UndoneError("a rank died, or failed, before the step was kept: the step is undone on all ranks")
+
+    def _heard(self, error: BaseException) -> None:
+        """Take part in the agreement with a step that failed here, and say where that was."""
+        if self._agree is not None and isinstance(error, Exception) and not isinstance(error, _UndoneError):
+            self._agree(False, self.comm)
+        if self._checked and isinstance(error, Exception):
+            in_step(error, self.steps, self.comm.rank)
 
     def _leave(self, ready: Callable[[Station], bool]) -> None:
         """Start the buckets whose turn it is, and move on what is in flight."""
@@ -373,11 +420,22 @@ class GradientExchange:
 
     def _end_step(self, buckets: Sequence[Bucket]) -> None:
         """Average residuals where that is due, and tell what the step did."""
+        if self._checked:
+            self._balance(buckets)
+        self.steps += 1
         for pipeline in (pipeline for bucket in buckets for pipeline in bucket.pipelines):
             if getattr(pipeline.feedback, "averaging_due", False):
                 total = self.dense(pipeline.feedback.residual, self.comm)  # type: ignore[misc]
                 total = total.wait() if hasattr(total, "wait") else total
                 pipeline.feedback.averaged(total / self.comm.size)  # type: ignore[attr-defined]
+        self._tell(buckets)
+
+    def _balance(self, buckets: Sequence[Any]) -> None:
+        """Let all ranks compare what left them with what came, each through calls that move on what is in flight."""
+        accounts = self._meet(lambda: [account for bucket in buckets for account in bucket.accounts])
+        balance(self.comm.allgather(accounts), self.steps)
+
+    def _tell(self, buckets: Sequence[Bucket]) -> None:
         self.statistics = Statistics(
             length=sum(bucket.bounds[-1] for bucket in buckets),
             **{name: sum(getattr(bucket, name) for bucket in buckets) for name in _SUMMED},
@@ -396,6 +454,10 @@ _SUMMED = (
     "communicate_seconds",
     "restore_seconds",
 )
+
+
+class _UndoneError(CollectiveError):
+    """Say that all ranks have agreed not to keep a step."""
 
 
 def _not_named() -> TypeError:

@@ -87,18 +87,25 @@ class Rules:
     dense: Collective | None
     small: int
     bucket_nbytes: int
+    bucket: type[Bucket] = Bucket
 
 
 class Station:
     """A bucket, and whose gradients it waits for: for each of its pipelines the tensors that are one vector there."""
 
     def __init__(
-        self, groups: Sequence[Sequence[Tensor]], pipelines: Sequence[Pipeline], collective: Collective, **how: bool
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        pipelines: Sequence[Pipeline],
+        collective: Collective,
+        bucket: type[Bucket] = Bucket,
+        **how: bool,
     ) -> None:
         self.groups = groups
         self.names = {tensor.name for group in groups for tensor in group}
         lengths = [sum(tensor.size for tensor in group) for group in groups]
-        self.bucket = Bucket(pipelines, lengths, collective, **how)
+        self.bucket = bucket(pipelines, lengths, collective, **how)
+        self.bucket.vectors = ["+".join(tensor.name for tensor in group) for group in groups]
 
     def flats(self, arrays: Mapping[str, Any]) -> list[Array | Exception]:
         """Return the vector of each pipeline, or why there is none; a tensor without an array counts as zero."""
@@ -141,14 +148,14 @@ def _station(tensors: Sequence[Tensor], rules: Rules) -> Station:
     pipelines = [rules.make(group[0]) for group in groups]
     if fused:
         groups, pipelines = [*groups, fused], [*pipelines, rules.make(None)]
-    return Station(groups, pipelines, rules.collective)
+    return Station(groups, pipelines, rules.collective, rules.bucket)
 
 
 def _dense_station(tensors: Sequence[Tensor], rules: Rules) -> Station:
     assert rules.dense is not None
     pipeline = rules.make(None)
     pipeline.compressor, pipeline.downlink = Dense(), None
-    return Station([tensors], [pipeline], rules.dense, dense=True)
+    return Station([tensors], [pipeline], rules.dense, rules.bucket, dense=True)
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -54,6 +54,7 @@ class Pipeline:
         """Take the ranks' mean (or sum), what came back of what was sent, and each entry's share of the votes."""
         if self.observes:
             innermost(self.compressor).observe(mean, votes)
+        self._arrived = mean
         self._mean = mean if self.downlink is None else self.downlink.compress(mean)
         self._rejected = rejected
 
@@ -75,7 +76,8 @@ class Pipeline:
 
     def forget(self) -> None:
         """Hold no array of the step."""
-        self._corrected = self._sent = self._mean = self._rejected = None  # type: ignore[assignment]
+        self._corrected = self._sent = self._arrived = None  # type: ignore[assignment]
+        self._mean = self._rejected = None
         self._held = []
 
     def state_dict(self) -> dict[str, Array]:

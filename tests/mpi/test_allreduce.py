@@ -24,7 +24,7 @@ def test_the_exact_sum_and_the_same_bits_everywhere(comm, pattern, algorithm):
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize(("length", "offset"), [(LENGTH, 0), (2**40, 2**39)], ids=["int32", "int64"])
 def test_every_dtype(comm, algorithm, dtype, length, offset):
-    if algorithm == "dense" and offset:
+    if algorithm.startswith("dense") and offset:
         length, offset = LENGTH, 0  # a dense vector of 2^40 values has no room
     case = {"dtype": dtype, "length": length, "offset": offset}
     total = sparse_allreduce(bring("unequal", comm.rank, comm.size, **case), comm, algorithm=algorithm)

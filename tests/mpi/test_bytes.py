@@ -102,6 +102,7 @@ EXACT_SUMS = {
     "split_allgather": lambda size: (size - 1) * (K + union(size)),
     "recursive_halving": recursive_halving,
     "dense": lambda size: (size - 1) * (K + LENGTH * VALUE / ENTRY),
+    "dense_mpi": lambda size: 2 * (size - 1) * LENGTH * VALUE / ENTRY,
 }
 
 
@@ -123,7 +124,7 @@ OTHERS = {
     ),
     "gtopk exact": (
         lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact"),
-        lambda size: (size - 1) * (2 * K * ENTRY + 3 * 2 * 2048 * 8),
+        lambda size: (size - 1) * (2 * K * ENTRY + 4 * 2 * 256 * 8),
     ),
     "dense_allreduce": (
         lambda v, comm: dense_allreduce(np.ones(10_000, np.float32), comm),

@@ -47,6 +47,7 @@ def start_all(comm):
             lambda got: assert_equal(got[0], sums["random"]),
         ),
         (sparse_iallreduce(mine["ties"], comm, algorithm="dense"), lambda got: assert_equal(got, sums["ties"])),
+        (sparse_iallreduce(mine["ties"], comm, algorithm="dense_mpi"), lambda got: assert_equal(got, sums["ties"])),
         (gtopk_iallreduce(mine["ties"], comm, LENGTH), lambda got: assert_equal(got[0], sums["ties"])),
         (
             dense_iallreduce(window(mine["random"]), comm),

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from collectives import SupportPlan, allreduce, sparse_allreduce
 from collectives.cli import main
-from collectives.cli.tune import measuring
+from collectives.cli.tune import calibrating, measuring
 from collectives.cost import Case
 from collectives.profiles import NETWORKS, VARIABLE, Curve, ProfileError, load
 from collectives.progress import wait_for
@@ -23,7 +23,8 @@ FREE = {name: Curve.line(0.0, 1e15) for name in NETWORKS["hdr"].kernels}
 def profile(latency, bandwidth, message=0.0):
     """Return a profile in which computing costs nothing."""
     link = Curve.line(latency, bandwidth)
-    return replace(NETWORKS["hdr"], call=0.0, message=message, inside=link, between=link, kernels=FREE)
+    reduce = Curve.line(2 * latency, bandwidth)  # at 2 ranks
+    return replace(NETWORKS["hdr"], call=0.0, message=message, inside=link, between=link, reduce=reduce, kernels=FREE)
 
 
 SLOW_START, SLOW_LINK = profile(1.0, 1e12, message=1.0), replace(profile(0.0, 1e6), call=1e-3)
@@ -177,7 +178,7 @@ def test_a_bad_argument_on_one_rank_raises_everywhere(fresh, told):
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize("name", ["recursive_doubling", "dense", "split_allgather"])
+@pytest.mark.parametrize("name", ["recursive_doubling", "dense", "dense_mpi", "split_allgather"])
 def test_ranks_that_name_an_algorithm_meet_those_that_go_by_a_profile(fresh, told, name):
     told(SLOW_LINK)
     with pytest.raises(CollectiveError, match="algorithm must be the same"):
@@ -188,6 +189,7 @@ def test_ranks_that_name_an_algorithm_meet_those_that_go_by_a_profile(fresh, tol
 @pytest.fixture
 def quickly(monkeypatch):
     """Measure few and small things only."""
+    monkeypatch.setattr(calibrating, "CASES", [(300, 30), (2000, 20)])
     for name, few in ("ENTRIES", [16, 500]), ("MESSAGES", [64, 4096]), ("REDUCTIONS", [64, 4096]), ("LONG_ENOUGH", 0):
         monkeypatch.setattr(measuring, name, few)
 

@@ -14,6 +14,7 @@ from collectives.cli.bench.collective import COLLECTIVES
 from collectives.cli.bench.contestants import BASELINE, lacking
 from collectives.cli.bench.parsers import add_to
 from collectives.cli.bench.timing import HEADER, Row, as_json
+from collectives.profiles import NETWORKS
 
 __all__ = ["add_to", "run"]
 
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
             chart.plot([row for rows in options.files for row in rows], options.figure)
         return 0
+    if options.subject == "step":
+        return run_step(options, comm, out)
     rows = show(measured(options, comm), out if comm.rank == 0 else None)
     if options.json and comm.rank == 0:
         options.json.write_text(as_json(rows, **about(options), length=options.length, **about_mpi(comm)))
@@ -45,18 +48,26 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
 def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
     """Measure a collective, print the table on rank 0, and write what else is asked for; 2 for what cannot be."""
-    from collectives.cli.bench import chart, collective
+    from collectives.cli.bench import chart, collective, interfaces
 
     baselines = [] if "none" in options.baselines else options.baselines
+    network = NETWORKS[options.network] if options.network else None
     repeats = options.repeats, min(options.dense_repeats or options.repeats, options.repeats)
     plan = collective.Plan(
-        options.subject, options.algorithms, options.codecs, baselines, *repeats, options.from_gradient
+        options.subject,
+        options.algorithms,
+        options.codecs,
+        baselines,
+        *repeats,
+        options.from_gradient,
+        network,
+        options.interfaces,
     )
     asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
     cases = [collective.Case(*each) for each in asked]
-    if too_many := collective.too_many(cases, comm.size):
+    if fault := collective.too_many(cases, comm.size) or (options.interfaces and interfaces.missing(comm)):
         if comm.rank == 0:
-            sys.stderr.write(f"mpicomp bench {options.subject}: {too_many}\n")
+            sys.stderr.write(f"mpicomp bench {options.subject}: {fault}\n")
         return 2
     measuring = collective.rows(comm, plan, cases)
     rows = show(measuring, None if comm.rank or options.osu else out, collective.HEADER)
@@ -64,10 +75,28 @@ def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
         return 0
     if options.osu:
         out.write(collective.osu(rows))
+    if options.interfaces:
+        out.write(interfaces.report(rows))
     if options.json:
         options.json.write_text(as_json(rows, **about(options), **about_mpi(comm)))
     if options.plot:
         chart.plot([row.as_dict() for row in rows], options.plot)
+    return 0
+
+
+def run_step(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
+    """Measure steps, print the table and the published ratios on rank 0, and write what else is asked for."""
+    from collectives.cli.bench import step
+
+    known = {name: model._replace(length=options.length or model.length) for name, model in step.MODELS.items()}
+    models = {name: known[name]._replace(compute=options.compute or known[name].compute) for name in options.models}
+    dense_repeats = min(options.dense_repeats or options.repeats, options.repeats)
+    measuring = step.rows(comm, models, options.density, options.repeats, dense_repeats, pause=options.pause)
+    rows = show(measuring, None if comm.rank else out, step.HEADER)
+    if comm.rank == 0:
+        out.write(step.PUBLISHED)
+    if options.json and comm.rank == 0:
+        options.json.write_text(as_json(rows, **about(options), **about_mpi(comm)))
     return 0
 
 

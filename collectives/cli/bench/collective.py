@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives import (
     allreduce,
+    cost,
     gtopk,
     gtopk_allreduce,
     sparse_allgather,
@@ -23,9 +24,14 @@ from collectives import (
     warm_up,
 )
 from collectives.cli.bench.bounds import dense_nbytes, least_nbytes
+from collectives.cli.bench.interfaces import during
+from collectives.cli.bench.predicting import predictor
 from collectives.cli.bench.progress import Silent, progress
 from collectives.cli.bench.supports import draw, gradient_above, most
 from collectives.cli.bench.timing import Call, clocked, quartiles
+from collectives.profiles import Profile
+from collectives.progress import wait_for
+from collectives.transport import endpoint_of
 from mpicomp import ErrorFeedback, GradientExchange, SparseVector, TopK
 from mpicomp.vector import add_up
 
@@ -47,6 +53,8 @@ BASELINES = {
     "allgather": ["dense", "allgather"],
     "gtopk": ["dense", "tree", "allgather"],
 }
+WIRE_CALLS = 5  # whose bytes at the interfaces are counted together
+SELECTION = "selection alone"
 EXCHANGED = "allreduce", "gtopk"  # what GradientExchange may go by
 CODECS = ["auto", "plain", "quick", "smallest"]
 DTYPES = ["float16", "float32", "float64"]
@@ -76,6 +84,8 @@ class Plan(NamedTuple):
     repeats: int
     dense_repeats: int
     from_gradient: bool
+    network: Profile | None = None
+    interfaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,9 @@ class Comparison:
 
     seconds, low, high: the median and the quartiles over the turns, of the slowest rank in each. mean, least, most: the
     means of the ranks. dense_seconds: the median of MPI's dense sum, None where it did not run. nbytes: what the
-    busiest rank sends; mean_nbytes: the ranks' mean. least_nbytes: the bound. predicted: by a model of costs, in
-    seconds; None without one.
+    busiest rank sends; mean_nbytes: the ranks' mean. least_nbytes: the bound. predicted: by the model of costs, in
+    seconds, with the measured selection where each call selects first; None without a profile, and for what the model
+    does not know. wire_nbytes: at the interfaces of the busiest host, with headers; None where they are not looked at.
     """
 
     subject: str
@@ -129,6 +140,7 @@ class Comparison:
     mean_nbytes: float
     least_nbytes: float
     predicted: float | None = None
+    wire_nbytes: float | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -140,9 +152,15 @@ class Comparison:
         """Bytes of the busiest rank over the bound; None where nothing has to be sent."""
         return self.nbytes / self.least_nbytes if self.nbytes and self.least_nbytes else None
 
+    @property
+    def over_measured(self) -> float | None:
+        """Predicted over measured seconds."""
+        return None if self.predicted is None else self.predicted / self.seconds
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields and the ratios, by name."""
-        return {**asdict(self), "speedup": self.speedup, "over_bound": self.over_bound}
+        ratios = {"speedup": self.speedup, "over_bound": self.over_bound, "over_measured": self.over_measured}
+        return {**asdict(self), **ratios}
 
     def __str__(self) -> str:
         return "  ".join(f"{column.show(self):{column.form}}" for column in COLUMNS)
@@ -165,13 +183,15 @@ COLUMNS = [
     Column("dtype", "<7", lambda row: row.dtype),
     Column("density", ">7", lambda row: f"{row.density:g}"),
     Column("supports", "<11", lambda row: row.pattern),
-    Column("algorithm", "<28", lambda row: row.algorithm),
+    Column("algorithm", "<35", lambda row: row.algorithm),
     Column("codec", "<8", lambda row: row.codec),
     Column("median ms", ">9", lambda row: f"{1e3 * row.seconds:.3f}"),
     Column("quartiles", ">15", lambda row: f"{1e3 * row.low:.4g}-{1e3 * row.high:.4g}"),
     Column("dense /", ">7", lambda row: _ratio(row.speedup)),
     Column("kB sent", ">10", lambda row: f"{row.nbytes / 1e3:.1f}"),
     Column("/ bound", ">7", lambda row: _ratio(row.over_bound)),
+    Column("predicted", ">9", lambda row: "-" if row.predicted is None else f"{1e3 * row.predicted:.3f}"),
+    Column("/ meas.", ">7", lambda row: _ratio(row.over_measured)),
 ]
 HEADER = "  ".join(f"{column.head:{column.form}}" for column in COLUMNS)
 
@@ -209,7 +229,7 @@ def contestants(comm: Any, plan: Plan, case: Case, vector: SparseVector) -> list
     bring = (lambda: vector) if gradient is None else partial(compressor.compress, gradient)
     found = [baseline(name, comm, plan, case, bring, gradient) for name in plan.baselines]
     if gradient is not None:
-        found.append(Contestant("selection alone", "-", bring, 0.0))
+        found.append(Contestant(SELECTION, "-", bring, 0.0))
     for algorithm, codec in itertools.product(plan.algorithms, plan.codecs):
         run = partial(COLLECTIVES[plan.subject], algorithm=algorithm, codec=codec)
         found.append(Contestant(algorithm, codec, _call(run, bring, comm)))
@@ -271,8 +291,12 @@ def compared(
     dense_seconds = None if dense is None else quartiles(list(times[dense].max(axis=0)))[1]
     itemsize = np.dtype(case.dtype).itemsize
     least = least_nbytes(plan.subject, comm.size, case.length, case.entries, union, itemsize)
+    expected = predictions(comm, plan, case, contestants, times)
+    wires = at_interfaces(comm, plan, contestants)
     bar.clear()
-    for contestant, clock, (most_sent, mean_sent) in zip(contestants, times, sent, strict=True):
+    for contestant, clock, (most_sent, mean_sent), seconds, wire in zip(
+        contestants, times, sent, expected, wires, strict=True
+    ):
         slowest, means = list(clock.max(axis=0)), clock.mean(axis=1)
         low, median, high = quartiles(slowest)
         yield Comparison(
@@ -295,7 +319,34 @@ def compared(
             most_sent,
             mean_sent,
             least,
+            seconds,
+            wire,
         )
+
+
+def at_interfaces(comm: Any, plan: Plan, contestants: Sequence[Contestant]) -> list[float | None]:
+    """Return the bytes of a call of each contestant at the interfaces of the busiest host, where that is asked for."""
+    if not plan.interfaces:
+        return [None] * len(contestants)
+    return [during(comm, each.call, WIRE_CALLS if each.every == 1 else 1) for each in contestants]
+
+
+def predictions(
+    comm: Any, plan: Plan, case: Case, contestants: Sequence[Contestant], times: Sequence[Any]
+) -> list[float | None]:
+    """Return what the model says of each contestant; what was measured of the selection is added."""
+    whole = cost.Case(
+        comm.size,
+        case.length,
+        case.entries,
+        overlap=float(case.pattern == "shared"),
+        value_nbytes=np.dtype(case.dtype).itemsize,
+    )
+    predict = predictor(endpoint_of(comm, wait_for), plan.network, whole)
+    selecting = [clock for each, clock in zip(contestants, times, strict=True) if each.algorithm == SELECTION]
+    before = quartiles(list(selecting[0].max(axis=0)))[1] if selecting else 0.0
+    found = [predict(plan.subject, each.algorithm, each.codec) for each in contestants]
+    return [seconds and seconds + before * (each.rehearsed) for seconds, each in zip(found, contestants, strict=True)]
 
 
 def _once(comm: Any, contestant: Contestant, bar: Any) -> tuple[float, float]:

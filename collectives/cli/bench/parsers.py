@@ -7,7 +7,9 @@ from collectives.cli.bench.collective import ALGORITHMS, BASELINES, CODECS, DTYP
 from collectives.cli.bench.contestants import MAKERS, SETTLING_CALLS
 from collectives.cli.bench.data import FAMILIES
 from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, rows_file, share
+from collectives.cli.bench.step import MODELS
 from collectives.cli.bench.supports import PATTERNS
+from collectives.profiles import NETWORKS
 
 ABOUT_COMPRESSORS = f"""\
 Every compressor on values of several distributions, at several densities, in one process. All that are compared take
@@ -26,9 +28,37 @@ Each timed call follows untimed ones of the same compressor, so that none finds 
 them.
 """
 
-OVERLAP_EXAMPLE = """\
-example:
-  mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+BENCH_EXAMPLES = """
+mpirun -n 4 mpicomp bench gtopk --lengths 1e6 --densities 0.001 0.01
+mpirun -n 4 mpicomp bench exchange
+mpicomp bench kernels --length 1e6
+"""
+
+KERNELS_EXAMPLES = """
+mpicomp bench kernels
+mpicomp bench kernels --length 1e6 --repeats 3 --json kernels.json
+"""
+
+EXCHANGE_EXAMPLES = """
+mpirun -n 4 mpicomp bench exchange
+mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
+"""
+
+OVERLAP_EXAMPLE = """
+mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+"""
+
+ABOUT_STEP = """\
+A step computes for a fixed time, in a busy loop, and then exchanges the gradient; efficiency is the time of computing
+over that of the step. Ways to exchange: MPI's dense allreduce; Top-k by MPI's Allgatherv; the gTop-k tree as published;
+ours, and GradientExchange, which keeps the residual and returns a dense mean as well. "/ dense" and "/ Top-k" are
+ratios of efficiency. The seconds of computing of the models are assumed: give --compute for yours. What overlapping
+saves is in `mpicomp bench overlap`.
+"""
+
+STEP_EXAMPLE = """
+mpirun -n 4 mpicomp bench step --models ResNet-50 --dense-repeats 3
+mpirun -n 4 mpicomp bench step --models VGG-16 --length 1e6 --compute 0.05 --pause --json steps.json
 """
 
 ABOUT_COLLECTIVE = """\
@@ -41,13 +71,15 @@ MPI's dense sum follows an untimed one of the same, as in a loop of steps.
   dense /    time of MPI's own sum of the dense vector over this time
   kB sent    by the busiest rank, as the library counts; for a call of MPI's, the least that it can send
   / bound    those bytes over the least that a rank has to send on average, with indices at their entropy
+  predicted  ms by the model of `mpicomp explain`, from the profile that `mpicomp tune` wrote for these ranks, or for
+             --network; "-" without either; with --from-gradient, with the measured time of the selection alone
+  / meas.    predicted over measured
 """
 
-COLLECTIVE_EXAMPLE = """\
-examples:
-  mpirun -n 4 mpicomp bench {0}
-  mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
-  mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest --osu
+COLLECTIVE_EXAMPLE = """
+mpirun -n 4 mpicomp bench {0}
+mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
+mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest --osu
 """
 
 HELP_OF_COLLECTIVES = {
@@ -57,32 +89,34 @@ HELP_OF_COLLECTIVES = {
     "gtopk": "the largest entries of the sum on all ranks, against MPI's dense allreduce",
 }
 
-COMPRESSORS_EXAMPLE = """\
-examples:
-  mpicomp bench compressors
-  mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
-  mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
+COMPRESSORS_EXAMPLE = """
+mpicomp bench compressors
+mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
+mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
 """
 
 
 def add_to(commands: Any) -> None:
     """Add the command and what can be measured to the command line."""
-    bench = commands.add_parser("bench", help="time kernels, compressors, or whole steps under mpirun; with baselines")
+    about = "time kernels, compressors, or whole steps under mpirun; with baselines"
+    bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.", examples=BENCH_EXAMPLES)
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
-    kernels = subjects.add_parser("kernels", help="each kernel of one rank, against NumPy, PyTorch and one read")
-    exchange = subjects.add_parser("exchange", help="selection and collective, against MPI's dense allreduce")
+    kernels = subjects.add_parser(
+        "kernels", help="each kernel of one rank, against NumPy, PyTorch and one read", examples=KERNELS_EXAMPLES
+    )
+    exchange = subjects.add_parser(
+        "exchange", help="selection and collective, against MPI's dense allreduce", examples=EXCHANGE_EXAMPLES
+    )
     overlap = subjects.add_parser(
         "overlap",
         help="a step whose gradients leave as they become ready, against one that waits for the last",
-        epilog=OVERLAP_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=OVERLAP_EXAMPLE,
     )
     compressors = subjects.add_parser(
         "compressors",
         help="time, density, captured norm and bytes of every compressor, against exact top-k",
         description=ABOUT_COMPRESSORS,
-        epilog=COMPRESSORS_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=COMPRESSORS_EXAMPLE,
     )
     lengths = (kernels, 25_000_000), (exchange, 25_000_000), (overlap, 2_000_000), (compressors, 1_000_000)
     for parser, length in lengths:
@@ -95,11 +129,36 @@ def add_to(commands: Any) -> None:
     overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
     overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
     _add_choices(compressors)
+    _add_step(subjects)
     for subject, about in HELP_OF_COLLECTIVES.items():
         _add_collective(subjects, subject, about)
-    plot = subjects.add_parser("plot", help="draw what runs of one of these four wrote with --json, at several P")
+    about_plot = "draw what runs of one of these four wrote with --json, at several P"
+    plot = subjects.add_parser("plot", help=about_plot, examples="mpicomp bench plot times.png p2.json p4.json p8.json")
     plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
     plot.add_argument("files", type=rows_file, nargs="+", metavar="JSON", help="files to read: p2.json p4.json p8.json")
+
+
+def _add_step(subjects: Any) -> None:
+    parser = subjects.add_parser(
+        "step",
+        help="a training step: fixed computing, real communication; efficiency against dense and published ways",
+        description=ABOUT_STEP,
+        examples=STEP_EXAMPLE,
+    )
+    known = list(MODELS)
+    shown = ", ".join(f"{name} ({model.length:g} values, {model.compute:g} s)" for name, model in MODELS.items())
+    parser.add_argument(
+        "--models", nargs="+", action=each_once, choices=known, default=known, metavar="NAME", help=f"{shown} (all)"
+    )
+    parser.add_argument("--length", type=positive, metavar="N", help="values of the gradient, in place of the model's")
+    parser.add_argument("--compute", type=above_zero, metavar="S", help="seconds of computing, in place of the model's")
+    parser.add_argument("--pause", action="store_true", help="compute by a pause, as beside an accelerator")
+    parser.add_argument("--density", type=share, default=0.001, help="share that travels (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=7, help="timed turns of each (%(default)s)")
+    parser.add_argument(
+        "--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 2 (as many)"
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
 
 
 def _add_collective(subjects: Any, subject: str, about: str) -> None:
@@ -107,8 +166,7 @@ def _add_collective(subjects: Any, subject: str, about: str) -> None:
         subject,
         help=about,
         description=ABOUT_COLLECTIVE,
-        epilog=COLLECTIVE_EXAMPLE.format(subject),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=COLLECTIVE_EXAMPLE.format(subject),
     )
     lists: list[tuple[str, Any, list[Any], str]] = [
         ("--lengths", positive, [1_000_000], "values of the dense vectors: 1e6 25_000_000"),
@@ -151,6 +209,17 @@ def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
         action="store_true",
         help="start from a dense gradient: each call selects first; also the selection alone and, where there is one, "
         "GradientExchange with the first algorithm and codec",
+    )
+    parser.add_argument(
+        "--network",
+        choices=list(NETWORKS),
+        help="predict for a typical one, a rank a node (by the profile of `mpicomp tune`, if any)",
+    )
+    parser.add_argument(
+        "--interfaces",
+        action="store_true",
+        help="count at the network interfaces of the hosts as well, and print those bytes over the bound at the end; "
+        "with each rank on a host of its own, as in benchmarks/testbed",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well: p4.json")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")

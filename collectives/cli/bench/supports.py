@@ -53,10 +53,14 @@ def draw(pattern: str, rank: int, size: int, length: int, k: int, dtype: str) ->
 
 
 def gradient_above(vector: SparseVector, rank: int) -> NDArray[Any]:
-    """Return normal values whose largest magnitudes, as many as the vector has entries, stand where those do."""
-    values = np.random.default_rng([4, rank]).standard_normal(vector.length, np.float32).astype(vector.dtype)
+    """Return normal values whose largest magnitudes, as many as the vector has entries, stand where those do.
+
+    In random order: a partition leaves them nearly sorted, and one end of the sum would have most of its largest.
+    """
+    rng = np.random.default_rng([4, rank])
+    values = rng.standard_normal(vector.length, np.float32).astype(vector.dtype)
     largest = np.argpartition(np.abs(values), vector.length - vector.nnz)[vector.length - vector.nnz :]
-    magnitudes = values[largest]
+    magnitudes = rng.permutation(values[largest])
     values[largest] = 0
     values[vector.indices] = magnitudes
     return values

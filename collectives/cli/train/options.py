@@ -10,12 +10,19 @@ from collectives.cli.bench.settings import above_zero, positive, share
 from collectives.cli.train.methods import COLLECTIVES, COMPRESSORS, FEEDBACKS, METHODS, Method
 from collectives.cli.train.tasks import TASKS
 
+EXAMPLES = """
+mpirun -n 4 mpicomp train
+mpirun -n 4 mpicomp train --task text --methods dense gtopk --density 0.01 --seeds 3 --json text.json
+mpirun -n 4 mpicomp train --compressor sidco topk --collective gtopk --steps 100 --plot curves.png
+"""
+
 OWN = ("compressor", "feedback", "collective")
 
 
 def add_to(commands: Any) -> None:
     """Add the command and its options to the command line."""
-    parser = commands.add_parser("train", help="train small models with each method: accuracy against bytes")
+    about = "train small models with each method: accuracy against bytes"
+    parser = commands.add_parser("train", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
     add = parser.add_argument
     add("--task", choices=TASKS, default="digits", help="digits (needs scikit-learn) or text (%(default)s)")
     add(

@@ -20,10 +20,9 @@ MPICOMP_PROFILE=FILE names another one, MPICOMP_PROFILE=none does without. Only 
 """
 
 EXAMPLES = """\
-examples:
-  mpirun -n 4 mpicomp tune
-  mpirun -n 4 mpicomp tune --output profile.json --check
-  mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --densities 0.01 0.1 --json rows.json
+mpirun -n 4 mpicomp tune
+mpirun -n 4 mpicomp tune --output profile.json --check
+mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --densities 0.01 0.1 --json rows.json
 """
 
 
@@ -33,8 +32,7 @@ def add_to(commands: Any) -> None:
         "tune",
         help="measure these ranks, and let algorithm='auto' go by it; --check compares predictions with measurements",
         description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=EXAMPLES,
     )
     tune.add_argument("--output", type=new_file, metavar="FILE", help="the profile to write (one per user, see above)")
     tune.add_argument("--profile", type=a_profile, metavar="FILE", help="take this profile, and measure none")
@@ -81,12 +79,13 @@ def misused(options: argparse.Namespace) -> str | None:
 
 def kept(options: argparse.Namespace, comm: Any, out: TextIO | None) -> tuple[Profile, int]:
     """Return rank 0's profile on all ranks, written to its file if it is new, and whether that failed."""
+    from collectives.cli.tune.calibrating import calibrated
     from collectives.cli.tune.measuring import measure
     from collectives.tuning import default_path
 
     if options.profile:
         return comm.bcast(options.profile), 0
-    profile = measure(comm, options.repeats)
+    profile = calibrated(comm, measure(comm, options.repeats), options.repeats)
     path = options.output or default_path(profile.ranks, profile.nodes)
     return profile, comm.bcast(written(profile, path, out) if out else 0)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import collectives
 from collectives import cost, tuning
-from collectives.cli.tune.measuring import settled, together
+from collectives.cli.tune.measuring import once_more, settled
 from collectives.profiles import Profile
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
@@ -63,7 +63,7 @@ def rows(
             timed = {name: settled(comm, call) for name, call in contestants(comm, fixed, vector, len(sizes)).items()}
             for _ in range(repeats):
                 for each in timed.values():
-                    each.seconds.append(together(comm, each.call, each.loops) / each.loops)
+                    once_more(comm, each)
             for (operation, algorithm), each in timed.items():
                 expected = predicted(operation, algorithm, vector, sizes, profile)
                 yield Checked(operation, algorithm, length, density, each.median, expected)
@@ -92,20 +92,22 @@ def contestants(comm: Any, fixed: Any, vector: SparseVector, nodes: int) -> dict
     return calls
 
 
+def of_flat_sums(operation: str, algorithm: str) -> bool:
+    """Return whether an algorithm is one that the model follows step by step, without a choice of another in it."""
+    return operation != "sparse_allreduce" or algorithm in (*cost.FLAT, "dense_mpi", RULE)
+
+
 def predicted(
     operation: str, algorithm: str, vector: SparseVector, nodes: Sequence[int], profile: Profile
 ) -> float | None:
-    """Return the seconds that the model gives; what is named for 2 or 4 ranks first agrees on the terms."""
+    """Return the seconds that the model gives; None for the choice without a profile, and for unknown links."""
     case = tuning.case_of(vector.length, vector.nnz, vector.value_nbytes, nodes)
     tuner = Tuner(profile)
     if algorithm == RULE or not tuner.knows(nodes):
         return None
     if algorithm == AUTO:
         return tuner.automatic(case, nodes)[1].seconds
-    found = cost.predict(operation, algorithm, case, profile).seconds
-    if operation == "sparse_allreduce" and tuning.without_survey(nodes) == "recursive_doubling":
-        found += cost.Model(case, profile).agreed().seconds
-    return found
+    return tuning.of_named(operation, algorithm, case, nodes, profile)
 
 
 def verdict(checked: Sequence[Checked]) -> dict[str, float]:

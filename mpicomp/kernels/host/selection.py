@@ -16,6 +16,7 @@ from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format,
 Search = Generator[Array, Array, tuple[int, int]]
 Found = tuple[Array, Array]
 
+_SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _CHUNK = 32
 _BITS = np.uint32(1) << np.arange(_CHUNK, dtype=np.uint32)
@@ -100,16 +101,16 @@ def histogram(values: Array) -> Array:
 def kth_largest(keys: Array, k: int, width: int) -> Search:
     """Search the k-th largest of `keys` (unsigned, `width` bits) digit by digit, from the leading one.
 
-    A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 2048
+    A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 256
     counts, and is sent the histogram to go by: its own, or the sum over the ranks. Returns (threshold, ties): the k-th
     largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys,
     and none is 0, the threshold is 0: all are above it.
     """
     prefix, shift = 0, width
     while shift > 0:
-        digit = min(_DIGIT, shift)
+        digit = min(_SEARCHED, shift)
         shift -= digit
-        counts: Array = np.zeros(1 << _DIGIT, np.int64)
+        counts: Array = np.zeros(1 << _SEARCHED, np.int64)
         _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
         counts = yield counts
         bucket = bin_of_kth(counts, k)

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# The tables of docs/performance.md, each from one command:  benchmarks/tables.sh TABLE [FOLDER]
+#
+#   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
+#   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
+#   choice    what "auto" takes on a grid of ranks, lengths, densities and rates, and how far predictions are off, with
+#             one verdict on all of it                                                      (root; 15 minutes)
+#   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
+#   machine   what needs no links: exchange, kernels, coding, overlap                       (10 minutes)
+#   all       these one after the other
+#
+# What a command prints is shown, and kept in FOLDER (build/tables) with its JSON. Root makes the hosts with slow links, see
+# benchmarks/testbed. LENGTHS, RATES and REPEATS may be set: LENGTHS="1e6" RATES="1gbit" benchmarks/tables.sh links
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+table=${1:-help} out=${2:-build/tables}
+rates=${RATES:-1gbit 100mbit} lengths=${LENGTHS:-25.6e6 15e6 66e6} repeats=${REPEATS:-7}
+testbed() { python "$here/testbed/testbed.py" --name tables "$@"; }
+
+# on P RATE COMMAND...: run a command on P hosts
+on() {
+  local size=$1 rate=$2; shift 2
+  testbed up "$size" "$rate"
+  testbed run "$@" || { testbed down; return 1; }
+  testbed down
+}
+
+# keep NAME COMMAND...: run, show and keep what it prints
+keep() {
+  local name=$1; shift
+  echo "== $*" | tee "$out/$name.txt"
+  "$@" | tee -a "$out/$name.txt"
+}
+
+links() {
+  for rate in $rates; do for length in $lengths; do
+    keep "links-$rate-$length" on 8 "$rate" mpicomp bench gtopk --lengths "$length" --densities 0.001 --from-gradient \
+      --repeats "$repeats" --dense-repeats 2 --network "$rate" --json "$out/links-$rate-$length.json"
+  done; done
+}
+
+bytes() {
+  local length=${lengths%% *}
+  for subject in "gtopk --algorithms exact" "allreduce --algorithms auto"; do
+    keep "bytes-${subject%% *}" on 8 100mbit mpicomp bench $subject --codecs smallest --lengths "$length" \
+      --densities 0.001 --baselines none --repeats 3 --interfaces --json "$out/bytes-${subject%% *}.json"
+  done
+}
+
+choice() {
+  local grid="--lengths ${GRID:-10000 100000 1000000} --densities 0.001 0.01 0.1 0.3 --repeats 5"
+  rm -f "$out"/choice-*.json
+  for rate in $rates; do for size in 2 4 8; do
+    keep "choice-$rate-$size" on $size "$rate" mpicomp tune --check $grid --output "$out/profile-$rate-$size" \
+      --json "$out/choice-$rate-$size.json"
+  done; done
+  for size in 2 4 8; do
+    keep "choice-memory-$size" mpirun -n $size mpicomp tune --check $grid --output "$out/profile-memory-$size" \
+      --json "$out/choice-memory-$size.json"
+  done
+  keep verdict python "$here/verdict.py" "$out"/choice-*.json || true # not met is a result
+}
+
+step() {
+  keep step on 8 1gbit mpicomp bench step --repeats "$repeats" --dense-repeats 2 --json "$out/step.json"
+}
+
+machine() {
+  keep exchange mpirun -n 4 mpicomp bench exchange --json "$out/exchange.json"
+  keep kernels mpicomp bench kernels --repeats 5 --json "$out/kernels.json"
+  keep overlap mpirun -n 4 mpicomp bench overlap --repeats 7 --link 2e7 --density 0.05 --compute 0.3
+}
+
+case $table in
+  links | bytes | choice | step | machine) tables=$table ;;
+  all) tables="links bytes choice step machine" ;;
+  *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
+esac
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+set -a; . "$here/../tests/openmpi.env"; set +a # more ranks than cores, root in a container, and no profile of the user's
+trap 'testbed down 2> /dev/null || true' EXIT
+for each in $tables; do $each; done

@@ -1,0 +1,251 @@
+"""Kill a random rank at a random moment, again and again:  python tests/kills.py [--runs 200] [--seed 0]
+
+Each run starts a job of 2 to 5 ranks that exchange gradients without a pause, and after a random time sends one of them
+SIGKILL, or SIGSTOP: a rank that is there and does not answer. A seed fixes ranks, collective, victim and moment. A job
+has to end within the deadline and 5 s, in one of three ways:
+
+    kill, ulfm    the others shrink and go on: sums are those of the ranks that are left, and no mass is missing
+    kill, plain   without ULFM the launcher ends the job, and says which rank died of which signal
+    stop, plain   the others raise CollectiveTimeoutError, which names the rank, save, and the job ends
+
+What a run did is printed as a line. The exit status is 1 when one did something else.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+DEADLINE, MORE = 2.0, 5.0  # seconds: what the ranks are configured to, and what a job may take beyond it
+START = 120.0  # seconds until all ranks exchange
+LENGTH, STEPS_AFTER = 400, 20
+COLLECTIVES = (
+    "sparse_allreduce",
+    "split_allgather",
+    "recursive_halving",
+    "sparse_iallreduce",
+    "sparse_allgather",
+    "gtopk_allreduce",
+    "gtopk tree",
+    "gtopk exact",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    number: int
+    how: str  # "kill" or "stop"
+    mpi: str  # "ulfm" or "plain"
+    ranks: int
+    victim: int
+    collective: str
+    moment: float  # seconds after all ranks have begun to exchange
+
+    @classmethod
+    def drawn(cls, seed, number):
+        rng = np.random.default_rng([seed, number])
+        how, mpi = (("kill", "ulfm"), ("kill", "ulfm"), ("kill", "plain"), ("stop", "plain"))[number % 4]
+        ranks = int(rng.integers(2, 6))
+        return cls(
+            number, how, mpi, ranks, int(rng.integers(ranks)), str(rng.choice(COLLECTIVES)), float(rng.uniform(0, 0.3))
+        )
+
+
+def run(case):
+    """Run a case; return how long the job took to end, its exit status, and what it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["mpirun", *(["--with-ft", "ulfm"] * (case.mpi == "ulfm")), "-n", str(case.ranks)]
+        command += [sys.executable, "-m", "mpi4py", __file__, "--worker", folder, case.collective]
+        log = pathlib.Path(folder, "log")
+        with log.open("w") as out:
+            job = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+            )
+            try:
+                wait_for(lambda: len(list(pathlib.Path(folder).glob("*.pid"))) == case.ranks, job, log)
+                time.sleep(case.moment)
+                pid = int(pathlib.Path(folder, f"{case.victim}.pid").read_text())
+                began = time.monotonic()
+                os.kill(pid, signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
+                job.wait(3 * (DEADLINE + MORE))
+                took = time.monotonic() - began
+            except subprocess.TimeoutExpired:
+                took = float("inf")
+            finally:
+                end(job)
+        saved = len(list(pathlib.Path(folder).glob("*.saved")))
+        return took, job.returncode, saved, log.read_text(errors="replace")
+
+
+def wait_for(reached, job, log):
+    began = time.monotonic()
+    while not reached():
+        if job.poll() is not None or time.monotonic() - began > START:
+            raise RuntimeError(f"the job did not begin: {log.read_text(errors='replace')}")
+        time.sleep(5e-3)
+
+
+def end(job):
+    """End what is left of a job: its launcher, and by it the ranks."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def environment():
+    here = pathlib.Path(__file__).parent
+    lines = [line for line in (here / "openmpi.env").read_text().splitlines() if line and line[0] != "#"]
+    paths = [str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    return os.environ | dict(line.split("=", 1) for line in lines) | more
+
+
+def fault(case, took, status, saved, said):
+    """Return what is wrong with how a job ended; None where nothing is."""
+    others = case.ranks - 1
+    if took > DEADLINE + MORE:
+        return f"took {took:.1f} s"
+    if case.mpi == "ulfm":
+        went_on = said.count(f"went on with {others} ranks: sums right, mass conserved")
+        return None if went_on == others else f"{went_on} of {others} ranks went on"
+    if status == 0:
+        return "the launcher said that all is well"
+    if case.how == "kill":
+        told = f"rank {case.victim}" in said and "signal 9" in said
+        return None if told else "the launcher did not say who died of what"
+    named = said.count(f"Silent: rank {case.victim}. The communicator is revoked")
+    if not named or saved < others:  # the one that was stopped may save too, when the launcher ends it
+        return f"{named} ranks named the silent one, {saved} of {others} saved"
+    return None
+
+
+def work(folder, name):
+    """Exchange without a pause; when a rank has died, go on without it for some steps."""
+    from mpi4py import MPI
+
+    import collectives
+
+    comm = MPI.COMM_WORLD.Dup()
+    worker = Worker(comm, collectives, name)
+    collectives.configure(timeout=DEADLINE)
+    worker.step()
+    pathlib.Path(folder, f"{comm.rank}.new").write_text(str(os.getpid()))
+    os.rename(f"{folder}/{comm.rank}.new", f"{folder}/{comm.rank}.pid")
+    with collectives.saving(lambda error: pathlib.Path(folder, f"{comm.rank}.saved").touch(), comm):
+        worker.until_a_rank_dies()
+    worker.go_on()
+    print(f"went on with {worker.comm.size} ranks: sums right, mass conserved", flush=True)
+    worker.comm.Barrier()
+    os._exit(0)  # MPI_Finalize may wait for the dead
+
+
+class Worker:
+    """A rank that checks every sum, and keeps account of its exchange."""
+
+    def __init__(self, comm, collectives, name):
+        from mpicomp import ErrorFeedback, GradientExchange, TopK
+
+        self.comm, self.collectives, self.me, self.ranks = comm, collectives, comm.rank, list(range(comm.size))
+        self.exchange = GradientExchange(
+            comm, TopK(k=9), ErrorFeedback(), named(collectives, name), average=False, agree=collectives.agree
+        )
+        self.number = 0
+
+    def gradient(self, rank, number):
+        return np.random.default_rng([rank, number]).integers(-9, 10, LENGTH).astype(np.float64)
+
+    def step(self):
+        """Exchange once, and return what came."""
+        came = self.exchange(self.gradient(self.me, self.number))
+        self.number += 1
+        return came
+
+    def until_a_rank_dies(self):
+        from mpicomp import RankFailedError
+
+        end = time.monotonic() + START
+        while time.monotonic() < end:
+            try:
+                self.step()
+                self.check_sum()
+            except Exception as error:
+                if not self.exchange_may_go_on(error, RankFailedError):
+                    raise
+                return
+        raise RuntimeError("nobody died")
+
+    def exchange_may_go_on(self, error, died):
+        return self.collectives.failure.survives() and (isinstance(error, died) or "the step is undone" in str(error))
+
+    def go_on(self):
+        """Go on with the ranks that are left, and compare what they had and were given with what came of it."""
+        self.comm = self.collectives.shrink(self.comm)
+        self.exchange.continue_on(self.comm)
+        self.ranks, self.number = self.comm.allgather(self.me), self.exchange.steps
+        account = self.owed()
+        for _ in range(STEPS_AFTER):
+            account += sum(self.gradient(rank, self.number) for rank in self.ranks)
+            account -= self.step()
+            self.check_sum()
+        np.testing.assert_array_equal(self.owed(), account)
+
+    def owed(self):
+        return sum(self.comm.allgather(self.exchange.feedback.residual.copy()))
+
+    def check_sum(self):
+        """Check a plain sum over the ranks that are left."""
+        from mpicomp import SparseVector
+
+        total = self.collectives.sparse_allreduce(SparseVector([self.me], [self.number + 1.0], 9), self.comm)
+        np.testing.assert_array_equal(total.indices, self.ranks)
+        np.testing.assert_array_equal(total.values, self.number + 1.0)
+
+
+def named(collectives, name):
+    from functools import partial
+
+    algorithm = {"gtopk tree": "tree", "gtopk exact": "exact"}.get(name, name)
+    if name.startswith("gtopk "):
+        return partial(collectives.gtopk_allreduce, algorithm=algorithm)
+    if hasattr(collectives, name):
+        return getattr(collectives, name)
+    return partial(collectives.sparse_allreduce, algorithm=name)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first run")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        work(*asked.worker)
+    ends, slowest = Counter(), Counter()
+    for number in range(asked.first, asked.first + asked.runs):
+        case = Case.drawn(asked.seed, number)
+        took, status, saved, said = run(case)
+        wrong = fault(case, took, status, saved, said)
+        kind = f"{case.how}, {case.mpi}"
+        ends[kind, wrong is None] += 1
+        slowest[kind] = max(slowest[kind], took)
+        print(f"{case}: {took:.2f} s, {'as documented' if wrong is None else wrong}", flush=True)
+        if wrong is not None:
+            print(said, flush=True)
+    for kind, most in sorted(slowest.items()):
+        print(f"{kind}: {ends[kind, True]} as documented, {ends[kind, False]} not, slowest {most:.2f} s")
+    return int(any(not sound for _, sound in ends))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The debug mode, MPICOMP_CHECK=1: what is sound passes, and a broken promise is found on every rank."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from cases import LENGTH, bits, bring, bring_all, window
+from disorder import Damaging, over
+
+from collectives import (
+    SupportPlan,
+    aligned_allreduce,
+    allreduce,
+    dense_allreduce,
+    dense_iallreduce,
+    gtopk,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
+    traffic,
+)
+from mpicomp import (
+    EF21,
+    CheckError,
+    CollectiveError,
+    DamagedMessageError,
+    ErrorFeedback,
+    GradientExchange,
+    MomentumCorrection,
+    NoFeedback,
+    Quantised,
+    SparseVector,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
+
+
+@pytest.fixture
+def watched(comm, monkeypatch):
+    """A communicator of its own, made with the debug mode on."""
+    if not comm:
+        yield comm
+        return
+    sparse_allgather(SparseVector.empty(1), comm)  # that communicator is asked now, and does without
+    monkeypatch.setenv("MPICOMP_CHECK", "1")
+    duplicate = comm.Dup()
+    yield duplicate
+    duplicate.Free()
+
+
+@pytest.mark.parametrize("pattern", ["random", "unequal"])
+def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
+    vector, total = bring(pattern, comm.rank, comm.size), sum(map(window, bring_all(pattern, comm.size)))
+    for name in ("auto", *allreduce.ALGORITHMS):
+        checked = sparse_allreduce(vector, watched, algorithm=name)
+        assert bits(checked) == bits(sparse_allreduce(vector, comm, algorithm=name))
+        np.testing.assert_array_equal(window(checked), total)
+    for name in gtopk.ALGORITHMS:
+        assert bits(gtopk_allreduce(vector, watched, 7, algorithm=name)[0]) == bits(
+            gtopk_allreduce(vector, comm, 7, algorithm=name)[0]
+        )
+    assert sparse_allreduce(vector, watched, votes=True)[1].max(initial=0) <= comm.size
+    assert len(sparse_allgather(vector, watched)) == comm.size
+    sparse_reduce_scatter(vector, watched, partition="hashed")
+    root = comm.size - 1
+    assert (sparse_reduce(vector, watched, root, votes=True) is not None) == (comm.rank == root)
+    assert bits(sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(
+        bring(pattern, root, root + 1)
+    )
+    np.testing.assert_array_equal(dense_allreduce(window(vector), watched), total)
+    plan = SupportPlan.union(vector, watched)
+    np.testing.assert_array_equal(plan.allreduce(window(vector)[plan.indices]), total[plan.indices])
+    aligned = SparseVector(np.arange(5), np.full(5, 1.0 + comm.rank), 9)
+    assert aligned_allreduce(aligned, watched).values[0] == sum(range(1, comm.size + 1))
+    assert SupportPlan.leader(vector, watched, root).length == SupportPlan.random(LENGTH, 3, watched).length
+
+
+@pytest.mark.at_least(2)
+def test_ranks_that_call_different_operations_are_told_who_called_what_from_where(comm, watched):
+    """Whether their schedules begin alike or not; at 4 ranks these two do not. And the next call works."""
+    vector = bring("random", comm.rank, comm.size)
+    sparse_allgather(vector, watched)
+    with pytest.raises(
+        CheckError,
+        match=r"MPICOMP_CHECK: call 1 on this communicator, must be the same operation on all ranks, got "
+        r"sparse_allgather at test_checking.py:\d+ on rank 0; sparse_allreduce at test_checking.py:\d+ on rank",
+    ):
+        (sparse_allgather if comm.rank == 0 else sparse_allreduce)(vector, watched)
+    with pytest.raises(CheckError, match=r"call 2 .* got gtopk_allreduce .*; dense_allreduce"):
+        gtopk_allreduce(vector, watched) if comm.rank == 0 else dense_allreduce(np.ones(3), watched)
+    assert len(sparse_allgather(vector, watched)) == comm.size
+
+
+def test_several_in_flight_keep_the_order_in_which_mpi_is_called(comm, watched):
+    """The rounds of the debug mode end in any order; MPI's own sums have to start in one."""
+    requests = [dense_iallreduce(np.full(3, float(turn)), watched) for turn in range(6)]
+    sums = [sparse_iallreduce(bring("random", comm.rank, comm.size), watched)]
+    order = [(place * 5 + comm.rank) % 6 for place in range(6)]
+    for place in order:
+        assert requests[place].wait().tolist() == [place * comm.size] * 3
+    assert sums[0].wait().nnz
+
+
+def _lossy(offer, channel, survey):
+    total = yield from _sound(offer, channel, survey)
+    return SparseVector(total.indices[1:], total.values[1:], total.length)
+
+
+def _astray(offer, channel, survey):
+    total = yield from _sound(offer, channel, survey)
+    return SparseVector(total.indices + 1, total.values, total.length)
+
+
+def _apart(offer, channel, survey):
+    total = yield from _sound(offer, channel, survey)
+    return SparseVector(total.indices, total.values * (1 + (channel.rank == 1)), total.length)
+
+
+def _disordered(offer, channel, survey):
+    total = yield from _sound(offer, channel, survey)
+    return SparseVector(total.indices[[0, 2, 1, 3]], total.values[:4], total.length)
+
+
+_sound = allreduce.allgather
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (_lossy, "sparse_allreduce: mass is not conserved: the ranks brought"),
+        (_astray, "mass is not conserved"),
+        (_apart, "the ranks hold different bits: one result on rank"),
+        (_disordered, r"rank 0: what it gets: indices\[2\] is \d+ and follows \d+"),
+    ],
+)
+def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watched, monkeypatch, broken, said):
+    monkeypatch.setitem(allreduce.ALGORITHMS, "dense", broken)
+    vector = SparseVector([2, 4, 6, 8, 9], [1.0, -1.0, 5.0, 2.0, 3.0], 12)
+    with pytest.raises(CheckError, match=said):
+        sparse_allreduce(vector, watched, algorithm="dense")
+    assert sparse_allreduce(vector, watched).nnz == 5
+    sparse_allreduce(vector, comm, algorithm="dense")  # off, nobody looks
+
+
+def test_a_sum_that_overflows_is_found(comm, watched):
+    if comm.size > 1:
+        with pytest.raises(CheckError, match=r"rank 0: what it gets: values\[0\] is inf"):
+            sparse_allreduce(SparseVector([1], np.array([3e38], np.float32), 4), watched)
+        with pytest.raises(CheckError, match="rank 1: what it brings: value 2 is nan: expected finite values"):
+            dense_allreduce(np.array([1.0, 2.0, np.nan if comm.rank == 1 else 3.0]), watched)
+
+
+class Forgetful(ErrorFeedback):
+    """Loses what was rejected."""
+
+    def keep(self, corrected, sent, rejected):
+        super().keep(corrected, sent, None)
+
+
+METHODS = {
+    "error feedback": ErrorFeedback,
+    "none": NoFeedback,
+    "EF21": EF21,
+    "momentum": partial(MomentumCorrection, 0.9),
+    "ahead": partial(StepAhead, 0.1, 0.9, 2),
+}
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.exactly(4)
+@pytest.mark.exactly(5)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtype):
+    def gradient(step, size=60):
+        return np.random.default_rng([step, comm.rank]).standard_normal(size).astype(dtype)
+
+    compressor = Quantised(TopK(k=6), "bfloat16") if dtype == np.float32 else TopK(k=6)
+    for collective in (gtopk_allreduce, sparse_allgather, sparse_iallreduce):
+        one = GradientExchange(watched, compressor, METHODS[method](), collective, dense=dense_allreduce)
+        named = GradientExchange(watched, compressor, METHODS[method](), collective, dense=dense_allreduce, small=50)
+        for step in range(4):
+            one(gradient(step))
+            named({"weight": gradient(step), "bias": gradient(step, 7)})
+
+
+@pytest.mark.at_least(2)
+def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watched):
+    parts = watched, TopK(k=3), Forgetful(), partial(gtopk_allreduce, k=2)
+    rng = np.random.default_rng(comm.rank)
+    with pytest.raises(
+        CheckError, match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left the ranks"
+    ):
+        GradientExchange(*parts)(rng.standard_normal(50))
+    with pytest.raises(CheckError, match=r"MPICOMP_CHECK: step 0, in weight: mass is not conserved"):
+        GradientExchange(*parts, small=10)({"weight": rng.standard_normal(50)})
+
+
+def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched):
+    exchange = GradientExchange(
+        watched, TopK(k=3), ErrorFeedback(), sparse_iallreduce, downlink=TwoWay(TopK(k=2)), small=5
+    )
+    gradients = {"weight": np.ones(LENGTH), "bias": np.ones(8)}
+    exchange(gradients)
+    culprit = comm.size - 1
+    spoilt = {**gradients, "bias": np.ones(8)}
+    if comm.rank == culprit:
+        spoilt["bias"][2] = np.nan
+    said = rf"MPICOMP_CHECK: step 1, rank {comm.rank}, in weight, bias: .*bias\[2\] is nan: expected finite values"
+    with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match=said):
+        exchange(spoilt)
+    exchange(gradients)
+
+
+@pytest.mark.at_least(2)
+def test_the_variable_on_some_ranks_only_is_refused_on_all(comm, monkeypatch):
+    monkeypatch.setenv("MPICOMP_CHECK", str(int(comm.rank == 1)))
+    fresh = comm.Dup()
+    with pytest.raises(ValueError, match=r"MPICOMP_CHECK is set on ranks \[1\] and not on the others"):
+        sparse_allgather(SparseVector.empty(3), fresh)
+    monkeypatch.setenv("MPICOMP_CHECK", "0")
+    assert len(sparse_allgather(SparseVector.empty(3), fresh)) == comm.size
+    fresh.Free()
+
+
+def _flip(place, buffer):
+    buffer[place % buffer.size] ^= 4
+    return buffer
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.exactly(3)
+@pytest.mark.exactly(5)
+@pytest.mark.parametrize("name", ["sparse_allreduce", "split_allgather", "gtopk_allreduce"])
+def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
+    """Any bit of any message. On all ranks, but for the last ones of a call: nobody can tell the others of these."""
+    run = {
+        "sparse_allreduce": sparse_allreduce,
+        "split_allgather": partial(sparse_allreduce, algorithm="split_allgather"),
+        "gtopk_allreduce": gtopk_allreduce,
+    }[name]
+    vector, last = bring("random", comm.rank, comm.size), int(np.ceil(np.log2(comm.size)))
+    with over(Damaging, comm) as own:
+        run(vector, own)
+        sent = comm.bcast(traffic(own).messages, root=comm.size - 1)
+    places = iter((3, 9, 17, 24, 29, 40, 66, 90) * sent)  # each field of the envelope, the codec's header, and behind
+    for which in range(sent):
+        spoil = staticmethod(partial(_flip, next(places)))
+        with over(Damaging, comm, culprit=comm.size - 1, which=which, change=spoil) as own:
+            try:
+                run(vector, own)
+            except DamagedMessageError as error:
+                heard = "a message arrived damaged" in str(error)
+            else:
+                heard = False
+            found = comm.allgather(heard)
+            assert any(found)
+            assert all(found) or which >= sent - last, (which, sent)
+
+
+def test_off_it_sends_nothing_more(comm, watched):
+    vector = bring("random", comm.rank, comm.size)
+    before = traffic(comm).messages
+    sparse_allgather(vector, comm)
+    plain = traffic(comm).messages - before
+    sparse_allgather(vector, watched)
+    assert traffic(watched).messages == 3 * plain, "the order of calls, the operation, and the account"
