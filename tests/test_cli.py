@@ -3,6 +3,7 @@ import io
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,6 +46,16 @@ def test_without_a_command_the_usage_is_shown(capsys):
         main([])
     assert left.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_bench_kernels_of_a_gpu_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main(["bench", "kernels", "--device", "gpu"]) == 2
+    assert "bench kernels --device gpu: CuPy is not installed" in capsys.readouterr().err
+    unseeing = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "cupy", unseeing)
+    assert main(["bench", "kernels", "--device", "gpu"]) == 2
+    assert "CuPy sees no GPU here" in capsys.readouterr().err
 
 
 def test_bench_kernels_prints_a_table_and_writes_json(capsys, tmp_path):

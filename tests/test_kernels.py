@@ -244,6 +244,13 @@ def test_a_survey_adds_in_the_order_of_its_docstring(mode, dtype, threshold):
     assert host.survey(values[:0]).all() == (0, 0, 0)
 
 
+def test_a_survey_deals_its_stretches_to_lanes():
+    values = np.random.default_rng(0).laplace(size=(64 + 7) * 16 * 1024 + 5).astype(np.float32)
+    sums = host.survey(values, 2, 2)
+    assert sums.all()[1:] == sums_in_the_order_of_the_docstring(values, 0)
+    assert sums.beyond(2)[1:] == sums_in_the_order_of_the_docstring(values, 2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_survey_answers_for_the_thresholds_that_it_was_given(mode, dtype):
     for family in set(families(dtype)) - {"infinite"} if mode == "compiled" else ["normal"]:

@@ -8,6 +8,8 @@ import pytest
 from devices import cupy_for_tests, real_cupy
 from emulator import SCHEDULES, VARIABLE
 
+from collectives.cli.bench import device_kernels
+
 
 @pytest.fixture
 def cupy():
@@ -53,3 +55,10 @@ def test_errors_are_those_of_the_host(cupy, device):
     device.raise_not_finite(cupy.asarray(values[:2]))
     with pytest.raises(ValueError, match="expected a contiguous one"):
         device.top_k(cupy.asarray(values.reshape(-1))[::2], 1)
+
+
+def test_the_benchmark_of_a_gpu_runs(cupy, monkeypatch):
+    monkeypatch.setattr(device_kernels, "argpartition", lambda values, k: cupy.argsort(values)[-k:])
+    rows = list(device_kernels.rows(30_000, 1))
+    assert {row.name.split()[0] for row in rows} >= {"top_k", "survey", "merge", "accumulate", "scatter_add", "gather"}
+    assert all(row.floor for row in rows if row.name.startswith("top_k"))

@@ -40,6 +40,10 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         return 0
     if options.subject == "step":
         return run_step(options, comm, out)
+    if options.subject == "kernels" and options.device == "gpu" and (fault := no_gpu()):
+        if comm.rank == 0:
+            sys.stderr.write(f"mpicomp bench kernels --device gpu: {fault}\n")
+        return 2
     rows = show(measured(options, comm), out if comm.rank == 0 else None)
     if options.json and comm.rank == 0:
         options.json.write_text(as_json(rows, **about(options), length=options.length, **about_mpi(comm)))
@@ -125,11 +129,19 @@ def measured(options: argparse.Namespace, comm: Any) -> Iterable[Row]:
 
         how = {"tensors": options.tensors, "compute": options.compute, "rate": options.link}
         return overlap.rows(comm, options.length, options.density, options.repeats, **how)
-    from collectives.cli.bench import kernels
+    from collectives.cli.bench import device_kernels, kernels
 
     if comm.rank:  # one rank is enough
         return []
-    return kernels.rows(options.length, options.repeats)
+    rows = device_kernels.rows if options.device == "gpu" else kernels.rows
+    return rows(options.length, options.repeats)
+
+
+def no_gpu() -> str | None:
+    """Return why the kernels of a GPU cannot be measured; None where they can."""
+    from collectives.cli.bench import device_kernels
+
+    return device_kernels.lacking()
 
 
 def run_compressors(options: argparse.Namespace, out: TextIO) -> None:

@@ -37,6 +37,7 @@ mpicomp bench kernels --length 1e6
 KERNELS_EXAMPLES = """
 mpicomp bench kernels
 mpicomp bench kernels --length 1e6 --repeats 3 --json kernels.json
+mpicomp bench kernels --device gpu --length 1e9
 """
 
 EXCHANGE_EXAMPLES = """
@@ -123,6 +124,8 @@ def add_to(commands: Any) -> None:
         parser.add_argument("--length", type=positive, default=length, help="values of a gradient (%(default)s)")
         parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
         parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
+    about_device = "whose kernels; gpu: against CuPy, PyTorch on the GPU and one read there (%(default)s)"
+    kernels.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=about_device)
     exchange.add_argument("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares that travel")
     overlap.add_argument("--density", type=share, nargs="+", default=[0.05, 0.1], help="shares that travel")
     overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")

@@ -105,17 +105,18 @@ __device__ inline void survey(
     }
 }
 
-#define SURVEY(name, Value)                                                                                         \
-    KERNEL name(                                                                                                    \
+// resident: blocks of a multiprocessor at a time, few enough that registers suffice.
+#define SURVEY(name, Value, resident)                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, resident) name(                                           \
         const Value* values, i64 size, u64 low, u64 high, u64 cut, u64 scale, u64 shift, double* sums,              \
         i64* positions, Value* found, Format<Value>::Wide* between, u64 room, u64* totals, u64* ticket,             \
         u64* states, i64 tiles) {                                                                                   \
         survey(values, size, low, high, cut, scale, shift, sums, positions, found, between, room, totals, ticket,   \
                states, tiles);                                                                                      \
     }
-SURVEY(survey_f2, Half)
-SURVEY(survey_f4, float)
-SURVEY(survey_f8, double)
+SURVEY(survey_f2, Half, 4)
+SURVEY(survey_f4, float, 4)
+SURVEY(survey_f8, double, 3)
 
 constexpr int AT_A_TIME = THREADS / GROUP_LANES;  // sums that a block folds
 

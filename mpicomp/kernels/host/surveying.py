@@ -151,20 +151,12 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
     for tiles in blocks(values, _TILE):
         _survey(tiles.view(signed), first, limits, scaling, state, marks, sums, counts, *buffers, filled)
         first += tiles.size
-    _close_stretch(sums, first // (_TILE * _STRETCH))
+    _fold_lanes(sums, first // (_TILE * _STRETCH))
     count, held, full = filled.tolist()
     positions, found, between = buffers
-    columns = unscaled(np.append(_folded_lanes(sums), counts), first, float(scale))
+    columns = unscaled(np.append(sums[: 4 * _COLUMNS], counts), first, float(scale))
     found, inside = found[:count].view(wide).astype(values.dtype, copy=False), between[:held].view(wide)
     return Survey(columns, *thresholds, float(shift), inside.astype(np.float64), positions[:count], found, not full)
-
-
-def _folded_lanes(sums: Array) -> Array:
-    lanes = sums.reshape(-1, 4 * _COLUMNS)[:_LANES]
-    with np.errstate(over="ignore", invalid="ignore"):
-        while len(lanes) > 1:
-            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    return np.asarray(lanes[0])
 
 
 def _buffers(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
@@ -212,13 +204,14 @@ def _survey(bits, first, limits, scaling, partial, marks, sums, counts, position
     cut, and between, and whether there was no more room.
     """
     mask, low, high, cut, scale, shift = limits[0], limits[1], limits[2], limits[3], scaling[0], scaling[1]
+    stretch, number = sums[4 * _COLUMNS * _LANES :], np.uint64(first // _TILE)
     for i in range(bits.size // _TILE):
         tile = bits[_TILE * i : _TILE * (i + 1)]
         _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks)
-        columns = np.uint64(_close_tile(partial, marks, sums))
-        number = np.uint64(first // _TILE + i)
-        if number % np.uint64(_STRETCH) == np.uint64(_STRETCH - 1):
-            _close_stretch(sums, number // np.uint64(_STRETCH))
+        columns = np.uint64(_close_tile(partial, marks, stretch))
+        number += np.uint64(1)
+        if number % np.uint64(_STRETCH) == np.uint64(0):
+            _close_stretch(sums, np.int64(number // np.uint64(_STRETCH)) - 1)
         if columns != np.uint64(0):
             if max(filled[0], filled[1]) + _TILE > positions.size:
                 filled[2] = 1
@@ -233,10 +226,22 @@ def _survey(bits, first, limits, scaling, partial, marks, sums, counts, position
 @jit
 def _close_stretch(sums, number):  # type: ignore[no-untyped-def]
     """Add the sums of a stretch of tiles to those of its lane, and clear them."""
-    lane, stretch = np.uint64(number) % np.uint64(_LANES) * np.uint64(4 * _COLUMNS), np.uint64(_LANES * 4 * _COLUMNS)
-    for j in range(np.uint64(4 * _COLUMNS)):
-        sums[lane + j] += sums[stretch + j]
-        sums[stretch + j] = 0
+    lane = number % _LANES
+    total, stretch = sums[4 * _COLUMNS * lane : 4 * _COLUMNS * (lane + 1)], sums[4 * _COLUMNS * _LANES :]
+    for j in range(4 * _COLUMNS):
+        total[j] += stretch[j]
+        stretch[j] = 0
+
+
+@jit
+def _fold_lanes(sums, number):  # type: ignore[no-untyped-def]
+    """Close the last stretch, and fold the lanes by halves into the first one."""
+    _close_stretch(sums, number)
+    half = 4 * _COLUMNS * _LANES // 2
+    while half >= 4 * _COLUMNS:
+        for j in range(half):
+            sums[j] += sums[j + half]
+        half //= 2
 
 
 def _as_floating(key: Any) -> Any:
@@ -291,9 +296,8 @@ def _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks):  # type
 @jit
 def _close_tile(partial, marks, sums):  # type: ignore[no-untyped-def]
     """Add the sums of a tile to those of its stretch, clear them, and return the set of the columns that have hits."""
-    stretch = np.uint64(_LANES * 4 * _COLUMNS)
-    for j in range(np.uint64(4 * _COLUMNS)):
-        sums[stretch + j] += partial[j]
+    for j in range(4 * _COLUMNS):
+        sums[j] += partial[j]
         partial[j] = 0
     hits = marks[6 * _COLUMNS :]
     columns = np.uint32(0)
