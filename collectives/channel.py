@@ -146,7 +146,9 @@ class Channel:
             arrival = self._arrival(source)
             yield arrival, self._sending(np.concatenate(held[:blocks]), dest)
             came = list(split(arrival.buffer))
-            if len(came) != blocks:  # of another operation
+            if len(came) != blocks:
+                if not any(self._foreign(each) for each in came):
+                    raise DamagedMessageError(f"a message arrived damaged: of {blocks} blocks {len(came)} are there")
                 self.state.broken = True
                 came = [self.frame(np.empty(0, np.uint8))] * blocks
             held += came
@@ -182,12 +184,14 @@ class Channel:
     def unpack(self, block: Buffer) -> Offer:
         """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
         self._check(block)
-        nbytes, k, digest, broken, *_ = _ENVELOPE.unpack_from(block.data)
-        if broken or digest != self.terms.digest:
+        if self._foreign(block):
             self.state.broken = True
             return Offer(self.nothing())
+        nbytes, k, *_ = _ENVELOPE.unpack_from(block.data)
+        if nbytes != block.size:
+            raise DamagedMessageError(f"a message arrived damaged: a block of {block.size} bytes says it has {nbytes}")
         try:
-            return Offer(decode(payload(block[:nbytes])), k)
+            return Offer(decode(payload(block)), k)
         except CodecError as error:
             raise DamagedMessageError(f"a message arrived damaged: {error}") from None
 
@@ -210,6 +214,11 @@ class Channel:
         if self.endpoint.checked:
             _CRC.pack_into(block.data, _CRC_AT, _checksum(block))
         return block
+
+    def _foreign(self, block: Buffer) -> bool:
+        """Return whether a block is of other terms than this rank's, or of a rank that knows of such."""
+        _, _, digest, broken, *_ = _ENVELOPE.unpack_from(block.data)
+        return bool(broken) or digest != self.terms.digest
 
     def _check(self, block: Buffer) -> None:
         """Raise DamagedMessageError where a block as a whole shows that it is damaged."""
