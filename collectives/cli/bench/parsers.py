@@ -190,6 +190,8 @@ def _add_collective(subjects: Any, subject: str, about: str) -> None:
         parser.add_argument(
             option, nargs="+", action=each_once, choices=known, default=default, metavar="NAME", help=shown
         )
+    where = "where the vectors live; gpu: ranks may share one, baselines are dense_allreduce and the tree (%(default)s)"
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=where)
     _add_what_is_timed(parser, subject)
 
 
@@ -224,13 +226,6 @@ def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
         action="store_true",
         help="count at the network interfaces of the hosts as well, and print those bytes over the bound at the end; "
         "with each rank on a host of its own, as in benchmarks/testbed",
-    )
-    parser.add_argument(
-        "--device",
-        choices=["cpu", "gpu"],
-        default="cpu",
-        help="where the vectors live; gpu: several ranks may share one; baselines are dense_allreduce and the tree, "
-        "MPICOMP_CUDA_AWARE says how messages pass MPI (%(default)s)",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well: p4.json")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")
