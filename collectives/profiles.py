@@ -252,7 +252,10 @@ def _curve(name: str, points: Any) -> Curve:
             )
     if not found[-1][1] > 0:
         raise ProfileError(f"{name} takes no time: expected more than 0 seconds")
-    return Curve(tuple(found))
+    curve = Curve(tuple(found))
+    if not math.isfinite(curve(LARGEST)):  # two sizes next to each other as floats: so steep that it leaves them
+        raise ProfileError(f"{name} rises beyond all bounds between its last two sizes")
+    return curve
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:

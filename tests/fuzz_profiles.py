@@ -47,7 +47,7 @@ def spoil(node, rng):
         elif kind == 1 and isinstance(node, list):
             node.insert(key, copy.deepcopy(node[key]))
         elif kind == 2 and isinstance(node[key], float):
-            node[key] *= 10.0 ** rng.integers(-20, 20)
+            node[key] *= 10.0 ** int(rng.integers(-20, 20))
         else:
             node[key] = copy.deepcopy(NASTY[rng.integers(len(NASTY))])
         return

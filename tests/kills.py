@@ -14,6 +14,7 @@ What a run did is printed as a line. The exit status is 1 when one did something
 import argparse
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -133,7 +134,8 @@ def fault(case, took, status, saved, said, limit=DEADLINE + MORE):
     if case.how == "kill":
         told = f"rank {case.victim}" in said and "signal 9" in said
         return None if told else "the launcher did not say who died of what"
-    named = said.count(f"Silent: rank {case.victim}. The communicator is revoked")
+    silent = [names.split(", ") for names in re.findall(r"Silent: ([^.]*)\. The communicator is revoked", said)]
+    named = sum(f"rank {case.victim}" in names for names in silent)
     if not named or saved < others:  # the one that was stopped may save too, when the launcher ends it
         return f"{named} ranks named the silent one, {saved} of {others} saved"
     return None

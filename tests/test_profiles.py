@@ -90,6 +90,7 @@ ANYTHING = st.recursive(
 @example("reduce", [[64, 1e-6], [64, 2e-6]])
 @example("reduce", [[64, 2e-6], [128, 1e-6]])
 @example("reduce", [[64, 0], [128, 0]])
+@example("reduce", [[0, 5e-5], [5e-324, 1.0]])
 @example("kernels", {name: [[1, 1]] for name in KERNELS[1:]})
 def test_figures_beyond_their_limits_are_refused_though_the_checksum_is_right(name, value):
     """What gets through is within the limits: each curve then gives finite seconds."""
