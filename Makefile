@@ -10,7 +10,7 @@ export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-mpich test-slurm lint clean
+.PHONY: demo test test-mpich test-slurm lint clean gpu-evidence
 
 demo: $(READY)
 	mkdir -p build
@@ -37,6 +37,10 @@ test-slurm: $(READY)
 	Debian as root: apt-get install --no-install-recommends $(SLURM)" >&2; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM); break; done
 	timeout --signal=INT --kill-after=150 1800 python -m pytest tests/slurm -v  # INT: the cluster is taken down
+
+# Needs a GPU and CuPy (pip install ".[gpu]"); its report in docs/gpu_evidence is to be committed.
+gpu-evidence: $(READY)
+	python benchmarks/gpu_evidence.py
 
 lint: $(READY)
 	ruff check .

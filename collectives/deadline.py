@@ -49,8 +49,9 @@ def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: fl
 
 
 def meet_those_that_gave_up(endpoint: Endpoint, end: float) -> None:
-    """Tell the ranks that gave up as well that this one is done, and wait until they are, or for the time `end`."""
-    _tell(endpoint, sorted(endpoint.gave_up), np.zeros(LINE, np.uint8), endpoint.saved_tag)
+    """Tell the others that this rank is done, and wait until those that gave up as well are, or for the time `end`."""
+    others = [rank for rank in range(endpoint.size) if rank != endpoint.rank]  # one may have heard of fewer than it did
+    _tell(endpoint, others, np.zeros(LINE, np.uint8), endpoint.saved_tag)
     arrivals = [endpoint.receive(rank, endpoint.saved_tag) for rank in sorted(endpoint.gave_up)]
     while not all([arrival.test() for arrival in arrivals]) and time.monotonic() < end:
         time.sleep(1e-3)

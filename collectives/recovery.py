@@ -74,6 +74,8 @@ def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
     flag = np.array([sound], np.int32)
     try:
         wait_for(Sending(comm.Iagree(flag)))
+    except CollectiveTimeoutError:
+        raise CollectiveTimeoutError("a rank that lives did not come to agree on whether a step is kept") from None
     except Exception as error:
         if not failure.is_failure(error):
             raise

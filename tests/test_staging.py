@@ -134,3 +134,12 @@ def test_a_child_that_crashes_is_a_no(monkeypatch):
 def test_a_child_that_arrives_is_a_yes(monkeypatch):
     monkeypatch.setattr(cuda_aware, "_TRIAL", "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 1")
     assert cuda_aware.tried() is True
+
+
+def test_no_evidence_is_written_where_there_is_no_gpu():
+    if real_cupy() is not None:
+        pytest.skip("there is one")
+    script = TESTS.parent / "benchmarks" / "gpu_evidence.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "nothing was written" in done.stderr

@@ -377,7 +377,8 @@ class GradientExchange:
     def _heard(self, error: BaseException) -> None:
         """Take part in the agreement with a step that failed here, and say where that was."""
         if self._agree is not None and isinstance(error, Exception) and not isinstance(error, _UndoneError):
-            self._agree(False, self.comm)
+            with suppress(CollectiveError):  # the error that is there says more
+                self._agree(False, self.comm)
         if self._checked and isinstance(error, Exception):
             in_step(error, self.steps, self.comm.rank)
 

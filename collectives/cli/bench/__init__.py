@@ -66,10 +66,14 @@ def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
         options.from_gradient,
         network,
         options.interfaces,
+        options.device,
     )
     asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
     cases = [collective.Case(*each) for each in asked]
-    if fault := collective.too_many(cases, comm.size) or (options.interfaces and interfaces.missing(comm)):
+    baselines = [name for name in baselines if name != "allgather" or options.device == "cpu"]
+    plan = plan._replace(baselines=baselines)
+    lacking = no_gpu() if options.device == "gpu" else None
+    if fault := lacking or collective.too_many(cases, comm.size) or (options.interfaces and interfaces.missing(comm)):
         if comm.rank == 0:
             sys.stderr.write(f"mpicomp bench {options.subject}: {fault}\n")
         return 2

@@ -4,9 +4,10 @@ Baselines in the same run: MPI's own sum of the dense vector; the gTop-k tree as
 and back); Top-k by MPI's Allgatherv of plain indices and values, added up on every rank.
 """
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from collectives import (
     allreduce,
     cost,
+    dense_allreduce,
     gtopk,
     gtopk_allreduce,
     sparse_allgather,
@@ -24,6 +26,7 @@ from collectives import (
     warm_up,
 )
 from collectives.cli.bench.bounds import dense_nbytes, least_nbytes
+from collectives.cli.bench.device_kernels import until_done
 from collectives.cli.bench.interfaces import during
 from collectives.cli.bench.predicting import predictor
 from collectives.cli.bench.progress import Silent, progress
@@ -86,6 +89,7 @@ class Plan(NamedTuple):
     from_gradient: bool
     network: Profile | None = None
     interfaces: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,11 @@ def rows(comm: Any, plan: Plan, cases: Sequence[Case]) -> Iterator[Comparison]:
     bar.close()
 
 
+def placed(plan: Plan, array: Any) -> Any:
+    """Return an array where it is to be measured: in main memory, or on the current GPU."""
+    return array if plan.device == "cpu" else importlib.import_module("cupy").asarray(array)
+
+
 def too_many(cases: Sequence[Case], ranks: int) -> str | None:
     """Return what is wrong with the first case that cannot be: disjoint supports that do not fit beside each other."""
     for case in cases:
@@ -224,7 +233,8 @@ def too_many(cases: Sequence[Case], ranks: int) -> str | None:
 
 def contestants(comm: Any, plan: Plan, case: Case, vector: SparseVector) -> list[Contestant]:
     """Return what is compared in a case, the baselines first."""
-    gradient = gradient_above(vector, comm.rank) if plan.from_gradient else None
+    gradient = placed(plan, gradient_above(vector, comm.rank)) if plan.from_gradient else None
+    vector = SparseVector(placed(plan, vector.indices), placed(plan, vector.values), vector.length)
     compressor = TopK(k=case.entries)
     bring = (lambda: vector) if gradient is None else partial(compressor.compress, gradient)
     found = [baseline(name, comm, plan, case, bring, gradient) for name in plan.baselines]
@@ -238,7 +248,7 @@ def contestants(comm: Any, plan: Plan, case: Case, vector: SparseVector) -> list
         exchange = GradientExchange(comm, compressor, ErrorFeedback(), run)
         name = f"GradientExchange {plan.algorithms[0]}"
         found.append(Contestant(name, plan.codecs[0], partial(exchange, gradient)))
-    return found
+    return [replace(each, call=until_done(each.call)) for each in found] if plan.device == "gpu" else found
 
 
 def baseline(name: str, comm: Any, plan: Plan, case: Case, bring: Callable[[], SparseVector], dense: Any) -> Contestant:
@@ -249,6 +259,12 @@ def baseline(name: str, comm: Any, plan: Plan, case: Case, bring: Callable[[], S
     if name == "allgather":
         gather = partial(gathered, add=plan.subject != "allgather")
         return Contestant("MPI_Allgatherv", "plain", _call(gather, bring, comm), (comm.size - 1) * bring().nbytes)
+    if plan.device == "gpu":
+        array: Any = placed(plan, np.ones(case.length, case.dtype)) if dense is None else dense
+        sent = dense_nbytes(plan.subject, comm.size, case.length, array.itemsize)
+        return Contestant(
+            "dense_allreduce", "-", partial(dense_allreduce, array, comm), sent, -(-plan.repeats // plan.dense_repeats)
+        )
     travels = np.promote_types(case.dtype, np.float32)  # MPI has no float16
     values = np.ones(case.length, travels) if dense is None else dense.astype(travels, copy=False)
     sent = dense_nbytes(plan.subject, comm.size, case.length, travels.itemsize)

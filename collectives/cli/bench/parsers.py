@@ -80,6 +80,7 @@ MPI's dense sum follows an untimed one of the same, as in a loop of steps.
 COLLECTIVE_EXAMPLE = """
 mpirun -n 4 mpicomp bench {0}
 mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
+mpirun -n 2 mpicomp bench {0} --device gpu --lengths 25e6
 mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest --osu
 """
 
@@ -223,6 +224,13 @@ def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
         action="store_true",
         help="count at the network interfaces of the hosts as well, and print those bytes over the bound at the end; "
         "with each rank on a host of its own, as in benchmarks/testbed",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "gpu"],
+        default="cpu",
+        help="where the vectors live; gpu: several ranks may share one; baselines are dense_allreduce and the tree, "
+        "MPICOMP_CUDA_AWARE says how messages pass MPI (%(default)s)",
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well: p4.json")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")

@@ -15,7 +15,6 @@ and stream. Importing this package imports CuPy.
 from mpicomp.kernels.device.coding import from_bitmap, from_elias_fano, to_bitmap, to_elias_fano
 from mpicomp.kernels.device.merging import accumulate, divide, first_disorder, gather, merge, scatter_add
 from mpicomp.kernels.device.selection import (
-    Search,
     above,
     exceeding,
     histogram,
@@ -28,6 +27,7 @@ from mpicomp.kernels.device.selection import (
 )
 from mpicomp.kernels.device.statistics import moments
 from mpicomp.kernels.device.surveying import Survey, sample, survey
+from mpicomp.kernels.host.selection import Search
 from mpicomp.kernels.host.statistics import Moments
 from mpicomp.kernels.host.surveying import Sums
 

@@ -5,7 +5,7 @@ look-back", NVIDIA NVR-2016-002. A whole selection is started before the host wa
 """
 
 import math
-from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import cupy
@@ -13,9 +13,15 @@ import numpy as np
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.host.bits import FORMATS, Format
-from mpicomp.kernels.host.selection import bin_of_kth, first_above, first_reaching, not_finite_error
+from mpicomp.kernels.host.selection import (
+    SEARCHED,
+    Search,
+    digit_by_digit,
+    first_above,
+    first_reaching,
+    not_finite_error,
+)
 
-Search = Generator[Any, Any, tuple[int, int]]
 Found = tuple[Array, Array]
 
 _DIGIT = 11
@@ -79,17 +85,9 @@ def magnitude_keys(values: Array) -> tuple[Array, int]:
 def kth_largest(keys: Array, k: int, width: int) -> Search:
     """Search the k-th largest of `keys` digit by digit, as `mpicomp.kernels.host.kth_largest` does.
 
-    The histograms that it yields, and is sent, are NumPy's: 16 KiB, that the ranks add up.
+    The histograms that it yields, and is sent, are NumPy's: 2 KiB, that the ranks add up.
     """
-    prefix, shift = 0, width
-    while shift > 0:
-        digit = min(_DIGIT, shift)
-        shift -= digit
-        counts = yield _digit_counts(keys, prefix, shift, digit)
-        bucket = bin_of_kth(counts, k)
-        k -= int(counts[bucket + 1 :].sum())
-        prefix = prefix << digit | bucket
-    return prefix, k
+    return digit_by_digit(partial(_digit_counts, keys), k, width)
 
 
 def select(keys: Array, threshold: int, ties: int) -> Array:
@@ -207,7 +205,7 @@ def _find_kth(bits: Array, counted: Array | None, form: Format, search: Array, w
 def _digit_counts(keys: Array, prefix: int, shift: int, digit: int) -> Any:
     (counts,), search = zeros(_BINS), cupy.asarray(np.array([prefix, 0], np.uint64))
     _count_digits(keys, None, -1, search, shift, digit, counts, None)
-    return counts.get().view(np.int64)
+    return counts[: 1 << SEARCHED].get().view(np.int64)
 
 
 def _count_digits(

@@ -16,7 +16,7 @@ from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format,
 Search = Generator[Array, Array, tuple[int, int]]
 Found = tuple[Array, Array]
 
-_SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
+SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _CHUNK = 32
 _BITS = np.uint32(1) << np.arange(_CHUNK, dtype=np.uint32)
@@ -106,13 +106,22 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
     largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys,
     and none is 0, the threshold is 0: all are above it.
     """
+
+    def counted(prefix: int, shift: int, digit: int) -> Array:
+        counts: Array = np.zeros(1 << SEARCHED, np.int64)
+        _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
+        return counts
+
+    return digit_by_digit(counted, k, width)
+
+
+def digit_by_digit(counted: Callable[[int, int, int], Array], k: int, width: int) -> Search:
+    """Search as `kth_largest` does; counted(prefix, shift, digit) makes the histogram of `digit` bits at `shift`."""
     prefix, shift = 0, width
     while shift > 0:
-        digit = min(_SEARCHED, shift)
+        digit = min(SEARCHED, shift)
         shift -= digit
-        counts: Array = np.zeros(1 << _SEARCHED, np.int64)
-        _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
-        counts = yield counts
+        counts = yield counted(prefix, shift, digit)
         bucket = bin_of_kth(counts, k)
         k -= int(counts[bucket + 1 :].sum())
         prefix = prefix << digit | bucket

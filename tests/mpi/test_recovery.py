@@ -1,0 +1,158 @@
+"""To go on with fewer ranks, and to save before a job ends: what needs no rank that dies (tests/test_recovery.py)."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from collectives import (
+    SupportPlan,
+    agree,
+    aligned_allreduce,
+    configure,
+    gtopk_allreduce,
+    saving,
+    shrink,
+    sparse_allgather,
+    sparse_allreduce,
+)
+from mpicomp import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CyclicLeader,
+    ErrorFeedback,
+    GradientExchange,
+    SparseVector,
+    TopK,
+)
+
+
+def gradient(rank, step, length=300):
+    return np.random.default_rng([rank, step]).integers(-9, 10, length).astype(np.float64)
+
+
+@pytest.mark.exactly(2)
+def test_without_ulfm_the_error_says_what_would_help_and_nothing_is_revoked(comm):
+    with pytest.raises(RuntimeError, match=r"does not go on without a rank that died.*expected Open MPI 5 under.*ulfm"):
+        shrink(comm)
+    assert agree(True, comm)
+    assert not agree(False, comm)
+    assert len(sparse_allgather(SparseVector.empty(1), comm)) == comm.size
+
+
+@pytest.mark.exactly(3)
+@pytest.mark.exactly(5)
+@pytest.mark.parametrize("named", [False, True])
+def test_an_exchange_goes_on_with_some_of_its_ranks_and_conserves_their_mass(comm, named):
+    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), gtopk_allreduce, average=False, agree=agree)
+
+    def step_of(number):
+        mine = gradient(comm.rank, number)
+        return exchange({"all": mine})["all"] if named else exchange(mine)
+
+    def owed(ranks):
+        state = exchange.state_dict()
+        return sum(ranks.allgather(state[f"{'all' if named else 'gradient'}/feedback.residual"]))
+
+    for number in range(3):
+        step_of(number)
+    some = comm.Split(comm.rank == 1, comm.rank)  # as shrink does, when rank 1 has died
+    if comm.rank != 1:
+        account = owed(some)
+        exchange.continue_on(some)
+        for number in range(3, 6):
+            account += sum(gradient(rank, number) for rank in range(comm.size) if rank != 1)
+            account -= step_of(number)
+        np.testing.assert_array_equal(owed(some), account)
+        assert exchange.steps == 6
+    some.Free()
+
+
+@pytest.mark.exactly(3)
+def test_a_compressor_that_talks_goes_on_with_the_same_ranks(comm):
+    parts = CyclicLeader(comm, SupportPlan, k=5), ErrorFeedback(), aligned_allreduce
+    exchange = GradientExchange(comm, *parts)
+    exchange(gradient(comm.rank, 0))
+    some = comm.Split(comm.rank == 1, comm.rank)
+    if comm.rank != 1:
+        exchange.continue_on(some)
+        assert exchange.compressor.comm is some
+        assert np.count_nonzero(exchange(gradient(comm.rank, 1))) <= 5
+    some.Free()
+
+
+@pytest.mark.exactly(3)
+def test_ranks_that_kept_different_steps_do_not_go_on(comm):
+    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), sparse_allreduce)
+    alone = comm.Split(comm.rank)
+    exchange(gradient(comm.rank, 0))
+    if comm.rank == 1:
+        exchange.comm = alone
+        exchange(gradient(comm.rank, 1))
+    with pytest.raises(CollectiveError, match=r"different numbers of steps, \[1, 2, 1\] in rank order: go on from a"):
+        exchange.continue_on(comm)
+    alone.Free()
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.exactly(3)
+def test_a_rank_that_says_no_undoes_the_step_on_all(comm):
+    """Here the others find it in the collective itself; the agreement sees to ranks that are gone by then."""
+    asked = []
+
+    def voted(sound, comm):
+        asked.append(sound)
+        return sound and all(comm.allgather(sound)) if sound else not comm.allgather(sound)
+
+    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), sparse_allreduce, agree=voted)
+    exchange(gradient(comm.rank, 0))
+    before = exchange.feedback.residual.copy()
+    with pytest.raises((ValueError, CollectiveError)):
+        exchange(np.full(300, np.nan) if comm.rank == 0 else gradient(comm.rank, 1))
+    exchange._agree = lambda sound, comm: False
+    with pytest.raises(CollectiveError, match="the step is undone on all ranks"):
+        exchange(gradient(comm.rank, 1))
+    np.testing.assert_array_equal(exchange.feedback.residual, before)
+    assert asked == [True, False]
+    assert exchange.steps == 1
+
+
+@pytest.mark.exactly(3)
+def test_what_there_is_is_saved_before_the_error_goes_on(comm):
+    """By the ranks that gave up; the residual is then that of the last whole step."""
+    own, saved = comm.Dup(), []
+    exchange = GradientExchange(own, TopK(k=9), ErrorFeedback(), sparse_allreduce)
+    exchange(gradient(comm.rank, 0))
+    before = exchange.feedback.residual.copy()
+    configure(timeout=0.4)
+    try:
+        if comm.rank < 2:
+            with pytest.raises(CollectiveTimeoutError, match="Silent: rank 2"), saving(saved.append, own):
+                exchange(gradient(comm.rank, 1))
+            assert isinstance(saved[0], CollectiveTimeoutError)
+            assert len(saved) == 1
+            np.testing.assert_array_equal(exchange.state_dict()["gradient/feedback.residual"], before)
+    finally:
+        configure(timeout=None)
+    comm.Barrier()
+    own.Free()
+
+
+@pytest.mark.exactly(1)
+def test_sigterm_saves_too_and_a_sound_block_saves_nothing(comm):
+    saved, handler = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with saving(saved.append, comm):
+            pass
+        assert not saved
+        with pytest.raises(SystemExit) as caught, saving(saved.append, comm):
+            signal.raise_signal(signal.SIGTERM)
+        assert caught.value.code == 143
+        assert len(saved) == 1
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(KeyError), saving(saved.append, comm):
+            raise KeyError("another one's")
+        assert len(saved) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)

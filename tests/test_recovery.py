@@ -1,0 +1,33 @@
+"""Ranks that die, under an MPI that goes on without them and under one that does not; each job is one of its own."""
+
+import pathlib
+import subprocess
+import sys
+
+import kills
+import pytest
+
+pytestmark = pytest.mark.skipif("(Open MPI) 5" not in kills.launcher(), reason="needs the mpirun of Open MPI 5")
+
+
+@pytest.mark.parametrize("collective", ["gtopk_allreduce", "sparse_iallreduce"])
+def test_an_exchange_goes_on_without_those_that_died_and_nothing_is_missing(collective, tmp_path):
+    """One rank dies before a collective, one in the middle of it, one after it."""
+    script = pathlib.Path(__file__).with_name("survivors.py")
+    command = ["mpirun", "--with-ft", "ulfm", "-n", "5", sys.executable, "-m", "mpi4py"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path), collective],
+        env=kills.environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.count("2 of 5 ranks are left, nothing is missing; 3 deaths") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number", range(4), ids=["kill, ulfm", "kill, ulfm again", "kill, plain", "stop, plain"])
+def test_a_job_that_loses_a_rank_ends_as_documented(number):
+    """The script runs hundreds, and looks at how long they took."""
+    case = kills.Case.drawn(2, number)
+    assert kills.fault(case, *kills.run(case), limit=kills.PATIENCE) is None, case
