@@ -96,6 +96,8 @@ class Program:
             source, built = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             source.write_text(self._source)
             command = [compiler(), *self._flags, "-include", str(_HEADER), "-o", str(built), str(source)]
+            if not shutil.which(compiler()):
+                raise EmulationError("the CUDA source runs as host C++ here: install g++, or name a compiler in CXX")
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             if done.returncode:
                 raise EmulationError(f"{' '.join(command)}\n{done.stderr}")

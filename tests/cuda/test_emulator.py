@@ -1,6 +1,7 @@
 """The emulator itself: it finds the faults that it is there to find."""
 
 import ctypes
+import faulthandler
 import importlib
 import os
 import signal
@@ -47,6 +48,7 @@ def survives(device, monkeypatch, runs, schedules=SCHEDULES + UNFAIR):
     """Say whether kernels pass comparisons under some schedules; in a child process, which may die of them."""
     child = os.fork()
     if not child:
+        faulthandler.disable()  # a child that dies is what is hoped for
         signal.setitimer(signal.ITIMER_VIRTUAL, 60)
         for schedule in schedules:
             monkeypatch.setenv(VARIABLE, schedule)

@@ -28,6 +28,7 @@ _DIGIT = 11
 _BINS = 1 << _DIGIT
 _SAMPLE, _SAMPLERS = 1 << 14, 1024  # values looked at for the lower threshold, and the threads that do
 _SIGMAS = 4
+_SEARCHING = _BINS, 1  # sizes of the counts, and of what says which block is the last: zeros before a search begins
 _TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block reads at a time, by their bytes
 
 
@@ -95,8 +96,8 @@ def select(keys: Array, threshold: int, ties: int) -> Array:
     if not keys.size:
         return positions
     search = cupy.asarray(np.array([threshold, ties], np.uint64))
-    (totals,) = zeros(2)
-    _select(keys, None, -1, search, None, positions, None, totals)
+    totals, *work = zeros(2, *_selecting(keys.size, keys))
+    _select(keys, None, -1, search, None, positions, None, totals, work)
     over, equal = totals.get().tolist()
     return positions[: over + min(equal, ties)]
 
@@ -137,9 +138,10 @@ def _found(bits: Array, form: Format, floor: int) -> Found:
     room, total = min(bits.size, max(4096, bits.size // 64)), -1
     while not 0 <= total <= room:
         room = max(room, total)
-        positions, kept, (found,) = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype), zeros(1)
+        positions, kept = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
+        found, *work = zeros(1, *_compacting(bits.size, bits))
         if bits.size:
-            _compact(bits, form, floor, None, positions, kept, found)
+            _compact(bits, form, floor, None, positions, kept, found, work)
         total = int(found.get()[0])
     return positions[:total], kept[:total]
 
@@ -151,27 +153,16 @@ def _by_sample(bits: Array, form: Format, k: int) -> Found | None:
     if rank >= _SAMPLE:
         return None
     room = min(bits.size, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / _SAMPLE))
-    found, totals, floor, search = report = zeros(1, 2, 1, 2)
-    launch(
-        "sample_floor",
-        [bits.dtype],
-        1,
-        bits,
-        bits.size,
-        form.mask,
-        form.width,
-        rank,
-        k,
-        floor,
-        search,
-        threads=_SAMPLERS,
-    )
+    report, *work = zeros(6, *_compacting(bits.size, bits), *_SEARCHING, *_selecting(room, bits))
+    found, totals, floor, search = report[:1], report[1:3], report[3:4], report[4:]
+    sampling = bits, bits.size, form.mask, form.width, rank, k, floor, search
+    launch("sample_floor", [bits.dtype], 1, *sampling, threads=_SAMPLERS)
     candidates, candidate_bits = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
-    _compact(bits, form, 0, floor, candidates, candidate_bits, found)
+    _compact(bits, form, 0, floor, candidates, candidate_bits, found, work[:2])
     positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
-    _find_kth(candidate_bits, found, form, search)
-    _select(candidate_bits, found, form.mask, search, candidates, positions, kept, totals)
-    count, over, equal, least, _, ties = cupy.concatenate(report).get().tolist()
+    _find_kth(candidate_bits, found, form, search, work[2:4])
+    _select(candidate_bits, found, form.mask, search, candidates, positions, kept, totals, work[4:])
+    count, over, equal, least, _, ties = report.get().tolist()
     if count > room or (count < k and least > 1):
         return None
     chosen = over + min(equal, ties)
@@ -180,19 +171,30 @@ def _by_sample(bits: Array, form: Format, k: int) -> Found | None:
 
 def _by_digits(bits: Array, form: Format, k: int) -> Found:
     """Return the `k` largest by a radix selection among all."""
+    report, *work = zeros(4, *_SEARCHING, *_selecting(bits.size, bits))
+    totals, search = report[:2], report[2:]
     positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
-    totals, search = report = zeros(2, 2)
     search[1:].fill(k)
-    _find_kth(bits, None, form, search)
-    _select(bits, None, form.mask, search, None, positions, kept, totals)
-    over, equal, _, ties = cupy.concatenate(report).get().tolist()
+    _find_kth(bits, None, form, search, work[:2])
+    _select(bits, None, form.mask, search, None, positions, kept, totals, work[2:])
+    over, equal, _, ties = report.get().tolist()
     chosen = over + min(equal, ties)
     return positions[:chosen], kept[:chosen]
 
 
-def _find_kth(bits: Array, counted: Array | None, form: Format, search: Array) -> None:
+def _compacting(size: int, bits: Array) -> tuple[int, int]:
+    """Return the sizes of the ticket and the states that `_compact` works with: zeros before it begins."""
+    return 1, in_tiles(size, _TILES[bits.itemsize])
+
+
+def _selecting(size: int, bits: Array) -> tuple[int, int]:
+    """Return the sizes of the ticket and the states that `_select` works with."""
+    return 1, 2 * in_tiles(size, _TILES[bits.itemsize])
+
+
+def _find_kth(bits: Array, counted: Array | None, form: Format, search: Array, work: list[Array]) -> None:
     """Make of `search`, no digits and k, the k-th largest magnitude and its ties; all of it on the device."""
-    counts, done = zeros(_BINS, 1)
+    counts, done = work
     shift = form.width
     while shift:
         digit = min(_DIGIT, shift)
@@ -222,13 +224,19 @@ def _count_digits(
 
 
 def _compact(
-    bits: Array, form: Format, floor: int, floors: Array | None, positions: Array, kept: Array, found: Array
+    bits: Array,
+    form: Format,
+    floor: int,
+    floors: Array | None,
+    positions: Array,
+    kept: Array,
+    found: Array,
+    work: list[Array],
 ) -> None:
     """Write positions and bits of what is at or above `floor`, or `floors[0]`, as far as there is room; count all."""
-    tiles = in_tiles(bits.size, _TILES[bits.itemsize])
-    ticket, states = zeros(1, tiles)
-    args = bits, bits.size, form.mask, floor, floors, positions, kept, kept.size, found, ticket, states, tiles
-    launch("compact", [bits.dtype], tiles, *args)
+    ticket, states = work
+    args = bits, bits.size, form.mask, floor, floors, positions, kept, kept.size, found, ticket, states, states.size
+    launch("compact", [bits.dtype], states.size, *args)
 
 
 def _select(
@@ -240,9 +248,9 @@ def _select(
     positions: Array,
     kept: Array | None,
     totals: Array,
+    work: list[Array],
 ) -> None:
     """Write positions and bits of what is above ``search[0]``, and of the first ``search[1]`` that equal it."""
-    tiles = in_tiles(bits.size, _TILES[bits.itemsize])
-    ticket, states = zeros(1, 2 * tiles)
+    ticket, states = work
     args = bits, bits.size, counted, mask, search, sources, positions, kept, positions.size, totals, ticket, states
-    launch("select", [bits.dtype], tiles, *args)
+    launch("select", [bits.dtype], states.size // 2, *args)
