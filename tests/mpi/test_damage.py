@@ -8,7 +8,7 @@ from cases import assert_equal, bring, bring_all, window
 from disorder import Damaging, over
 
 from collectives import configure, gtopk_allreduce, sparse_allgather, sparse_allreduce
-from collectives.transport import LINE
+from collectives.messages import LINE
 from mpicomp import CollectiveError
 
 TIMEOUT = 0.5
