@@ -72,7 +72,7 @@ def begin_reduction(
             copies.append(staging.to_pinned(namespace(values).ascontiguousarray(values.astype(wide, copy=False))))
         else:
             copies.append(np.array(values, wide, order="C"))
-        places.append(values[:0])
+        places.append(values.reshape(-1)[:0])
         return outline
 
     def mpi(offer: Offer, channel: Channel) -> Steps[Any]:

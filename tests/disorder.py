@@ -49,7 +49,7 @@ class Disordered(Endpoint):
         self.look()
         return message
 
-    def receive(self, source, tag):
+    def receive(self, source, tag, beside=None):
         number = self.awaited[source, tag]
         self.awaited[source, tag] += 1
         return Pieces(self, source, tag, number)
