@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run pytest on several ranks in lockstep:  tests/launch.sh P [pytest arguments]
-# Rank 0 writes to the terminal, the others to $MPI_TEST_OUT/rank-R.log. The whole run ends within MPI_TEST_TIMEOUT s.
+# Rank 0 writes to the terminal, and to $MPI_TEST_REPORT as XML if that is set, the others to $MPI_TEST_OUT/rank-R.log. The
+# whole run ends within MPI_TEST_TIMEOUT s.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=${MPI_TEST_OUT:-build/mpi-tests}
@@ -18,6 +19,6 @@ rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 COLUMNS=${COLUMNS:-120}
 arguments=(--color=no -p lockstep -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")
 if [ "$rank" = 0 ]; then
-  exec python -m mpi4py -m pytest "${arguments[@]}" "$@"
+  exec python -m mpi4py -m pytest "${arguments[@]}" ${MPI_TEST_REPORT:+--junitxml="$MPI_TEST_REPORT"} "$@"
 fi
 exec python -m mpi4py -m pytest "${arguments[@]}" "$@" > "$out/rank-$rank.log"

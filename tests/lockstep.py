@@ -13,6 +13,7 @@ other how it went, over a communicator of their own:
 import faulthandler
 import os
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -65,22 +66,33 @@ class Lockstep:
         Waiting here is not hanging: the watch over this rank stops, and starts anew for its next phase.
         """
         faulthandler.cancel_dump_traceback_later()
-        heard = self.gather(text, seconds, what)
+        heard = [text] * self.comm.size if self.alike(text, seconds, what) else self.gather(text, seconds, what)
         faulthandler.dump_traceback_later(HANG, exit=True, file=STDERR)
         return heard
+
+    def alike(self, text, seconds, what):
+        """Return whether all ranks say the same: nearly always, and this is much faster than to hear it from each."""
+        code = zlib.crc32(text.encode())
+        extremes = np.empty(2, np.int64)
+        self.ended(self.comm.Iallreduce(np.array([code, -code]), extremes, MPI.MAX), text, seconds, what)
+        return extremes[0] == -extremes[1]
 
     def gather(self, text, seconds, what):
         mine, all_of_them = np.zeros(ROOM, np.uint8), np.empty((self.comm.size, ROOM), np.uint8)
         encoded = np.frombuffer(text.encode()[:ROOM], np.uint8)
         mine[: encoded.size] = encoded
-        request = self.comm.Iallgather(mine, all_of_them)
-        deadline, nap = time.monotonic() + seconds, 1e-5
+        self.ended(self.comm.Iallgather(mine, all_of_them), text, seconds, what)
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_of_them]
+
+    def ended(self, request, text, seconds, what):
+        """Wait for the end of a request, and give way to others meanwhile: soon often, later seldom."""
+        start, nap = time.monotonic(), 1e-5
         while not request.Test():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > seconds:
                 self.give_up(text, seconds, what)
             time.sleep(nap)
-            nap = min(2 * nap, 2e-3)
-        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in all_of_them]
+            nap = min(2 * nap, 2e-4 if waited < 0.05 else 2e-3)
 
     def give_up(self, text, seconds, what):
         said = f"\n[rank {self.comm.rank}] no answer from every rank on {what} within {seconds:g} s: ending the job\n"

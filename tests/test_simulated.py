@@ -12,7 +12,7 @@ from collectives.partition import equal_ranges
 from collectives.survey import Survey, look_around
 from mpicomp import SparseVector
 
-SIZES = [*range(1, 34), 48, 63, 64, 65, 100, 127, 128]
+SIZES = [*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128]
 LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
 
 

@@ -50,7 +50,8 @@ def own(comm):
     configure(timeout=None)
 
 
-@pytest.mark.at_least(2)
+@pytest.mark.exactly(2)
+@pytest.mark.exactly(5)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_rank_that_does_not_come_is_named_by_all_that_wait(comm, own, name):
     """And when it comes it raises as well, at once; so does every later call."""
@@ -81,6 +82,8 @@ def test_ranks_in_different_collectives_are_told_who_waits_in_what(comm, own):
         (sparse_allgather if comm.rank == 0 else sparse_allreduce)(vector, own)
 
 
+@pytest.mark.exactly(3)
+@pytest.mark.exactly(8)
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 def test_a_rank_that_is_merely_slow_is_waited_for(comm, own, pause):
     """The clock starts anew whenever something moves, and stands still outside of the library."""

@@ -24,7 +24,7 @@ from mpicomp.codec import CODECS
 
 # No shrinking and no clock: the ranks have to go through the same cases.
 together = settings(
-    max_examples=20,
+    max_examples=12,
     derandomize=True,
     database=None,
     deadline=None,
