@@ -1,6 +1,9 @@
 """Inputs that every rank can rebuild for every rank, and dense NumPy oracles. Values are integers: sums are exact."""
 
+import inspect
+import itertools
 import zlib
+from functools import wraps
 
 import numpy as np
 
@@ -72,6 +75,30 @@ PATTERNS = {
         _blocks,
     )
 }
+
+
+def for_each(**choices):
+    """Run a test for every combination of choices, in one go: parameters of pytest cost more than a small collective.
+
+    A failure says in which case it was.
+    """
+
+    def looped(test):
+        @wraps(test)
+        def run(**fixtures):
+            for values in itertools.product(*choices.values()):
+                case = dict(zip(choices, values, strict=True))
+                try:
+                    test(**fixtures, **case)
+                except Exception as error:
+                    raise AssertionError(f"{case}: {error}") from error
+
+        signature = inspect.signature(test)
+        own = [parameter for name, parameter in signature.parameters.items() if name not in choices]
+        run.__signature__ = signature.replace(parameters=own)
+        return run
+
+    return looped
 
 
 def bring(pattern, rank, size, dtype=np.float32, length=LENGTH, offset=0):

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bits, bring, bring_all, window
+from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bits, bring, bring_all, for_each, window
 
 from collectives import allreduce, sparse_allreduce
 from mpicomp import CollectiveError, SparseVector
@@ -10,7 +10,7 @@ EXACT = pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 
 
 @EXACT
-@pytest.mark.parametrize("pattern", PATTERNS)
+@for_each(pattern=PATTERNS)
 def test_the_exact_sum_and_the_same_bits_everywhere(comm, pattern, algorithm):
     total = sparse_allreduce(bring(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
     assert_same_bits(comm, total)

@@ -5,7 +5,7 @@ Without a GPU the device is the stand-in's: MPI would die of one of its pointers
 
 import numpy as np
 import pytest
-from cases import LENGTH, bring
+from cases import LENGTH, bring, for_each
 from devices import assert_same, back, cupy_for_tests, there
 from mpi4py import MPI
 
@@ -36,8 +36,8 @@ def cupy():
     return cupy_for_tests()
 
 
-@pytest.mark.parametrize("pattern", SOME)
 @pytest.mark.parametrize("algorithm", SUMS)
+@for_each(pattern=SOME)
 def test_allreduce(comm, cupy, algorithm, pattern):
     mine = bring(pattern, comm.rank, comm.size)
     total = sparse_allreduce(there(mine, cupy), comm, algorithm=algorithm)
@@ -52,8 +52,8 @@ def test_codecs_and_dtypes(comm, cupy, codec, dtype):
     assert_same(total, sparse_allreduce(mine, comm, partition="hashed"))
 
 
-@pytest.mark.parametrize("pattern", SOME)
 @pytest.mark.parametrize("algorithm", ["recursive_doubling", "tree", "exact"])
+@for_each(pattern=SOME)
 def test_gtopk(comm, cupy, algorithm, pattern):
     mine = bring(pattern, comm.rank, comm.size)
     results = gtopk_allreduce(there(mine, cupy), comm, 20, algorithm=algorithm)

@@ -10,6 +10,7 @@ from cases import (
     bring_all,
     butterfly_sum,
     combine,
+    for_each,
     select,
     window,
 )
@@ -50,16 +51,15 @@ def check(comm, mine, k, dense, offset=0, algorithm="auto"):
     return result, rejected
 
 
-@pytest.mark.parametrize("k", [None, 0, 1, 10, 37, LENGTH])
-@pytest.mark.parametrize("pattern", PATTERNS)
 @EVERY
+@for_each(pattern=PATTERNS, k=[None, 0, 1, 10, 37, LENGTH])
 def test_the_sum_is_conserved_and_the_same_everywhere(comm, algorithm, pattern, k):
     dense = [window(vector) for vector in bring_all(pattern, comm.size)]
     check(comm, bring(pattern, comm.rank, comm.size), k, dense, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
 @EVERY
+@for_each(pattern=PATTERNS)
 def test_k_beyond_the_union_gives_the_exact_sum_and_rejects_nothing(comm, algorithm, pattern):
     result, rejected = gtopk_allreduce(bring(pattern, comm.rank, comm.size), comm, k=2**40, algorithm=algorithm)
     assert_equal(result, sum(window(vector) for vector in bring_all(pattern, comm.size)))

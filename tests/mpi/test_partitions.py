@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bring, bring_all, window
+from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bring, bring_all, for_each, window
 
 from collectives import allreduce, reduce_scatter, sparse_allgather, sparse_allreduce, sparse_reduce_scatter, traffic
 from collectives.partition import hashed_blocks
@@ -16,8 +16,7 @@ CUTTING = ["auto", *(name for name in allreduce.ALGORITHMS if name not in allred
 
 
 @pytest.mark.parametrize("algorithm", CUTTING)
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("pattern", ["random", "one_holds_all", "blocks", "same_support", "empty"])
+@for_each(partition=PARTITIONS, pattern=["random", "one_holds_all", "blocks", "same_support", "empty"])
 def test_the_sum_does_not_depend_on_the_partition(comm, pattern, partition, algorithm):
     vector = bring(pattern, comm.rank, comm.size)
     total = sparse_allreduce(vector, comm, algorithm=algorithm, partition=partition)
@@ -152,7 +151,7 @@ def places(comm):
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
 @pytest.mark.parametrize("algorithm", ["auto", "node_leaders", "node_lanes"])
-@pytest.mark.parametrize("pattern", ["random", "unequal", "one_holds_all", "blocks"])
+@for_each(pattern=["random", "unequal", "one_holds_all", "blocks"])
 def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
     places(names)
     total = sparse_allreduce(bring(pattern, comm.rank, comm.size), comm, algorithm=algorithm)

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_same_bits, bits, bring, bring_all
+from cases import LENGTH, PATTERNS, assert_same_bits, bits, bring, bring_all, for_each
 
 from collectives import (
     allreduce,
@@ -29,11 +29,10 @@ def expected(pattern, size, **case):
     return sum(rows(vector).to_dense() for vector in bring_all(pattern, size, **case))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "dtype"), [*((pattern, np.float32) for pattern in PATTERNS), ("random", np.float16), ("ties", float)]
-)
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
-def test_the_exact_sum_of_rows(comm, pattern, algorithm, dtype):
+@for_each(case=[*((pattern, np.float32) for pattern in PATTERNS), ("random", np.float16), ("ties", float)])
+def test_the_exact_sum_of_rows(comm, algorithm, case):
+    pattern, dtype = case
     total = sparse_allreduce(rows(bring(pattern, comm.rank, comm.size, dtype=dtype)), comm, algorithm=algorithm)
     total.validate()
     assert (total.width, total.dtype) == (3, dtype)

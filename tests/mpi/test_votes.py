@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import PATTERNS, assert_equal, bring, bring_all, window
+from cases import PATTERNS, assert_equal, bring, bring_all, for_each, window
 
 from collectives import allreduce, sparse_allreduce, sparse_reduce
 from mpicomp import CollectiveError, SparseVector
@@ -14,7 +14,7 @@ def votes_of(vectors):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
-@pytest.mark.parametrize("pattern", ["random", "unequal", "one_holds_all", "cancelling"])
+@for_each(pattern=["random", "unequal", "one_holds_all", "cancelling"])
 def test_an_allreduce_counts_who_brought_an_entry(comm, pattern, algorithm):
     vectors = bring_all(pattern, comm.size)
     total, votes = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, votes=True)
