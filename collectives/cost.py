@@ -19,7 +19,12 @@ from collectives.schedule import core_size
 
 LINE = 64  # bytes: messages are padded to it, see `collectives.transport`
 HEADERS = 64  # bytes of a block before its entries: the envelope and the codec's header
-HISTOGRAM, DIGIT = 256 * 8, 8  # bytes and bits of a digit of the exact gTop-k's search
+HISTOGRAM = 256 * 8  # bytes of a digit of the exact gTop-k's search
+
+
+def spared(k: int) -> int:
+    """Return how many entries beyond k may travel in the exact gTop-k: fewer bytes than another digit, and no round."""
+    return HISTOGRAM // 8 + k // 16
 
 
 def expected_union(length: int, counts: Sequence[int]) -> float:
@@ -401,14 +406,23 @@ def gtopk_tree(model: Model) -> Cost:
 
 
 def gtopk_exact(model: Model) -> Cost:
-    """See `collectives.gtopk.exact`."""
+    """See `collectives.gtopk.exact`; the search ends as it does for values of a smooth distribution."""
     case = model.case
-    keys = case.value_nbytes * 8
-    searches = [reduction(model, HISTOGRAM) for _ in range(-(-keys // DIGIT))]
-    kept = model.message(case.entries / case.ranks, case.span / case.ranks)
+    searches = [reduction(model, HISTOGRAM) for _ in range(3 if case.value_nbytes == 8 else 2)]
+    sent = min(case.entries + spared(int(case.entries)) / 2, case.union(case.ranks))
+    kept = model.message(sent / case.ranks, case.span / case.ranks)
     share = case.union(case.ranks) / case.ranks
-    cost = model.agreed() + split(model) + model.gather(kept)  # as if ties at the threshold were all taken
-    return sum(searches, cost) + model.kernel("select", share) + model.kernel("join", case.entries)
+    cost = model.agreed() + split(model) + model.gather(kept)
+    return (
+        sum(searches, cost) + model.kernel("select", share) + model.kernel("join", sent) + model.kernel("select", sent)
+    )
+
+
+def gtopk_exact_doubling(model: Model) -> Cost:
+    """See `collectives.gtopk.exact_doubling`."""
+    union = model.case.union(model.case.ranks)
+    cost = recursive_doubling(model) + select(model, union, model.case.entries)
+    return cost + model.kernel("select", model.case.entries)
 
 
 # The others.
@@ -426,7 +440,12 @@ def mpi(model: Model) -> Cost:
 
 OPERATIONS: dict[str, dict[str, Callable[[Model], Cost]]] = {
     "sparse_allreduce": ALLREDUCE,
-    "gtopk_allreduce": {"recursive_doubling": gtopk_doubling, "tree": gtopk_tree, "exact": gtopk_exact},
+    "gtopk_allreduce": {
+        "recursive_doubling": gtopk_doubling,
+        "tree": gtopk_tree,
+        "exact": gtopk_exact,
+        "exact_doubling": gtopk_exact_doubling,
+    },
     "sparse_reduce_scatter": {"split": split},
     "sparse_allgather": {"dissemination": dissemination},
     "dense_allreduce": {"mpi": mpi},

@@ -5,22 +5,26 @@ networks", ICDCS 2019 (arXiv 1901.04359). There a tree reduces to one rank and a
 double recursively, which halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
-The published tree is here as the baseline. `exact` is a reduce-scatter, a radix search for the k-th largest magnitude,
-with an Allreduce of 256 counts a digit (4 for float32), and an allgather; two where ties at the k-th are split.
+The published tree is here as the baseline. `exact` is a reduce-scatter; a radix search for the k-th largest magnitude,
+with an Allreduce of 256 counts a digit, for as many digits as leave few more than k (2 of float32's 4, as a rule); an
+allgather of these; and a selection, alike on every rank. `exact_doubling` adds up everything first: no round more than
+recursive doubling has, and as many bytes as the whole sum, so it is for few ranks, fast links or few entries.
 
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of those as `rejected`.
 
-Differences from the paper: any P; unequal k; nothing is lost. But for `exact`, the result is an approximation of the k
-largest of the sum, as in the paper: an entry that is small in every block is dropped though its sum may be large.
+Differences from the paper: any P; unequal k; nothing is lost. But for the exact ones, the result is an approximation of
+the k largest of the sum, as in the paper: an entry that is small in every block is dropped though its sum may be large.
 """
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.channel import Channel, Offer
+from collectives.cost import spared
 from collectives.messages import Steps
 from collectives.operation import begin, sound
 from collectives.partition import equal_ranges
@@ -28,7 +32,7 @@ from collectives.patterns import agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
 from mpicomp.arrays import kernels_for, to_numpy
-from mpicomp.vector import SparseVector, join, merge, top_k
+from mpicomp.vector import SparseVector, join, merge, top_k, within
 
 if TYPE_CHECKING:
     from mpicomp.kernels.host import Search
@@ -44,7 +48,8 @@ def gtopk_allreduce(
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
     intracommunicator. k: the same on all ranks; None takes the largest number of entries that a rank brings, of the
     ranks that a step joins (so at the end, of all).
-    algorithm: "recursive_doubling" (also "auto"), "tree", or "exact", which gives the true k largest of the sum.
+    algorithm: "recursive_doubling" (also "auto"), "tree", or one that gives the true k largest of the sum: "exact",
+    which sends the least, or "exact_doubling", which has the fewest rounds.
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
     (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
 
@@ -108,54 +113,74 @@ def tree(offer: Offer, channel: Channel) -> Steps[Result]:
     return result.vector, mine.rejected
 
 
-def exact(offer: Offer, channel: Channel) -> Steps[Result]:
-    """Add up every share on its owner, find the k-th largest over all, and gather what is at or above it.
+def exact_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
+    """Add up everything with partners at doubling distances, and select once, alike on every rank.
 
-    Ties at the threshold go to the lowest indices: the owners' ranges lie in rank order, so where not all are taken the
-    owners first tell how many each has. Owners keep what they reject.
+    Every rank keeps what it brought where the sum was dropped.
     """
+
+    def combine(ours: Offer, theirs: Offer, block: int) -> Offer:
+        return Offer(merge(ours.vector, theirs.vector), max(ours.k, theirs.k))
+
+    core = partial(doubling, channel=channel, combine=combine)
+    total = yield from folded(offer, channel, combine, core)
+    whole, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
+    result, dropped = top_k(whole, total.k)
+    return result, within(offer.vector, dropped)
+
+
+def exact(offer: Offer, channel: Channel) -> Steps[Result]:
+    """Add up every share on its owner, find about where the k-th largest over all is, gather what is above, and select.
+
+    Owners keep what is rejected of their shares.
+    """
+    shares = equal_ranges(offer.vector.length, channel.size)
     with channel.turn() as turn:
         if not (yield from agreed(channel)):
             return offer.vector, offer.vector
-        total = yield from split(offer, channel, equal_ranges(offer.vector.length, channel.size))
+        total = yield from split(offer, channel, shares)
         yield (turn,)
         share, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
-        kernels = kernels_for(share.values)
-        keys, width = kernels.magnitude_keys(share.values)
-        threshold, ties, there = yield from over_all_ranks(kernels.kth_largest(keys, total.k, width), total.k, channel)
-    if ties < there:
-        tied = yield from channel.gather(Offer(channel.nothing(), int(np.count_nonzero(keys == threshold))))
-        ties = max(0, ties - sum(theirs.k for theirs in tied[: channel.rank]))
-    kept, rejected = share.divide(kernels.select(keys, threshold, ties))
-    result = yield from channel.gather(Offer(kept))
-    return join([theirs.vector for theirs in result]), rejected
+        chosen = yield from candidates(share, total.k, channel)
+    some, rejected = share.divide(chosen)
+    gathered = yield from channel.gather(Offer(some))
+    result, dropped = top_k(join([theirs.vector for theirs in gathered]), total.k)
+    return result, merge(rejected, shares.cut(dropped)[channel.rank])
 
 
-def over_all_ranks(search: "Search", k: int, channel: Channel) -> Steps[tuple[int, int, int]]:
-    """Run a radix search over the keys of all ranks: it goes by the sum of their histograms.
+def candidates(share: SparseVector, k: int, channel: Channel) -> Steps[NDArray[np.intp]]:
+    """Return which entries of the ranks' shares go into the selection: the k largest are there, and few more.
 
-    Returns what the search does, and how many keys equal the threshold: those that share every digit with it.
+    More than `spare` are only ever too many where they are all equal. Ties go to the lowest indices, and the owners'
+    ranges lie in rank order: the owners tell how many each has.
     """
-    counts, alike = next(search), 0
+    kernels, spare = kernels_for(share.values), spared(k)
+    keys, width = kernels.magnitude_keys(share.values)
+    floor, ties, there = yield from over_all_ranks(kernels.kth_largest(keys, k, width, spare), channel)
+    if there <= ties + spare:
+        floor, ties = max(0, floor - 1), 0  # all from the floor on: no key is 0
+    else:
+        tied = yield from channel.gather(Offer(channel.nothing(), int(np.count_nonzero(keys == floor))))
+        ties = max(0, ties - sum(theirs.k for theirs in tied[: channel.rank]))
+    chosen: NDArray[np.intp] = kernels.select(keys, floor, ties)
+    return chosen
+
+
+def over_all_ranks(search: "Search", channel: Channel) -> Steps[tuple[int, int, int]]:
+    """Run a radix search over the keys of all ranks: it goes by the sum of their histograms."""
+    counts = next(search)
     while True:
         reduction = channel.endpoint.reduce(to_numpy(counts))
         yield (reduction,)
-        alike, k = sharing(reduction.total, k)
         try:
             counts = search.send(reduction.total)
         except StopIteration as end:
-            threshold, ties = end.value
-            return threshold, ties, alike
+            return end.value  # type: ignore[no-any-return]
 
 
-def sharing(counts: Any, k: int) -> tuple[int, int]:
-    """Return how many keys have the digit of the k-th largest, and which one of them it is; (0, k) without so many."""
-    descending = counts[::-1]
-    ends = np.cumsum(descending)
-    place = int(np.searchsorted(ends, k))
-    if place == ends.size:
-        return 0, k
-    return int(descending[place]), k - int(ends[place] - descending[place])
-
-
-ALGORITHMS = {"recursive_doubling": recursive_doubling, "tree": tree, "exact": exact}
+ALGORITHMS = {
+    "recursive_doubling": recursive_doubling,
+    "tree": tree,
+    "exact": exact,
+    "exact_doubling": exact_doubling,
+}

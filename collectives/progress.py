@@ -1,9 +1,9 @@
 """Drive collectives to their end, or leave them in flight.
 
 A collective is a generator that yields the tuple of things it waits on. The driver resumes it when all of them are
-complete. An operation that is alone waits inside MPI; when several are in flight, waiting for one drives them all (the
-peer may wait for another one first), and the core is given away between two rounds of polling: ranks that poll without
-a pause starve each other when there are more ranks than cores.
+complete. An operation that is alone waits inside MPI, unless ranks share cores (`waiting`); when several are in flight,
+waiting for one drives them all (the peer may wait for another one first), and the core is given away between two rounds
+of polling: ranks that poll without a pause starve each other when there are more ranks than cores.
 
 The operations in flight are a property of the process, as in MPI itself: their list is cached on MPI.COMM_SELF. So is
 the time after which a rank that waits gives up (`deadline`); with one, it polls.
@@ -132,7 +132,7 @@ class Engine:
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
-        if self._listens(request.endpoint):
+        if self._listens(request.endpoint) or request.endpoint.naps:
             self.poll_until(lambda: request.done, request.endpoint)
         while not request.done:
             if self._in_flight == [request]:

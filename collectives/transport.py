@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import cuda_aware, staging
+from collectives import cuda_aware, staging, waiting
 from collectives.failure import found, is_failure
 from collectives.messages import Arrival, Buffer, Pending, Sending, in_lines, new_status
 from collectives.tuning import agreed_tuner
@@ -95,6 +95,7 @@ class Endpoint:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
+        self.naps = waiting.naps(duplicate, self.nodes)
         self.direct = cuda_aware.agreed(duplicate)
         self.tuner = agreed_tuner(duplicate, self.nodes)
         self.checked = _checked(duplicate)  # the debug mode: see `collectives.checking`

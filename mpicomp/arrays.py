@@ -34,6 +34,8 @@ def to_array(array: Any) -> Array:
     Raises TypeError for anything else, for an array on a device of another kind, and for a masked array; for an array
     on a CUDA device where CuPy is missing.
     """
+    if type(array) is np.ndarray and array.dtype in VALUE_DTYPES:
+        return array  # the case that is everywhere, without the questions
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
     if on_device(array):
@@ -102,9 +104,9 @@ def beside(array: Any, other: Any) -> Any:
 
 
 def first_and_last(array: Array) -> tuple[Any, Any]:
-    """Return the first and the last of a vector that has any, as NumPy's numbers: from a device in one copy."""
+    """Return the first and the last of a vector that has any, as Python's numbers: from a device in one copy."""
     ends = array if not on_device(array) else to_numpy(array[:: max(1, array.size - 1)])
-    return ends[0], ends[-1]
+    return ends[0].item(), ends[-1].item()
 
 
 def write_bytes(buffer: Any, data: bytes) -> None:
@@ -137,10 +139,15 @@ def to_values(array: Any) -> Array:
     return values
 
 
+def contiguous(array: Array) -> Array:
+    """Return an array whose values lie behind each other in C order: itself where they do."""
+    return array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+
+
 def to_vector(array: Any) -> Array:
     """Return what `to_values` does as one contiguous vector in C order: a view where that is possible."""
     values = to_values(array)
-    return namespace(values).ascontiguousarray(values).reshape(-1)  # type: ignore[no-any-return]
+    return contiguous(values).reshape(-1)
 
 
 def like(result: Array, original: Any) -> Any:

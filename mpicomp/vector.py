@@ -11,17 +11,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mpicomp.arrays import first_and_last, kernels_for, namespace, on_device, to_numpy, to_values, to_vector
+from mpicomp.arrays import (
+    contiguous,
+    first_and_last,
+    kernels_for,
+    namespace,
+    on_device,
+    to_numpy,
+    to_values,
+    to_vector,
+)
 
 Array = NDArray[Any]
 
 MAX_LENGTH = 2**63 - 1
 WIDEST = 2**32 - 2  # values in a row: they are counted in 32 bits in a message
+_SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
     """Return the dtype that indices of a vector of `length` have: int32, or int64 when length > 2^31 - 1."""
-    return np.dtype(np.int32 if length <= 2**31 - 1 else np.int64)
+    return _SHORT if length <= 2**31 - 1 else _LONG
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
@@ -231,6 +241,14 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     return vector.divide(kernels_for(values).top_k(values, k) if k else namespace(values).empty(0, np.intp))
 
 
+def within(vector: SparseVector, other: SparseVector) -> SparseVector:
+    """Return the entries of `vector` at indices where `other`, of the same length, has one as well."""
+    if not other.nnz:
+        return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values)
+    places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
+    return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))[0]
+
+
 def _checked_length(length: Any) -> int:
     if isinstance(length, bool) or not isinstance(length, int | np.integer):
         raise TypeError(f"length is {length!r}: expected an integer")
@@ -244,10 +262,12 @@ def _checked_values(values: Array) -> Array:
         raise ValueError(f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows")
     if values.ndim == 2 and values.shape[1] > WIDEST:
         raise ValueError(f"rows have {values.shape[1]} values: expected at most {WIDEST}")
-    return namespace(values).ascontiguousarray(to_values(values))  # type: ignore[no-any-return]
+    return contiguous(to_values(values))
 
 
 def _unmasked(array: Any) -> Array:
+    if type(array) is np.ndarray:
+        return array
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
     return array if on_device(array) else np.asarray(array)
@@ -264,7 +284,7 @@ def _checked_indices(indices: Array, length: int) -> Array:
         for index in indices[(indices < 0) | (indices >= length)][:1]:
             raise _out_of_range(index, length)
         return indices.astype(wanted)
-    return namespace(indices).ascontiguousarray(indices)  # type: ignore[no-any-return]
+    return contiguous(indices)
 
 
 def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
@@ -275,7 +295,7 @@ def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
     for index in (first, last):
         if not 0 <= index < length:
             raise _out_of_range(index, length)
-    return int(first), int(last)
+    return first, last
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

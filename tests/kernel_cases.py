@@ -32,12 +32,14 @@ def families(dtype, n=3000):
 
 
 def found_alone(search):
-    counts = next(search)
+    """Return what a search by its own histograms finds, and how many of those it took."""
+    counts, digits = next(search), 0
     while True:
+        digits += 1
         try:
             counts = search.send(counts)
         except StopIteration as end:
-            return end.value
+            return *end.value, digits
 
 
 def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):

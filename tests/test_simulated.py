@@ -98,17 +98,15 @@ def test_sums_over_nodes(name, per_node):
 GTOPK_ROUNDS = {
     "recursive_doubling": lambda size: lower(size) + fold(size),
     "tree": lambda size: lower(size) + fold(size) + 2 * upper(size),
-    "exact": lambda size: lower(size) + fold(size) + (size > 1) + 2 * upper(size),
+    "exact": lambda size: lower(size) + fold(size) + (size > 1) + upper(size),
+    "exact_doubling": lambda size: lower(size) + fold(size),
 }
 
 
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
 def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
-    """`tree` and `exact` compare the terms first, over the schedule of recursive doubling.
-
-    `exact` takes lg P rounds less where all ties at the threshold are taken.
-    """
-    for size in SIZES + LARGE * (name != "exact"):
+    """`tree` and `exact` compare the terms first, over the schedule of recursive doubling."""
+    for size in SIZES + LARGE * (not name.startswith("exact")):
         network = Network(size)
 
         def run(rank, channel):
@@ -116,14 +114,12 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
         assert rounds <= GTOPK_ROUNDS[name](size), size
-        assert rounds >= GTOPK_ROUNDS[name](size) - (name != "recursive_doubling") * upper(size), size
+        assert rounds >= GTOPK_ROUNDS[name](size) - (name == "tree") * upper(size), size
         kept = results[0][0]
         assert kept.nnz <= 5
         assert all(result.indices.tobytes() == kept.indices.tobytes() for result, _ in results)
         total = kept.to_dense() + sum(rejected.to_dense() for _, rejected in results)
         np.testing.assert_array_equal(total, dense_sum(size))
-        if name == "exact":
-            assert all(endpoint.reduced == 8 for endpoint in network.endpoints)  # 63 bits of a float64 in digits of 8
 
 
 def test_the_others():
@@ -188,27 +184,21 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         assert vectors[0].indices.tobytes() == vectors[1].indices.tobytes()
 
 
-@pytest.mark.parametrize(("counts", "k", "expected"), [
-    ([0, 3, 2, 1], 1, (1, 1)),
-    ([0, 3, 2, 1], 3, (2, 2)),
-    ([0, 3, 2, 1], 6, (3, 3)),
-    ([0, 3, 2, 1], 7, (0, 7)),
-    ([5, 0, 0, 0], 2, (5, 2)),
-    ([0, 0, 0, 0], 1, (0, 1)),
+@pytest.mark.parametrize(("values", "digits"), [
+    (np.arange(1, 1001), 2),  # up to 255 and more share the exponent of a small one
+    (1 + np.arange(1000) / 2**20, 3),
+    (np.full(1000, 3.0), 4),  # and then the owners tell each other how many they have
 ])  # fmt: skip
-def test_which_of_those_that_share_a_digit_is_the_kth_largest(counts, k, expected):
-    assert gtopk.sharing(np.array(counts), k) == expected
+def test_the_exact_search_takes_the_digits_that_it_needs(values, digits):
+    """Rank r of 8 brings every eighth of 1000 entries, of which 261 or fewer may be gathered for the 5 largest."""
 
+    def run(rank, channel):
+        own = SparseVector(np.arange(rank, 1000, 8), values[rank::8].astype(np.float32), 1000)
+        return gtopk.exact(Offer(own, 5), channel)
 
-def test_ties_that_are_all_taken_need_no_round():
-    """Every rank brings one entry of its own and the same magnitude: for k of them all there is nothing to split."""
-
-    def exact(k):
-        def run(rank, channel):
-            return gtopk.exact(Offer(SparseVector([rank], np.ones(1, np.float32), 8), k), channel)
-
-        results, rounds = Network(8).run(run, length=8, dtype="float32", k=k)
-        return results[0][0].indices.tolist(), rounds
-
-    assert exact(8) == (list(range(8)), exact(5)[1] - upper(8))
-    assert exact(5)[0] == [0, 1, 2, 3, 4]
+    network = Network(8)
+    results, rounds = network.run(run, length=1000, dtype="float32", k=5)
+    expected = np.arange(5) if digits == 4 else np.arange(995, 1000)
+    assert results[0][0].indices.tolist() == expected.tolist()
+    assert {endpoint.reduced for endpoint in network.endpoints} == {digits}
+    assert rounds == GTOPK_ROUNDS["exact"](8) + (digits == 4) * upper(8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import sparse_vectors
 
 from mpicomp import SparseVector
-from mpicomp.vector import add_up, index_dtype, join, merge, top_k
+from mpicomp.vector import add_up, index_dtype, join, merge, top_k, within
 
 
 def test_the_properties():
@@ -236,3 +236,13 @@ def test_divide_parts_the_entries(vector, data):
     assert rest.indices.tolist() == np.delete(vector.indices, positions).tolist()
     assert rest.values.tobytes() == np.delete(vector.values, positions, axis=0).tobytes()
     assert (chosen.width, rest.dtype, chosen.length) == (vector.width, vector.dtype, vector.length)
+
+
+@pytest.mark.parametrize("sizes", [(40, 30), (0, 30), (40, 0), (1, 90), (90, 1)])
+def test_within_keeps_the_entries_where_another_vector_has_one(sizes):
+    rng = np.random.default_rng(1)
+    supports = [np.sort(rng.choice(90, size, replace=False)) for size in sizes]
+    vector, other = (SparseVector(support, np.arange(support.size) + 1.0, 90) for support in supports)
+    found, expected = within(vector, other), np.isin(supports[0], supports[1])
+    assert found.indices.tolist() == supports[0][expected].tolist()
+    assert found.values.tolist() == vector.values[expected].tolist()

@@ -161,12 +161,12 @@ def search(device, cupy, keys, k, width):
         try:
             expected = theirs.send(expected)
         except StopIteration as end:
-            threshold, ties = end.value
+            threshold, ties, there = end.value
             break
         counts = ours.send(counts)
     with pytest.raises(StopIteration) as end:
         ours.send(counts)
-    assert end.value.value == (threshold, ties)
+    assert end.value.value == (threshold, ties, there)
     compare(device, cupy, "select", keys, threshold, ties)
     compare(device, cupy, "select", keys, threshold, 0)
 

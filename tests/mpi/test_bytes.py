@@ -126,6 +126,10 @@ OTHERS = {
         lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact"),
         lambda size: (size - 1) * (2 * K * ENTRY + 4 * 2 * 256 * 8),
     ),
+    "gtopk exact_doubling": (
+        lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact_doubling"),
+        lambda size: recursive_doubling(size) * ENTRY,
+    ),
     "dense_allreduce": (
         lambda v, comm: dense_allreduce(np.ones(10_000, np.float32), comm),
         lambda size: 2 * (size - 1) * 10_000 * VALUE,

@@ -14,6 +14,7 @@ from collectives import (
     SupportPlan,
     aligned_allreduce,
     dense_allreduce,
+    gtopk,
     gtopk_allreduce,
     gtopk_iallreduce,
     messages,
@@ -52,7 +53,7 @@ def test_codecs_and_dtypes(comm, cupy, codec, dtype):
     assert_same(total, sparse_allreduce(mine, comm, partition="hashed"))
 
 
-@pytest.mark.parametrize("algorithm", ["recursive_doubling", "tree", "exact"])
+@pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
 @for_each(pattern=SOME)
 def test_gtopk(comm, cupy, algorithm, pattern):
     mine = bring(pattern, comm.rank, comm.size)

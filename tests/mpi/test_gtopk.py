@@ -15,7 +15,7 @@ from cases import (
     window,
 )
 
-from collectives import gtopk_allreduce
+from collectives import gtopk, gtopk_allreduce
 from mpicomp import CollectiveError, SparseVector, TopK
 
 
@@ -34,7 +34,12 @@ def exact_sum(dense, counts):
     return select(sum(dense), max(counts))
 
 
-ORACLES = {"recursive_doubling": butterfly_sum, "tree": tree_sum, "exact": exact_sum}
+ORACLES = {
+    "recursive_doubling": butterfly_sum,
+    "tree": tree_sum,
+    "exact": exact_sum,
+    "exact_doubling": exact_sum,
+}
 EVERY = pytest.mark.parametrize("algorithm", ORACLES)
 
 
@@ -93,6 +98,14 @@ def test_the_inputs_are_left_alone(comm):
     assert bits(vector) == before
 
 
+@for_each(pattern=PATTERNS, k=[0, 1, 10, 37])
+def test_the_exact_one_with_no_entry_to_spare(comm, monkeypatch, pattern, k):
+    """So the search takes all digits, and the owners split the ties."""
+    monkeypatch.setattr(gtopk, "spared", lambda k: 0)
+    dense = [window(vector) for vector in bring_all(pattern, comm.size)]
+    check(comm, bring(pattern, comm.rank, comm.size), k, dense, algorithm="exact")
+
+
 def test_what_is_dropped_is_spread_over_the_ranks(comm):
     """Of 30 P disjoint entries 30 stay; a rank keeps 1/2 of 30, 1/4, ... round by round, and 30 more if it folded."""
     positions = np.arange(30) * comm.size + comm.rank
@@ -104,7 +117,7 @@ def test_what_is_dropped_is_spread_over_the_ranks(comm):
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize("mine", ["tree", "exact"])
+@pytest.mark.parametrize("mine", ["tree", "exact", "exact_doubling"])
 @pytest.mark.parametrize("others", ["auto", "tree", "exact"])
 def test_ranks_that_name_different_algorithms_all_raise(comm, mine, others):
     if mine == others:

@@ -21,7 +21,7 @@ PUBLISHED = (
     "published, gTop-k (arXiv 1901.04359), 32 GPUs on 1 Gbit/s, efficiency up to: "
     "2.7 to 12 times that of dense, 1.1 to 1.7 times that of Top-k by allgather\n"
 )
-OURS = ["recursive_doubling", "exact"]
+OURS = ["recursive_doubling", "exact", "exact_doubling"]
 DENSE, TOP_K = "MPI_Allreduce", "MPI_Allgatherv"
 
 

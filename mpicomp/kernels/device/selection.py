@@ -82,12 +82,12 @@ def magnitude_keys(values: Array) -> tuple[Array, int]:
     return values.view(form.keys) & form.keys.type(form.mask), form.width
 
 
-def kth_largest(keys: Array, k: int, width: int) -> Search:
+def kth_largest(keys: Array, k: int, width: int, spare: int = 0) -> Search:
     """Search the k-th largest of `keys` digit by digit, as `mpicomp.kernels.host.kth_largest` does.
 
     The histograms that it yields, and is sent, are NumPy's: 2 KiB, that the ranks add up.
     """
-    return digit_by_digit(partial(_digit_counts, keys), k, width)
+    return digit_by_digit(partial(_digit_counts, keys), k, width, spare)
 
 
 def select(keys: Array, threshold: int, ties: int) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format, jit
 
-Search = Generator[Array, Array, tuple[int, int]]
+Search = Generator[Array, Array, tuple[int, int, int]]
 Found = tuple[Array, Array]
 
 SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
@@ -98,13 +98,15 @@ def histogram(values: Array) -> Array:
     return _histogram(values.view(form.signed), form)
 
 
-def kth_largest(keys: Array, k: int, width: int) -> Search:
+def kth_largest(keys: Array, k: int, width: int, spare: int = 0) -> Search:
     """Search the k-th largest of `keys` (unsigned, `width` bits) digit by digit, from the leading one.
 
     A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 256
-    counts, and is sent the histogram to go by: its own, or the sum over the ranks. Returns (threshold, ties): the k-th
-    largest key, and how many of the keys that equal it are among the k largest. Where there are fewer than `k` keys,
-    and none is 0, the threshold is 0: all are above it.
+    counts, and is sent the histogram to go by: its own, or the sum over the ranks. It ends where at most `spare` more
+    than k keys share the leading digits of the k-th largest or are above it, or all its digits are known.
+
+    Returns (floor, ties, there): the least key with those digits, how many of the keys that have them are among the k
+    largest, and how many have them. Where there are fewer than `k` keys the floor is 0.
     """
 
     def counted(prefix: int, shift: int, digit: int) -> Array:
@@ -112,20 +114,20 @@ def kth_largest(keys: Array, k: int, width: int) -> Search:
         _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
         return counts
 
-    return digit_by_digit(counted, k, width)
+    return digit_by_digit(counted, k, width, spare)
 
 
-def digit_by_digit(counted: Callable[[int, int, int], Array], k: int, width: int) -> Search:
+def digit_by_digit(counted: Callable[[int, int, int], Array], k: int, width: int, spare: int) -> Search:
     """Search as `kth_largest` does; counted(prefix, shift, digit) makes the histogram of `digit` bits at `shift`."""
-    prefix, shift = 0, width
-    while shift > 0:
+    prefix, shift, there = 0, width, k + spare + 1
+    while shift > 0 and there > k + spare:
         digit = min(SEARCHED, shift)
         shift -= digit
         counts = yield counted(prefix, shift, digit)
         bucket = bin_of_kth(counts, k)
-        k -= int(counts[bucket + 1 :].sum())
+        k, there = k - int(counts[bucket + 1 :].sum()), int(counts[bucket])
         prefix = prefix << digit | bucket
-    return prefix, k
+    return prefix << shift, k, there
 
 
 def select(keys: Array, threshold: int, ties: int) -> Array:

@@ -1,0 +1,44 @@
+"""How a rank waits: inside MPI, or with naps.
+
+Inside MPI a rank looks for messages without a pause, which is right where it has a core of its own. Where ranks share
+cores, each look of one that waits is time that one that computes does not have, though it yields the core. A nap ends
+up to a fifth of a millisecond after the message came.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+VARIABLE = "MPICOMP_WAIT"  # "nap" or "block"; "auto", the default, naps where a node has more ranks than cores
+SETTINGS = ("auto", "nap", "block")
+
+
+def naps(comm: "MPI.Intracomm", nodes: list[int]) -> bool:
+    """Return whether this rank waits with naps. Collective, blocks; ValueError on all ranks for a setting unknown.
+
+    nodes: for each rank, the first rank that shares its memory.
+    """
+    said = comm.allgather((os.environ.get(VARIABLE, "auto"), cores()))
+    for rank, (setting, _) in enumerate(said):
+        if setting not in SETTINGS:
+            raise ValueError(f"the environment variable {VARIABLE} is {setting!r} on rank {rank}: expected {SETTINGS}")
+    here = [mask for (_, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
+    setting, _ = said[comm.rank]
+    return crowded(here) if setting == "auto" else setting == "nap"
+
+
+def crowded(masks: list[int]) -> bool:
+    """Return whether there are fewer cores than ranks, each of which may run on the cores of a mask."""
+    together = 0
+    for mask in masks:
+        together |= mask
+    return together.bit_count() < len(masks)
+
+
+def cores() -> int:
+    """Return the cores that this process may run on, as the bits of a number."""
+    if not hasattr(os, "sched_getaffinity"):  # as on macOS
+        return (1 << (os.cpu_count() or 1)) - 1
+    return sum(1 << core for core in os.sched_getaffinity(0))

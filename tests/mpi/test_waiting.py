@@ -1,0 +1,50 @@
+"""How ranks wait, as the environment and the cores say; and that both ways give the same bits."""
+
+import pytest
+from cases import bits, bring
+
+from collectives import gtopk_allreduce, sparse_allreduce, waiting
+from collectives.progress import wait_for
+from collectives.transport import endpoint_of
+
+
+def asking(comm, monkeypatch, setting, cores):
+    """Return a duplicate of `comm` on which this rank said how it waits, and whether it naps there."""
+    monkeypatch.setenv(waiting.VARIABLE, setting)
+    monkeypatch.setattr(waiting, "cores", lambda: cores)
+    own = comm.Dup()
+    return own, endpoint_of(own, wait_for).naps
+
+
+@pytest.mark.parametrize(("setting", "cores", "expected"), [
+    ("nap", lambda rank: (1 << 64) - 1, lambda size: True),
+    ("block", lambda rank: 1, lambda size: False),
+    ("auto", lambda rank: 1, lambda size: size > 1),  # all on one core
+    ("auto", lambda rank: 1 << rank, lambda size: False),  # bound to a core each
+    ("auto", lambda rank: 3 << rank // 2 * 2, lambda size: False),  # two each, shared by two
+    ("auto", lambda rank: 7, lambda size: size > 3),
+])  # fmt: skip
+def test_a_rank_naps_where_it_is_told_to_or_ranks_outnumber_cores(comm, monkeypatch, setting, cores, expected):
+    own, naps = asking(comm, monkeypatch, setting, cores(comm.rank))
+    assert naps == expected(comm.size)
+    own.Free()
+
+
+def test_both_ways_give_the_same_bits(comm, monkeypatch):
+    vector, results = bring("random", comm.rank, comm.size), []
+    for setting in "nap", "block":
+        own, _ = asking(comm, monkeypatch, setting, 1)
+        for algorithm in "recursive_doubling", "exact":
+            results.append(bits(gtopk_allreduce(vector, own, 9, algorithm=algorithm)[0]))
+        results.append(bits(sparse_allreduce(vector, own)))
+        own.Free()
+    assert results[:3] == results[3:]
+
+
+def test_a_setting_unknown_on_one_rank_raises_on_all(comm, monkeypatch):
+    with pytest.raises(ValueError, match=f"MPICOMP_WAIT is 'spin' on rank {comm.size - 1}: expected"):
+        asking(comm, monkeypatch, "spin" if comm.rank == comm.size - 1 else "block", 1)
+
+
+def test_the_cores_of_this_process_are_some():
+    assert waiting.cores() > 0
