@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from impairing import Faults
 from links import Relay, clamp, dropped_by_netem, has_netem, impair, shape
@@ -220,8 +220,12 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.command == "run" and not options.line:
         parser.error("run: expected a command, such as: run python -m mpi4py x.py")
-    if options.command == "up" and options.jitter > max(options.delay, options.wait):
-        parser.error("up: expected a --jitter of at most the delay")
+    if options.command == "up":
+        if options.delay and options.wait:
+            parser.error("up: got a DELAY and a --delay: expected one of them, as they are the same")
+        options.delay = options.delay or options.wait
+        if options.jitter > options.delay:
+            parser.error("up: expected a --jitter of at most the delay")
     return options
 
 
@@ -260,9 +264,7 @@ def main(arguments: list[str]) -> int:
     testbed = Testbed(options.name)
     if options.command == "up":
         faults = Faults(**{name: getattr(options, name) for name in asdict(Faults())})
-        testbed.up(
-            options.size, options.rate, replace(faults, delay=options.delay or options.wait), relay=options.relay
-        )
+        testbed.up(options.size, options.rate, faults, relay=options.relay)
     elif options.command == "run":
         return testbed.run(options.line)
     elif options.command in ("bytes", "faults"):
