@@ -1,4 +1,4 @@
-"""Run every collective over links with faults:  sudo python tests/faulty_links.py [--ranks 4] [--seed 1]
+"""Run every collective over links with faults:  sudo python tests/faulty_links.py [--ranks 4] [--runs 1]
 
 On hosts of benchmarks/testbed: first over clean links, then over links that lose, double, hold back or delay frames,
 and that do all of it at once. The results of each rank, float32 from seeds, are to have the same bits as over the clean
@@ -170,6 +170,7 @@ def main():
     parser.add_argument("--rate", default="100mbit", help="of each link")
     parser.add_argument("--length", type=int, default=LENGTH, help="of the gradients")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    parser.add_argument("--runs", type=int, default=1, help="with as many seeds, from --seed on")
     parser.add_argument("--name", default="links", help="of the testbed")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -178,20 +179,26 @@ def main():
         return 0
     if reason := refusal("--relay"):
         sys.exit(reason)
-    over = {"ranks": asked.ranks, "rate": asked.rate, "seed": asked.seed, "length": asked.length, "name": asked.name}
+    over = {name: getattr(asked, name) for name in ("ranks", "rate", "length", "name")}
     clean, _, took = run("", **over)
     print(f"{'links':<12}" + "".join(f"{name:>12}" for name in COUNTS) + "     seconds  other bits")
     print(f"{'clean':<12}" + f"{'-':>12}" * len(COUNTS) + f"{took:>12.1f}  {len(clean[0])} operations", flush=True)
     failed = False
-    for case, (faults, expected) in CASES.items():
-        digests, counts, took = run(faults, **over)
-        other, missing = differences(clean, digests), absent(counts, expected)
-        sums = "".join(f"{sum(link[name] for link in counts):>12,}" for name in COUNTS)
-        print(f"{case:<12}{sums}{took:>12.1f}  {', '.join(other) or 'none'}", flush=True)
-        if missing:
-            print(f"{'':<12}did not happen: {', '.join(missing)}", flush=True)
-        failed |= bool(other or missing)
+    for seed in range(asked.seed, asked.seed + asked.runs):
+        for case, (faults, expected) in CASES.items():
+            failed |= faulty(case, clean, expected, run(faults, seed=seed, **over))
     return int(failed)
+
+
+def faulty(case, clean, expected, ran):
+    """Print the row of a case, and return whether it failed."""
+    digests, counts, took = ran
+    other, missing = differences(clean, digests), absent(counts, expected)
+    sums = "".join(f"{sum(link[name] for link in counts):>12,}" for name in COUNTS)
+    print(f"{case:<12}{sums}{took:>12.1f}  {', '.join(other) or 'none'}", flush=True)
+    if missing:
+        print(f"{'':<12}did not happen: {', '.join(missing)}", flush=True)
+    return bool(other or missing)
 
 
 if __name__ == "__main__":
