@@ -2,8 +2,10 @@
 """Several hosts with slow links on one machine: network namespaces, whose links the kernel shapes and counts.
 
 python testbed.py up 8 100mbit [DELAY]       P hosts, each with a full-duplex link of a rate to one switch
+python testbed.py up 4 100mbit --loss 1%     the same, over links that lose, double, reorder or delay frames
 python testbed.py run python -m mpi4py x.py  one rank a host, over TCP, by Open MPI's mpirun
 python testbed.py reset | bytes [--json]     what each host sent and received since `reset`, with headers
+python testbed.py faults [--json]            what each link did to the frames of its host since `reset`
 python testbed.py down                       remove everything
 
 Needs root, and ip and tc (iproute2). README.md beside this file says what it can and cannot tell.
