@@ -2,15 +2,12 @@
 
 import json
 import os
-import pathlib
 import shutil
-import subprocess
 import sys
 
 import pytest
+from hosts import NAME, on_hosts, refusal
 
-TESTBED = pathlib.Path(__file__).parent.parent / "benchmarks" / "testbed" / "testbed.py"
-NAME = f"test-{os.getpid()}"
 SENT = 4_000_000
 PROGRAM = f"""
 import time
@@ -27,24 +24,11 @@ if comm.rank == 0:
 """
 
 
-def on_hosts(*arguments, name=NAME):
-    """Run the script and return what it printed, or its error."""
-    command = [sys.executable, str(TESTBED), "--name", name, *arguments]
-    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=100, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.fixture
 def two_hosts():
-    if os.geteuid() or not shutil.which("tc"):
-        pytest.skip("network namespaces and shaped links need root, and tc (iproute2)")
-    status, said = on_hosts("up", "2", "100mbit")
-    if "the kernel" in said or "not permitted" in said:
-        pytest.skip(f"this machine makes no testbed: {said}")
-    assert status == 0, said
+    if reason := refusal():
+        pytest.skip(reason)
+    assert on_hosts("up", "2", "100mbit") == (0, "")
     yield
     assert on_hosts("down") == (0, "")
 
@@ -72,6 +56,10 @@ def test_two_hosts_carry_bytes_that_are_counted(two_hosts, tmp_path):
         (["up", "2", "0mbit"], "got '0mbit': expected a rate"),
         (["up", "none", "1gbit"], "got 'none': expected 1 to 200 hosts"),
         (["up", "2", "1gbit", "soon"], "got 'soon': expected a delay such as 50us"),
+        (["up", "2", "1gbit", "--loss", "some"], "got 'some': expected a share of the frames such as 1%"),
+        (["up", "2", "1gbit", "--reorder", "101%"], "got '101%': expected a share"),
+        (["up", "2", "1gbit", "1ms", "--jitter", "2ms"], "expected a --jitter of at most the delay"),
+        (["up", "2", "1gbit", "1ms", "--delay", "2ms"], "got a DELAY and a --delay"),
         (["run"], "expected a command"),
     ],
 )

@@ -2,8 +2,10 @@
 """Several hosts with slow links on one machine: network namespaces, whose links the kernel shapes and counts.
 
 python testbed.py up 8 100mbit [DELAY]       P hosts, each with a full-duplex link of a rate to one switch
+python testbed.py up 4 100mbit --loss 1%     the same, over links that lose, double, reorder or delay frames
 python testbed.py run python -m mpi4py x.py  one rank a host, over TCP, by Open MPI's mpirun
 python testbed.py reset | bytes [--json]     what each host sent and received since `reset`, with headers
+python testbed.py faults [--json]            what each link did to the frames of its host since `reset`
 python testbed.py down                       remove everything
 
 Needs root, and ip and tc (iproute2). README.md beside this file says what it can and cannot tell.
@@ -17,15 +19,14 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import NoReturn
+from dataclasses import asdict
+
+from impairing import Faults
+from links import Relay, clamp, dropped_by_netem, has_netem, impair, shape
+from namespaces import call, fail, inside, ip, make_namespace
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SUBNET = "10.77.0."  # seen inside the namespaces only, so that two testbeds may use the same
-TCP = {
-    "tcp_congestion_control": "cubic",  # BBR, the default of some kernels, takes the pauses of MPI for a slow link
-    "tcp_slow_start_after_idle": "0",
-    "tcp_no_metrics_save": "1",
-}
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -50,11 +51,15 @@ exec ip netns exec $host unshare --uts bash -c "hostname $host; export TMPDIR={f
 """
 
 
+Counts = list[dict[str, int]]  # of each host
+
+
 class Testbed:
     """The hosts of one name: a folder that says how many they are, and the namespaces."""
 
     def __init__(self, name: str) -> None:
         self.name, self.folder = name, pathlib.Path("/run/mpicomp-testbed") / name
+        self.relay = Relay(self.folder)
 
     @property
     def hosts(self) -> list[str]:
@@ -70,8 +75,11 @@ class Testbed:
         """The namespace of the switch, from which mpirun starts the ranks."""
         return f"{self.name}-hub"
 
-    def up(self, size: int, rate: float, delay: str | None) -> None:
-        """Make the hosts and their links; leave nothing behind when that fails."""
+    def up(self, size: int, rate: float, faults: Faults, *, relay: bool = False) -> None:
+        """Make the hosts and their links; leave nothing behind when that fails.
+
+        relay: with a switch in user space, also where the kernel has sch_netem, or there are no faults.
+        """
         if self.folder.exists():
             fail("it is up already: call `down` first")
         (self.folder / "tmp").mkdir(parents=True)
@@ -80,31 +88,54 @@ class Testbed:
         shell.write_text(REMOTE_SHELL.format(name=self.name, folder=self.folder))
         shell.chmod(0o755)
         try:
-            self._make_hub()
+            make_namespace(self.hub)
+            faulty = faults != Faults(seed=faults.seed)
+            relay = relay or (faulty and not has_netem(self.hub))
+            self._make_switch(relay=relay)
             for number, host in enumerate(self.hosts, 1):
-                self._make_host(number, host, rate, delay)
+                self._make_host(number, host, rate)
+                self._join(number, host, relay=relay)
+                if faulty and not relay:
+                    impair(host, "eth0", faults)
+            if relay:
+                self.relay.start(self.hub, size, faults)
             self.reset()
         except BaseException:
             self.down()
             raise
 
-    def _make_hub(self) -> None:
-        make_namespace(self.hub)
-        ip(self.hub, "link add switch type bridge")
+    def _make_switch(self, *, relay: bool) -> None:
+        """Make the device by which the hub itself is at the switch: the kernel's bridge, or a cable to the relay."""
+        ip(self.hub, f"link add switch type {'veth peer name port0' if relay else 'bridge'}")
+        if relay:
+            ip(self.hub, "link set port0 arp off up")
+            self._switch_offloads_off(self.hub, "switch")
         ip(self.hub, f"address add {SUBNET}254/24 dev switch")
         ip(self.hub, "link set switch up")
 
-    def _make_host(self, number: int, host: str, rate: float, delay: str | None) -> None:
+    def _make_host(self, number: int, host: str, rate: float) -> None:
+        """Make a host, and its link to a port of the hub."""
         (self.folder / "tmp" / str(number)).mkdir()
         make_namespace(host)
         ip(self.hub, f"link add port{number} type veth peer name eth0 netns {host}")
         bundle = clamp(rate / 8 / 4000, 3000, 65536)  # of TCP segments: a quarter of a millisecond, so that flows mix
         for space, device in (host, "eth0"), (self.hub, f"port{number}"):
             ip(space, f"link set {device} gso_max_size {bundle} gro_max_size {bundle} txqueuelen 1000")
-            shape(space, device, rate, delay if device == "eth0" else None)
-        ip(self.hub, f"link set port{number} master switch up")
+            shape(space, device, rate)
         ip(host, f"address add {SUBNET}{number}/24 dev eth0")
         ip(host, "link set eth0 up")
+
+    def _join(self, number: int, host: str, *, relay: bool) -> None:
+        """Let a port belong to the switch."""
+        if relay:
+            self._switch_offloads_off(host, "eth0")
+            ip(self.hub, f"link set port{number} arp off up")  # else the hub would answer here for its other devices
+        else:
+            ip(self.hub, f"link set port{number} master switch up")
+
+    def _switch_offloads_off(self, space: str, device: str) -> None:
+        program = inside(space, sys.executable, str(pathlib.Path(__file__).with_name("offloads.py")), device)
+        call(program, "the kernel does not let the offloads of a veth pair be switched off")
 
     def run(self, command: list[str]) -> int:
         """Start a command on every host, one rank each, and return its exit status."""
@@ -115,82 +146,33 @@ class Testbed:
         agents = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
         hosts = ",".join(f"{SUBNET}{number}:1" for number in range(1, len(self.hosts) + 1))
         start = ["mpirun", "--host", hosts, "-n", str(len(self.hosts)), "--bind-to", "none", "--map-by", "node"]
-        enter = [
-            "ip",
-            "netns",
-            "exec",
-            self.hub,
-            "unshare",
-            "--uts",
-            "bash",
-            "-c",
-            f'hostname {self.hub}; exec "$@"',
-            "-",
-        ]
+        enter = inside(self.hub, "unshare", "--uts", "bash", "-c", f'hostname {self.hub}; exec "$@"', "-")
         environment = {**os.environ, **OPEN_MPI, **agents}  # the stand-in for ssh hands it on
         return subprocess.run([*enter, *start, *command], env=environment, check=False).returncode
 
-    def counted(self) -> list[dict[str, int]]:
-        """Return the bytes that the kernel counted at each host's interface since it is there."""
+    def counted(self) -> dict[str, Counts]:
+        """Return what there is to count since it is there, host by host."""
         links = [json.loads(ip(host, "-json -stats link show eth0"))[0] for host in self.hosts]
-        return [{"sent": link["stats64"]["tx"]["bytes"], "received": link["stats64"]["rx"]["bytes"]} for link in links]
+        sums = [{"sent": link["stats64"]["tx"]["bytes"], "received": link["stats64"]["rx"]["bytes"]} for link in links]
+        if self.relay.made:
+            return {"bytes": sums, "faults": self.relay.counts()}
+        return {"bytes": sums, "faults": [dropped_by_netem(host, "eth0") for host in self.hosts]}
 
     def reset(self) -> None:
         """Count from here on."""
         (self.folder / "counted").write_text(json.dumps(self.counted()))
 
-    def bytes(self) -> list[dict[str, int]]:
-        """Return the bytes that each host sent and received since `reset`."""
-        now, before = self.counted(), json.loads((self.folder / "counted").read_text())
-        return [{way: new[way] - old[way] for way in new} for new, old in zip(now, before, strict=True)]
+    def since_reset(self, what: str) -> Counts:
+        """Return the "bytes" that each host sent and received, or the "faults" of its link, since `reset`."""
+        now, before = self.counted()[what], json.loads((self.folder / "counted").read_text())[what]
+        return [{name: new[name] - old[name] for name in new} for new, old in zip(now, before, strict=True)]
 
     def down(self) -> None:
-        """Remove the namespaces, and with them the links, and the folder."""
+        """End the relay, and remove the namespaces, and with them the links, and the folder."""
+        self.relay.stop()
         for space in [self.hub, *self.hosts] if self.folder.exists() else []:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def make_namespace(name: str) -> None:
-    """Make a network namespace with a loopback interface, and the TCP settings of a cluster."""
-    call(["ip", "netns", "add", name])
-    ip(name, "link set lo up")
-    for setting, value in TCP.items():
-        write = f"echo {value} > /proc/sys/net/ipv4/{setting}"
-        call(["ip", "netns", "exec", name, "sh", "-c", write], f"the kernel refuses {setting} = {value}")
-
-
-def shape(space: str, device: str, rate: float, delay: str | None) -> None:
-    """Let a device send at most at a rate; the bucket holds a millisecond, as timers are late."""
-    bucket, queue = clamp(rate / 8000, 32768, 1_000_000), clamp(rate / 160, 300_000, 50_000_000)
-    tbf = f"qdisc add dev {device} root handle 1: tbf rate {rate:.0f} burst {bucket} limit {queue}"
-    call(["tc", "-netns", space, *tbf.split()], "the kernel has no sch_tbf")
-    if delay:
-        netem = f"qdisc add dev {device} parent 1: netem delay {delay} limit 100000"
-        call(["tc", "-netns", space, *netem.split()], "no delay here: the kernel has no sch_netem; leave DELAY out")
-
-
-def clamp(number: float, low: int, high: int) -> int:
-    """Return the whole number nearest to `number` between two bounds."""
-    return int(min(max(number, low), high))
-
-
-def ip(space: str, command: str) -> str:
-    """Run ip in a namespace and return what it prints."""
-    return call(["ip", "-netns", space, *command.split()])
-
-
-def call(command: list[str], meaning: str = "") -> str:
-    """Run a command and return what it prints; when it fails, say what that means, and what it said itself."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        fail(f"{meaning or 'failed'} ({' '.join(command)}: {done.stderr.strip()})")
-    return done.stdout
-
-
-def fail(reason: str) -> NoReturn:
-    """End with a reason."""
-    sys.exit(f"testbed: {reason}")
 
 
 def rate(text: str) -> float:
@@ -201,11 +183,20 @@ def rate(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def delay(text: str) -> str:
-    """Return a delay as tc writes it."""
-    if not re.fullmatch(r"\d+(\.\d+)?(us|ms)", text):
+def seconds(text: str) -> float:
+    """Return the seconds that a text says."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms)", text)
+    if not found:
         raise argparse.ArgumentTypeError(f"got {text!r}: expected a delay such as 50us or 1ms")
-    return text
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3}[found[2]]
+
+
+def share(text: str) -> float:
+    """Return the share that a text says."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    if not found or float(found[1]) > 100:
+        raise argparse.ArgumentTypeError(f"got {text!r}: expected a share of the frames such as 1% or 0.5%")
+    return float(found[1]) / 100
 
 
 def hosts(text: str) -> int:
@@ -221,18 +212,48 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="testbed.py", description=__doc__, formatter_class=formatter)
     parser.add_argument("--name", default="testbed", help="of the testbed, where there are several (%(default)s)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    up = commands.add_parser("up", help="make hosts and links")
-    up.add_argument("size", type=hosts, metavar="P", help="number of hosts: 8")
-    up.add_argument("rate", type=rate, metavar="RATE", help="of each link, each way: 100mbit, 1gbit")
-    up.add_argument("delay", type=delay, nargs="?", metavar="DELAY", help="one way, where the kernel has netem: 50us")
+    add_up(commands.add_parser("up", help="make hosts and links"))
     commands.add_parser("run", help="start a command on every host").add_argument("line", nargs=argparse.REMAINDER)
-    commands.add_parser("reset", help="count bytes from here on")
-    commands.add_parser("bytes", help="print them").add_argument("--json", action="store_true", help="for a program")
+    commands.add_parser("reset", help="count bytes and faults from here on")
+    for counted in "bytes", "faults":
+        commands.add_parser(counted, help="print them").add_argument(
+            "--json", action="store_true", help="for a program"
+        )
     commands.add_parser("down", help="remove everything")
     options = parser.parse_args(arguments)
     if options.command == "run" and not options.line:
         parser.error("run: expected a command, such as: run python -m mpi4py x.py")
+    if options.command == "up":
+        if options.delay and options.wait:
+            parser.error("up: got a DELAY and a --delay: expected one of them, as they are the same")
+        options.delay = options.delay or options.wait
+        if options.jitter > options.delay:
+            parser.error("up: expected a --jitter of at most the delay")
     return options
+
+
+def add_up(up: argparse.ArgumentParser) -> None:
+    """Say what hosts and links can be asked for."""
+    up.add_argument("size", type=hosts, metavar="P", help="number of hosts: 8")
+    up.add_argument("rate", type=rate, metavar="RATE", help="of each link, each way: 100mbit, 1gbit")
+    up.add_argument("wait", type=seconds, nargs="?", default=0.0, metavar="DELAY", help="the same as --delay")
+    faults = up.add_argument_group("what a link does to the frames that its host sends")
+    for name, what in (
+        ("loss", "share of the frames that get lost: 1%%"),
+        ("duplicate", "share of the frames that come twice"),
+        ("reorder", "share of the frames that are held back, behind those that follow"),
+    ):
+        faults.add_argument(f"--{name}", type=share, default=0.0, metavar="SHARE", help=what)
+    faults.add_argument("--delay", type=seconds, default=0.0, metavar="TIME", help="of every frame: 50us, 2ms")
+    faults.add_argument(
+        "--jitter", type=seconds, default=0.0, metavar="TIME", help="more or less than --delay by up to"
+    )
+    faults.add_argument(
+        "--seed", type=int, default=0, help="of which frames it befalls (%(default)s); by the relay only"
+    )
+    faults.add_argument(
+        "--relay", action="store_true", help="by the relay, which counts, also where there is sch_netem"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -245,23 +266,25 @@ def main(arguments: list[str]) -> int:
             fail(f"there is no {tool} on the PATH: install iproute2 (ip, tc) and util-linux (unshare)")
     testbed = Testbed(options.name)
     if options.command == "up":
-        testbed.up(options.size, options.rate, options.delay)
+        faults = Faults(**{name: getattr(options, name) for name in asdict(Faults())})
+        testbed.up(options.size, options.rate, faults, relay=options.relay)
     elif options.command == "run":
         return testbed.run(options.line)
-    elif options.command == "bytes":
-        report(testbed.bytes(), as_json=options.json)
+    elif options.command in ("bytes", "faults"):
+        counts = testbed.since_reset(options.command)
+        report(counts if any(counts) else fail("no faults were asked for"), as_json=options.json)
     else:
         testbed.reset() if options.command == "reset" else testbed.down()
     return 0
 
 
-def report(counts: list[dict[str, int]], *, as_json: bool) -> None:
-    """Print the bytes of each host."""
+def report(counts: Counts, *, as_json: bool) -> None:
+    """Print what was counted of each host."""
     if as_json:
         print(json.dumps(counts))
         return
     for number, count in enumerate(counts, 1):
-        print(f"host {number}: sent {count['sent']:>15,}  received {count['received']:>15,}")
+        print(f"host {number}: " + "  ".join(f"{name} {value:>15,}" for name, value in count.items()))
 
 
 if __name__ == "__main__":
