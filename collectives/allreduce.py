@@ -29,6 +29,7 @@ from collectives.reduce_scatter import split
 from collectives.schedule import halving
 from collectives.survey import PARTITIONS, Survey, look_around
 from collectives.votes import counting, with_votes
+from mpicomp.arrays import beside, namespace, to_numpy
 from mpicomp.vector import SparseVector, add_up, index_dtype
 
 Choice = tuple[str | None, Survey]  # an algorithm, None when the terms turn out to differ; and what it has to know
@@ -201,13 +202,12 @@ def dense_mpi(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVec
 
     float16 travels as float32: MPI has no type for it.
     """
-    vector = offer.vector
-    values = np.zeros((survey.length, *vector.values.shape[1:]), np.promote_types(vector.dtype, np.float32))
-    values[vector.indices] = vector.values
-    reduction = channel.endpoint.reduce(values.reshape(-1))
+    vector, xp = offer.vector, namespace(offer.vector.values)
+    values = vector.to_dense().astype(np.promote_types(vector.dtype, np.float32), copy=False)
+    reduction = channel.endpoint.reduce(to_numpy(values).reshape(-1))
     yield (reduction,)
-    total = reduction.total.astype(vector.dtype, copy=False).reshape(values.shape)
-    return SparseVector(np.arange(survey.length, dtype=index_dtype(survey.length)), total, survey.length)
+    total = beside(reduction.total, values).astype(vector.dtype, copy=False).reshape(values.shape)
+    return SparseVector(xp.arange(survey.length, dtype=index_dtype(survey.length)), total, survey.length)
 
 
 def recursive_halving(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:

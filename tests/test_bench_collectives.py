@@ -16,6 +16,7 @@ from collectives.cli import main
 from collectives.cli.bench import chart, interfaces
 from collectives.cli.bench.bounds import dense_nbytes, index_bits, least_nbytes
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES
+from collectives.cli.bench.step import OURS
 from collectives.cli.bench.supports import PATTERNS, draw, gradient_above
 from collectives.profiles import NETWORKS
 from collectives.progress import wait_for
@@ -274,7 +275,7 @@ def test_a_step_is_compared_with_the_published_ways(capsys, tmp_path):
         assert main(["bench", "step", *some, *pause, "--dense-repeats", "2", "--json", str(file)]) == 0
         *table, published = capsys.readouterr().out.splitlines()
         rows = json.loads(file.read_text())["rows"]
-        names = ["MPI_Allreduce", "MPI_Allgatherv", "gTop-k tree, as published", "recursive_doubling", "exact"]
+        names = ["MPI_Allreduce", "MPI_Allgatherv", "gTop-k tree, as published", *OURS]
         assert [row["algorithm"] for row in rows] == [*names, "GradientExchange recursive_doubling"]
         assert [row["turns"] for row in rows] == [2, 3, 3, 3, 3, 3]
         assert len(table) == 1 + len(rows)

@@ -134,7 +134,7 @@ def test_tune_writes_a_profile_and_checks_it(capsys, tmp_path, monkeypatch):
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "rows.json").read_text())
     assert f"median error of the model {found['median_error']:.0%}" in said
-    assert len(found["rows"]) == 2 * (6 + 2 + 3 + 1 + 1 + 1)
+    assert len(found["rows"]) == 2 * (6 + 2 + 4 + 1 + 1 + 1)
     assert all(row["predicted"] > 0 for row in found["rows"] if row["algorithm"] != checking.RULE)
 
 

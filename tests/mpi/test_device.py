@@ -13,6 +13,7 @@ import collectives
 from collectives import (
     SupportPlan,
     aligned_allreduce,
+    allreduce,
     dense_allreduce,
     gtopk,
     gtopk_allreduce,
@@ -28,7 +29,7 @@ from collectives import (
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.codec import CODECS
 
-SUMS = "auto", "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", "node_leaders"
+SUMS = "auto", *allreduce.ALGORITHMS
 SOME = "random", "empty", "one_holds_all", "unequal"
 
 
