@@ -277,7 +277,7 @@ def test_a_step_is_compared_with_the_published_ways(capsys, tmp_path):
         rows = json.loads(file.read_text())["rows"]
         names = ["MPI_Allreduce", "MPI_Allgatherv", "gTop-k tree, as published", *OURS]
         assert [row["algorithm"] for row in rows] == [*names, "GradientExchange recursive_doubling"]
-        assert [row["turns"] for row in rows] == [2, 3, 3, 3, 3, 3]
+        assert [row["turns"] for row in rows] == [2] + [3] * (len(rows) - 1)
         assert len(table) == 1 + len(rows)
         assert "1.1 to 1.7 times" in published
         for row in rows:

@@ -87,7 +87,7 @@ def rows(
     warm_up(comm)
     baselines = ["dense", "allgather", "tree"]
     plan = Plan("gtopk", OURS, ["auto"], baselines, repeats, dense_repeats, from_gradient=True)
-    bar: Any = progress(len(models) * 6 * repeats) if comm.rank == 0 else Silent()
+    bar: Any = progress(len(models) * (len(baselines) + len(OURS) + 1) * repeats) if comm.rank == 0 else Silent()
     for name, model in models.items():
         case = Case(model.length, "float32", density, "independent")
         vector = draw(case.pattern, comm.rank, comm.size, case.length, case.entries, case.dtype)
