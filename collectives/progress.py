@@ -76,7 +76,7 @@ class Request(Generic[T]):
             self._steps.close()
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
                 error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
-            if failure.is_failure(error):
+            if failure.is_failure(error, self.endpoint.comm):
                 error = self._rank_failed()
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True

@@ -236,8 +236,8 @@ class GradientExchange:
 
         comm: of ranks that have this exchange, all of which call. What the ranks that are gone owed is lost with them;
         the mean is then over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks when
-        they have not kept the same steps, which `agree` prevents: go on from a checkpoint then; RankFailedError and
-        CollectiveTimeoutError as a step does. The exchange is then as it was.
+        they have not kept the same steps (the collective compares lengths), which `agree` prevents: go on from a
+        checkpoint then; RankFailedError and CollectiveTimeoutError as a step does. The exchange is then as it was.
         """
         self._check_between_steps()
         self._check_steps(comm)
