@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_go_on_keeps_nobody_waiting(comm):
     configure(timeout=0.4)
     try:
         if comm.rank < 2:
-            with pytest.raises(CollectiveTimeoutError, match="Silent: .*rank 2"):
+            with pytest.raises(CollectiveTimeoutError, match=r"Silent: .*rank 2"):
                 exchange.continue_on(some)
     finally:
         configure(timeout=None)
