@@ -25,13 +25,19 @@ def survives() -> bool:
     return asked and MPI.Get_library_version().startswith("Open MPI") and hasattr(MPI.Comm, "Shrink")
 
 
-def is_failure(error: BaseException) -> bool:
-    """Return whether MPI says by this error that a rank died, or that another rank has found that out."""
+def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> bool:
+    """Return whether MPI says by this error that a rank died, or that another rank has found that out.
+
+    comm: where it was raised by one of MPI's own nonblocking collectives: these raise an internal error for both.
+    """
     from mpi4py import MPI
 
+    if not (isinstance(error, MPI.Exception) and survives()):
+        return False
     names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
     classes = {getattr(MPI, name, None) for name in names} - {None}  # mpi4py has them from 4.0.1 on
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in classes and survives()
+    got = error.Get_error_class()
+    return got in classes or (got == MPI.ERR_INTERN and comm is not None and (comm.Is_revoked() or bool(_known(comm))))
 
 
 def found(comm: "MPI.Intracomm", doing: str) -> str:
@@ -51,14 +57,17 @@ def _dead(comm: Any) -> list[int]:
     from mpi4py import MPI
 
     end = time.monotonic() + GRACE
-    while True:
-        group, failed = comm.Get_group(), comm.Get_failed()
-        try:
-            ranks = sorted(failed.Translate_ranks(None, group)) if failed.size else []
-        finally:
-            group.Free()
-            failed.Free()
-        if ranks or time.monotonic() > end:
-            return ranks
+    while not (ranks := _known(comm)) and time.monotonic() < end:
         MPI.COMM_SELF.Iprobe()  # MPI learns of it in its own calls
         time.sleep(1e-3)
+    return ranks
+
+
+def _known(comm: Any) -> list[int]:
+    """Return the ranks of which MPI knows here that they died."""
+    group, failed = comm.Get_group(), comm.Get_failed()
+    try:
+        return sorted(failed.Translate_ranks(None, group)) if failed.size else []
+    finally:
+        group.Free()
+        failed.Free()

@@ -76,7 +76,7 @@ class Request(Generic[T]):
             self._steps.close()
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
                 error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
-            if failure.is_failure(error):
+            if failure.is_failure(error, self.endpoint.comm):
                 error = self._rank_failed()
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True
@@ -111,6 +111,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
+        self._abandoned: list[Pending] = []  # what nobody waits for any more: MPI still owns its buffers
         self.timeout = seconds(os.environ.get("MPICOMP_TIMEOUT"), "the environment variable MPICOMP_TIMEOUT")
         self._inside = Lock()
 
@@ -142,10 +143,14 @@ class Engine:
 
     def wait_for(self, pending: Pending) -> None:
         """Return when `pending` is complete; the operations in flight go on meanwhile."""
-        if self._in_flight or self.timeout is not None:
-            self.poll_until(pending.test)
-        else:
+        if not self._in_flight and self.timeout is None:
             pending.wait()
+            return
+        try:
+            self.poll_until(pending.test)
+        except CollectiveTimeoutError:
+            self._abandoned.append(pending)
+            raise
 
     def poll_until(self, reached: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
         """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long."""

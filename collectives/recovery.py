@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives import deadline, failure
-from collectives.messages import Sending
-from collectives.progress import end_all, wait_for
+from collectives.progress import end_all
+from collectives.rounds import rounds_of
 from collectives.transport import endpoint_if_any
 from mpicomp.errors import CollectiveTimeoutError, RankFailedError
 
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 def shrink(comm: "MPI.Intracomm") -> "MPI.Intracomm":
     """Return a communicator of the ranks of `comm` that live, in their order; all of these call it.
 
-    What was in flight on `comm` by this library ends with RankFailedError, and `comm` is revoked inside MPI. A rank
-    that lives and does not call keeps the others waiting.
+    What was in flight on `comm` by this library ends with RankFailedError, and `comm` is revoked inside MPI. All ranks
+    of what is returned were there, and alive, when it was made.
 
-    Raises RuntimeError where MPI does not survive the death of a rank.
+    Raises CollectiveTimeoutError when a rank that lives does not come (`configure`): `comm` stays as it is, and who
+    calls again waits again. RuntimeError where MPI does not survive the death of a rank.
     """
     from mpi4py import MPI
 
@@ -58,29 +59,30 @@ def shrink(comm: "MPI.Intracomm") -> "MPI.Intracomm":
         end_all(endpoint)
         endpoint.comm.Revoke()
     comm.Revoke()
+    rounds_of(comm).meet("a rank that lives did not come to shrink: end the job, or call again to go on waiting")
+    return _tried(comm)
+
+
+def _tried(comm: "MPI.Intracomm") -> "MPI.Intracomm":
+    """Return the communicator of those that live; once more where one died before all had it."""
+    from mpi4py import MPI
+
     survivors = comm.Shrink()
     assert isinstance(survivors, MPI.Intracomm)
-    return survivors
+    sound = rounds_of(survivors).agree(True, "a rank that lives did not come out of MPI's Shrink: end the job")
+    return survivors if sound else _tried(survivors)
 
 
 def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
     """Return whether all ranks say `sound` and none has died, alike on all ranks that live; for `GradientExchange`.
 
-    One agreement of MPI's, which a death does not disturb. Where MPI does not survive one there is nothing to agree on:
-    `sound` comes back. Raises CollectiveTimeoutError when a rank that lives does not come (`configure`).
+    One agreement of MPI's, which a death does not disturb; a rank that is in `shrink` says no. Where MPI does not
+    survive a death there is nothing to agree on: `sound` comes back. Raises CollectiveTimeoutError when a rank that
+    lives does not come (`configure`).
     """
     if not failure.survives():
         return sound
-    flag = np.array([sound], np.int32)
-    try:
-        wait_for(Sending(comm.Iagree(flag)))
-    except CollectiveTimeoutError:
-        raise CollectiveTimeoutError("a rank that lives did not come to agree on whether a step is kept") from None
-    except Exception as error:
-        if not failure.is_failure(error):
-            raise
-        return False
-    return bool(flag[0])
+    return rounds_of(comm).agree(sound, "a rank that lives did not come to agree on whether a step is kept")
 
 
 class TerminatedError(SystemExit):
@@ -113,7 +115,7 @@ def saving(save: Callable[[BaseException], Any], comm: "MPI.Intracomm", *, grace
 def _let_the_others_save(comm: "MPI.Intracomm", grace: float) -> None:
     endpoint, end = endpoint_if_any(comm), time.monotonic() + grace
     if failure.survives():
-        request = comm.Iagree(np.ones(1, np.int32))
+        request = comm.Iagree(np.zeros(1, np.int32))  # no: nobody keeps a step, or shrinks, with a rank that leaves
         while not _ended(request) and time.monotonic() < end:
             time.sleep(1e-3)
     elif endpoint is not None:

@@ -218,11 +218,12 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     def make() -> Endpoint:
         duplicate = comm  # until there is one
         try:
-            duplicate, request = comm.Idup()
+            unmade, request = comm.Idup()
             wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
+            duplicate = unmade  # to revoke it before would crash Open MPI
             return Endpoint(comm, duplicate)
         except MPI.Exception as error:
-            if not is_failure(error):
+            if not is_failure(error, comm):
                 raise
             for each in (comm, duplicate):  # others may wait in either
                 said = found(each, "the first call on a communicator was interrupted")

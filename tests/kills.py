@@ -8,10 +8,12 @@ has to end within the deadline and 5 s, in one of three ways:
     kill, plain   without ULFM the launcher ends the job, and says which rank died of which signal
     stop, plain   the others raise CollectiveTimeoutError, which names the rank, save, and the job ends
 
-What a run did is printed as a line. The exit status is 1 when one did something else.
+What a run did is printed as a line, and at the end how often each outcome came. The exit status is 1 when one did
+something else; a rank that waits for longer then has said where, in what is printed of the job.
 """
 
 import argparse
+import faulthandler
 import os
 import pathlib
 import re
@@ -28,6 +30,11 @@ import numpy as np
 DEADLINE, MORE = 2.0, 5.0  # seconds: what the ranks are configured to, and what a job may take beyond it
 START, PATIENCE = 120.0, 60.0  # seconds until all ranks exchange, and until a job that does not end is ended
 LENGTH, STEPS_AFTER = 400, 20
+DOCUMENTED = {
+    "kill, ulfm": "the others went on",
+    "kill, plain": "the launcher ended the job",
+    "stop, plain": "the others saved, and the job ended",
+}
 COLLECTIVES = (
     "sparse_allreduce",
     "split_allgather",
@@ -51,6 +58,10 @@ class Case:
     victim: int
     collective: str
     moment: float  # seconds after all ranks have begun to exchange
+
+    @property
+    def kind(self):
+        return f"{self.how}, {self.mpi}"
 
     @classmethod
     def drawn(cls, seed, number):
@@ -202,6 +213,7 @@ class Worker:
 
     def go_on(self):
         """Go on with the ranks that are left, and compare what they had and were given with what came of it."""
+        faulthandler.dump_traceback_later(DEADLINE + MORE)
         self.comm = self.collectives.shrink(self.comm)
         self.exchange.continue_on(self.comm)
         self.ranks, self.number = self.comm.allgather(self.me), self.exchange.steps
@@ -211,6 +223,7 @@ class Worker:
             account -= self.step()
             self.check_sum()
         np.testing.assert_array_equal(self.owed(), account)
+        faulthandler.cancel_dump_traceback_later()
 
     def owed(self):
         return sum(self.comm.allgather(self.exchange.feedback.residual.copy()))
@@ -252,15 +265,17 @@ def main():
             wrong = fault(case, took, status, saved, said)
         except RuntimeError as error:
             took, wrong, said = 0.0, "did not begin", str(error)
-        kind = f"{case.how}, {case.mpi}"
-        ends[kind, wrong is None] += 1
-        slowest[kind] = max(slowest[kind], took)
-        print(f"{case}: {took:.2f} s, {'as documented' if wrong is None else wrong}", flush=True)
+        outcome = wrong or DOCUMENTED[case.kind]
+        ends[case.kind, outcome] += 1
+        slowest[case.kind] = max(slowest[case.kind], took)
+        print(f"{case}: {took:.2f} s, {outcome}", flush=True)
         if wrong is not None:
             print(said, flush=True)
+    for (kind, outcome), times in sorted(ends.items()):
+        print(f"{kind}: {times} times {outcome}")
     for kind, most in sorted(slowest.items()):
-        print(f"{kind}: {ends[kind, True]} as documented, {ends[kind, False]} not, slowest {most:.2f} s")
-    return int(any(not sound for _, sound in ends))
+        print(f"{kind}: slowest {most:.2f} s")
+    return int(any(outcome != DOCUMENTED[kind] for kind, outcome in ends))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,21 @@ def test_an_exchange_goes_on_without_those_that_died_and_nothing_is_missing(coll
     assert done.stdout.count("2 of 5 ranks are left, nothing is missing; 3 deaths") == 2, done.stdout + done.stderr
 
 
+def test_ranks_that_die_in_a_recovery_are_left_behind_too():
+    script = pathlib.Path(__file__).with_name("more_deaths.py")
+    command = ["mpirun", "--with-ft", "ulfm", "-n", "6", sys.executable, "-m", "mpi4py", str(script)]
+    done = subprocess.run(command, env=kills.environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.count("2 of 6 ranks are left") == 2, done.stdout + done.stderr
+
+
+def test_ranks_that_hear_of_a_fault_in_different_operations_shrink_together():
+    """And those that come late, where the others have given up and call again."""
+    script = pathlib.Path(__file__).with_name("stragglers.py")
+    command = ["mpirun", "--with-ft", "ulfm", "-n", "4", sys.executable, "-m", "mpi4py", str(script)]
+    done = subprocess.run(command, env=kills.environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.count("all shrank together") == 4, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("number", range(4), ids=["kill, ulfm", "kill, ulfm again", "kill, plain", "stop, plain"])
 def test_a_job_that_loses_a_rank_ends_as_documented(number):
     """The script runs hundreds, and looks at how long they took."""

@@ -236,20 +236,33 @@ class GradientExchange:
 
         comm: of ranks that have this exchange, all of which call. What the ranks that are gone owed is lost with them;
         the mean is then over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks when
-        they have not kept the same steps, which `agree` prevents: go on from a checkpoint then.
+        they have not kept the same steps (the collective compares lengths), which `agree` prevents: go on from a
+        checkpoint then; RankFailedError and CollectiveTimeoutError as a step does. The exchange is then as it was.
         """
         self._check_between_steps()
-        kept = comm.allgather(self.steps)
-        if len(set(kept)) > 1:
-            raise CollectiveError(
-                f"the ranks have kept different numbers of steps, {kept} in rank order: go on from a checkpoint; with "
-                "agree=collectives.agree a step is kept by all ranks or none"
-            )
+        self._check_steps(comm)
         for pipeline in {id(each): each for each in (self._own, *self._pipelines())}.values():
             for part in chain(pipeline.compressor):
                 if hasattr(part, "comm"):
                     part.comm = comm
         self.comm = comm
+
+    def _check_steps(self, comm: Any) -> None:
+        """Compare how many steps the ranks have kept, as the length of a sum of nothing.
+
+        By the collective, not by the communicator: so deadlines hold, and all hear of a rank that dies.
+        """
+        try:
+            outcome = self.collective(SparseVector.empty(self.steps, np.float64), comm)
+            if hasattr(outcome, "wait"):
+                outcome.wait()
+        except CollectiveError as error:
+            if type(error) is not CollectiveError:  # a deadline, or a death
+                raise
+            raise CollectiveError(
+                f"the ranks have kept different numbers of steps, here the length: {error}; go on from a checkpoint; "
+                "with agree=collectives.agree a step is kept by all ranks or none"
+            ) from None
 
     def reset(self) -> None:
         """Forget what is owed, on this rank: its mass is lost. RuntimeError within a step."""

@@ -89,9 +89,31 @@ def test_ranks_that_kept_different_steps_do_not_go_on(comm):
     if comm.rank == 1:
         exchange.comm = alone
         exchange(gradient(comm.rank, 1))
-    with pytest.raises(CollectiveError, match=r"different numbers of steps, \[1, 2, 1\] in rank order: go on from a"):
+    with pytest.raises(
+        CollectiveError, match=r"different numbers of steps.* 1 on ranks 0, 2; 2 on rank 1; go on from a"
+    ):
         exchange.continue_on(comm)
+    assert exchange.comm is (alone if comm.rank == 1 else comm)
     alone.Free()
+
+
+@pytest.mark.exactly(3)
+def test_a_rank_that_does_not_go_on_keeps_nobody_waiting(comm):
+    some, exchange = comm.Dup(), GradientExchange(comm, TopK(k=9), ErrorFeedback(), sparse_allreduce)
+    exchange(gradient(comm.rank, 0))
+    before = exchange.state_dict()
+    sparse_allgather(SparseVector.empty(1), some)
+    configure(timeout=0.4)
+    try:
+        if comm.rank < 2:
+            with pytest.raises(CollectiveTimeoutError, match=r"Silent: .*rank 2"):
+                exchange.continue_on(some)
+    finally:
+        configure(timeout=None)
+    comm.Barrier()
+    assert exchange.comm is comm
+    np.testing.assert_equal(exchange.state_dict(), before)
+    exchange(gradient(comm.rank, 1))
 
 
 @pytest.mark.exactly(2)
