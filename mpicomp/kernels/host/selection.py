@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format, jit
+from mpicomp.kernels.host.prefetching import CHUNK, prefetch
 
 Search = Generator[Array, Array, tuple[int, int, int]]
 Found = tuple[Array, Array]
 
 SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
-_CHUNK = 32
-_BITS = np.uint32(1) << np.arange(_CHUNK, dtype=np.uint32)
+_BITS = np.uint32(1) << np.arange(CHUNK, dtype=np.uint32)
 _SAMPLE = 1 << 14  # values looked at for the lower threshold
 _SIGMAS = 4
 
@@ -223,7 +223,7 @@ def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> 
 
     Some are left when more than `room` were found. The buffers take no more memory than what is written to them.
     """
-    room = min(room, bits.size) + _CHUNK
+    room = min(room, bits.size) + CHUNK
     positions, found = np.empty(room, np.intp), np.empty(room, bits.dtype)
     count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, found)
     return positions[: int(count)], found[: int(count)], bits.size - int(seen)
@@ -277,18 +277,19 @@ def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-unty
     The bound of the inner loops is not a constant, or they would be unrolled before they are vectorised.
     """
     count = np.uint64(0)
-    for i in range((bits.size + _CHUNK - 1) // _CHUNK):
-        width = min(_CHUNK, bits.size - _CHUNK * i)
+    for i in range((bits.size + CHUNK - 1) // CHUNK):
+        width = min(CHUNK, bits.size - CHUNK * i)
+        prefetch(bits, CHUNK * i)
         top = bits.dtype.type(0)
         for j in range(width):
-            top = max(top, bits.dtype.type(bits[_CHUNK * i + j] & mask))
+            top = max(top, bits.dtype.type(bits[CHUNK * i + j] & mask))
         if top >= floor:
             if count + np.uint64(width) > np.uint64(positions.size):
-                return count, _CHUNK * i
+                return count, CHUNK * i
             found = np.uint32(0)
             for j in range(width):
-                found |= _BITS[j] if bits.dtype.type(bits[_CHUNK * i + j] & mask) >= floor else np.uint32(0)
-            count = _store(bits, first, _CHUNK * i, np.uint64(found), positions, kept, count)
+                found |= _BITS[j] if bits.dtype.type(bits[CHUNK * i + j] & mask) >= floor else np.uint32(0)
+            count = _store(bits, first, CHUNK * i, np.uint64(found), positions, kept, count)
     return count, bits.size
 
 
