@@ -123,12 +123,14 @@ def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
         name, _ = channel.tuner.fastest(*known, whole=whole)
     if name in UNSAMPLED:
         return name, nothing
-    survey = yield from look_around(offer, channel)
-    if channel.broken:
-        return None, survey
-    return name or channel.tuner.allreduce(
-        survey.length, survey.counts, vector.value_nbytes, nodes, whole=whole
-    ), survey
+
+    def best(counts: list[int]) -> str:
+        return channel.tuner.allreduce(vector.length, counts, vector.value_nbytes, nodes, whole=whole)
+
+    # Samples are this rank's own affair: it brings them where what all bring, if it is like its own, is to be cut.
+    cut = (name or best([vector.nnz] * channel.size)) not in UNSAMPLED or channel.terms.partition == "sampled"
+    survey = yield from look_around(offer, channel, sampling=cut)
+    return (None if channel.broken else name or best(survey.counts)), survey
 
 
 def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:

@@ -129,13 +129,14 @@ class Tuner:
         profile = by or self.profile
         assert profile is not None, "asked for a prediction without a profile"
         model, name = Model(case, profile), without_survey(nodes)
-        spent, survey = cost.begun("sparse_allreduce", model), cost.survey(model, told=True)
+        spent = cost.begun("sparse_allreduce", model)
         asked = case.length, case.entries, case.value_nbytes, nodes
         if name is None:
-            name, spent = self.fastest(*asked)[0], spent + survey
+            name = self.fastest(*asked)[0]
+            spent += cost.survey(model, told=name in cost.SAMPLED)
         elif self.worth_asking(case.length, case.value_nbytes, nodes):
             name, spent = self.fastest(*asked)[0], spent + model.agreed()
-            spent += survey if name in cost.SAMPLED else Cost()
+            spent += cost.survey(model, told=True) if name in cost.SAMPLED else Cost()
         return name, spent + cost.ALLREDUCE[name](model)
 
     def worth_asking(self, length: int, value_nbytes: int, nodes: Sequence[int]) -> bool:

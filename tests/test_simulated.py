@@ -202,3 +202,27 @@ def test_the_exact_search_takes_the_digits_that_it_needs(values, digits):
     assert results[0][0].indices.tolist() == expected.tolist()
     assert {endpoint.reduced for endpoint in network.endpoints} == {digits}
     assert rounds == GTOPK_ROUNDS["exact"](8) + (digits == 4) * upper(8)
+
+
+@pytest.mark.parametrize(("counts", "sampling"), [
+    ([40] * 8, 0),  # an allgather, which cuts nothing
+    ([20_000] * 8, 8),
+    ([20_000] + [40] * 7, 1),  # together they are cut, and only the first one thought so before
+    ([40_000, 0, 0, 0, 0, 0, 0, 9], 1),
+])  # fmt: skip
+def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypatch, counts, sampling):
+    length, looked = 10**6, []
+    rng = np.random.default_rng(1)
+    hot = [np.sort(rng.choice(length // 20, count, replace=False)) for count in counts]  # in a twentieth of the length
+    vectors = [SparseVector(indices, np.ones(indices.size), length) for indices in hot]
+
+    def seen(offer, channel, *, sampling):
+        looked.append(sampling)
+        return look_around(offer, channel, sampling=sampling)
+
+    monkeypatch.setattr(allreduce, "look_around", seen)
+    network = Network(8)
+    results, _ = network.run(lambda rank, channel: allreduce.auto(Offer(vectors[rank]), channel), length=length)
+    assert sum(looked) == sampling
+    expected = sum(vector.to_dense() for vector in vectors)
+    assert all(np.array_equal(result.to_dense(), expected) for result in results)
