@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import tuning
-from collectives.cli.tune.checking import RULE, contestants, of_flat_sums, predicted, random_vector
+from collectives.cli.tune.checking import RULE, contestants, of_flat_sums, predicted, random_vector, shuffled
 from collectives.cli.tune.measuring import TOO_LONG, once_more, settled
 from collectives.profiles import Curve, Profile
 from collectives.progress import wait_for
@@ -48,8 +48,8 @@ def calibrated(comm: Any, profile: Profile, repeats: int) -> Profile:
         expected = {name: partial_seconds(name, vector, sizes) for name in calls}
         brief = {name: call for name, call in calls.items() if expected[name](profile) <= TOO_LONG}
         timed = {name: settled(comm, call) for name, call in brief.items()}
-        for _ in range(repeats):
-            for each in timed.values():
+        for turn in range(repeats):
+            for each in shuffled(list(timed.values()), turn):
                 once_more(comm, each)
         slopes += [derivatives(expected[name], profile) for name in timed]
         seconds += [each.median for each in timed.values()]

@@ -10,7 +10,7 @@ import numpy as np
 
 import collectives
 from collectives import cost, tuning
-from collectives.cli.tune.measuring import once_more, settled
+from collectives.cli.tune.measuring import Timed, once_more, settled
 from collectives.profiles import Profile
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
@@ -61,13 +61,18 @@ def rows(
         for density in densities:
             vector = random_vector(length, max(1, round(length * density)), comm.rank)
             timed = {name: settled(comm, call) for name, call in contestants(comm, fixed, vector, len(sizes)).items()}
-            for _ in range(repeats):
-                for each in timed.values():
+            for turn in range(repeats):
+                for each in shuffled(list(timed.values()), turn):
                     once_more(comm, each)
             for (operation, algorithm), each in timed.items():
                 expected = predicted(operation, algorithm, vector, sizes, profile)
                 yield Checked(operation, algorithm, length, density, each.median, expected)
     fixed.Free()
+
+
+def shuffled(calls: Sequence[Timed], turn: int) -> list[Timed]:
+    """Return the calls in the order of a turn, the same on all ranks: else one always comes behind the slowest."""
+    return [calls[place] for place in np.random.default_rng([5, turn]).permutation(len(calls))]
 
 
 def random_vector(length: int, entries: int, seed: int) -> SparseVector:
