@@ -1,4 +1,4 @@
-"""Ask for data before it is needed: a pass over it in chunks is then a quarter faster.
+"""Ask for data before it is needed: a pass over it in chunks is then up to a quarter faster.
 
 The processor sees by itself that memory is read in order, but stays inside a page, and is late where a chunk is short.
 """
