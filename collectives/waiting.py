@@ -23,7 +23,8 @@ def naps(comm: "MPI.Intracomm", nodes: list[int]) -> bool:
     said = comm.allgather((os.environ.get(VARIABLE, "auto"), cores()))
     for rank, (setting, _) in enumerate(said):
         if setting not in SETTINGS:
-            raise ValueError(f"the environment variable {VARIABLE} is {setting!r} on rank {rank}: expected {SETTINGS}")
+            said_by = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
+            raise ValueError(f"{said_by}: expected one of {list(SETTINGS)}")
     here = [mask for (_, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
     setting, _ = said[comm.rank]
     return crowded(here) if setting == "auto" else setting == "nap"
