@@ -71,7 +71,7 @@ class Arrival:
         """See `Pending.test`."""
         comm, source, tag = self._envelope
         if self._awaited is None:
-            status = new_status()
+            status = _probed()
             message = comm.Improbe(source, tag, status)
             if message is None:
                 return False
@@ -84,7 +84,7 @@ class Arrival:
         """See `Pending.wait`."""
         comm, source, tag = self._envelope
         if self._awaited is None:
-            status = new_status()
+            status = _probed()
             self._awaited = self._matched(comm.Mprobe(source, tag, status), status)
         while self._awaited:
             self._awaited[0][0].Wait()
@@ -127,6 +127,12 @@ def _line_type() -> "MPI.Datatype":
 def in_lines(buffer: Buffer) -> list[Any]:
     """Return what MPI takes for a buffer of whole lines."""
     return [buffer, buffer.size // LINE, _line_type()]
+
+
+@cache
+def _probed() -> "MPI.Status":
+    """Return the place for what is read before the next probe: to make one takes as long as a look."""
+    return new_status()
 
 
 def new_status() -> "MPI.Status":

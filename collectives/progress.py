@@ -11,8 +11,7 @@ the time after which a rank that waits gives up (`deadline`); with one, it polls
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
@@ -64,7 +63,7 @@ class Request(Generic[T]):
     def advance(self, *, block: bool = False) -> bool:
         """Resume the collective if what it waits on is complete, or with `block` once it is; return whether it was."""
         try:
-            if not _complete(self._pending, block):
+            if not self._complete(block):
                 return False
             self._pending = next(self._steps)
             self._round += 1
@@ -81,6 +80,15 @@ class Request(Generic[T]):
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True
         return True
+
+    def _complete(self, block: bool) -> bool:
+        """Look at all that it waits on, and so move it on, or wait for it; return whether it is complete."""
+        if block:
+            for one in self._pending:
+                one.wait()
+            return True
+        self._pending = tuple([one for one in self._pending if not one.test()])
+        return not self._pending
 
     def _rank_failed(self) -> Exception:
         """Return what is raised when a rank has died; MPI may still own the buffers of what is in flight."""
@@ -103,6 +111,20 @@ class Request(Generic[T]):
         self._error, self.done = error, True
 
 
+class OneThread:
+    """The place inside the library, as a context; RuntimeError where another thread is there."""
+
+    def __init__(self) -> None:
+        self._taken = Lock()
+
+    def __enter__(self) -> None:
+        if not self._taken.acquire(blocking=False):
+            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
+
+    def __exit__(self, *raised: object) -> None:
+        self._taken.release()
+
+
 class Engine:
     """The operations that this process has in flight, over all communicators, in the order of their start.
 
@@ -113,7 +135,7 @@ class Engine:
         self._in_flight: list[Request[Any]] = []
         self._abandoned: list[Pending] = []  # what nobody waits for any more: MPI still owns its buffers
         self.timeout = seconds(os.environ.get("MPICOMP_TIMEOUT"), "the environment variable MPICOMP_TIMEOUT")
-        self._inside = Lock()
+        self._one_thread = OneThread()
 
     def start(self, steps: Steps[T], channel: Channel) -> Request[T]:
         """Put a collective in flight; CollectiveTimeoutError where the communicator is revoked."""
@@ -121,7 +143,7 @@ class Engine:
             self.give_up(channel.endpoint, {"operation": channel.terms.operation, "round": 0, "for": []}, 0.0)
         if channel.endpoint.revoked is not None:
             raise channel.endpoint.refusal()
-        with self._one_thread():
+        with self._one_thread:
             request = Request(steps, channel, self)
             if not request.done:
                 self._in_flight.append(request)
@@ -189,27 +211,10 @@ class Engine:
         self._in_flight = [request for request in self._in_flight if not request.done]
 
     def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
-        with self._one_thread():
+        with self._one_thread:
             moved = [request.advance(block=block) for request in requests]
             self._in_flight = [request for request in self._in_flight if not request.done]
         return any(moved)
-
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        if not self._inside.acquire(blocking=False):
-            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
-        try:
-            yield
-        finally:
-            self._inside.release()
-
-
-def _complete(pending: tuple[Pending, ...], block: bool) -> bool:
-    if not block:
-        return all([one.test() for one in pending])  # a list: every one of them is looked at, and so moved on
-    for one in pending:
-        one.wait()
-    return True
 
 
 def configure(*, timeout: float | None) -> None:

@@ -237,8 +237,11 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """
     if vector.nnz <= k:
         return vector, SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
-    values = vector.values
-    return vector.divide(kernels_for(values).top_k(values, k) if k else namespace(values).empty(0, np.intp))
+    if not k:
+        return SparseVector.empty(vector.length, vector.dtype, beside=vector.values), vector
+    divide_largest = kernels_for(vector.values).divide_largest
+    indices, values, other_indices, other_values = divide_largest(vector.indices, vector.values, k)
+    return SparseVector(indices, values, vector.length), SparseVector(other_indices, other_values, vector.length)
 
 
 def within(vector: SparseVector, other: SparseVector) -> SparseVector:

@@ -48,6 +48,18 @@ def test_top_k_is_exact_with_ties_to_the_lowest_position(mode, monkeypatch, dtyp
         np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", families(np.float32))
+def test_divide_largest_parts_what_top_k_finds_from_the_rest(mode, dtype, family):
+    values = families(dtype)[family].astype(dtype)
+    indices = 7 * np.arange(values.size, dtype=np.int32)
+    for k in (1, 37, 1500, 2999) if mode == "compiled" else (37,):
+        positions = expected_top_k(values, k)
+        parts = indices[positions], values[positions], np.delete(indices, positions), np.delete(values, positions)
+        for mine, theirs in zip(host.divide_largest(indices, values, k), parts, strict=True):
+            assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes())
+
+
 @settings(max_examples=200)
 @given(st.data())
 def test_top_k_on_any_values(data):

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES
+from mpicomp.arrays import VALUE_DTYPES, to_numpy
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 
-_SAMPLE = 64  # values that are looked at before all of them are
+_SAMPLE = 8  # values that are looked at before all of them are
 
 
 class ValueFormat(Protocol):
@@ -28,6 +28,10 @@ class ValueFormat(Protocol):
 
     def nbytes(self, count: int) -> int:
         """Return the bytes that so many values take."""
+        ...
+
+    def may_fit(self, bits: list[int]) -> bool:
+        """Say whether values may fit, of which some have these bits: most that do not are found out at no cost."""
         ...
 
     def fits(self, values: Array) -> bool:
@@ -46,12 +50,19 @@ class ValueFormat(Protocol):
 class Stored:
     """Formats 0 to 7: the values of one dtype, stored as numbers of another one."""
 
-    def __init__(self, dtype: Any, stored: Any) -> None:
+    def __init__(self, dtype: Any, stored: Any, precision: int | None = None) -> None:
+        """Take the dtype of the values, that in which they are stored, and how many bits of a fraction it holds."""
         self.dtype, self.stored = np.dtype(dtype), np.dtype(stored)
+        cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
+        self._lost = (1 << cut) - 1
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
         return count * int(self.stored.itemsize)
+
+    def may_fit(self, bits: list[int]) -> bool:
+        """See `ValueFormat.may_fit`."""
+        return not any(each & self._lost for each in bits)
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
@@ -78,7 +89,7 @@ class StoredBfloat16(Stored):
     """Formats 4 and 7: bfloat16 is the upper half of a float32, and NumPy has no name for it."""
 
     def __init__(self, dtype: Any) -> None:
-        super().__init__(dtype, np.uint16)
+        super().__init__(dtype, np.uint16, precision=7)
 
     def _shortened(self, values: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -95,10 +106,15 @@ class Signs:
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
+        self._magnitude = (1 << 8 * self.dtype.itemsize - 1) - 1
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
         return 8 + 8 * -(-count // 64)
+
+    def may_fit(self, bits: list[int]) -> bool:
+        """See `ValueFormat.may_fit`."""
+        return len({each & self._magnitude for each in bits}) < 2
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
@@ -130,6 +146,11 @@ VALUE_FORMATS: tuple[ValueFormat, ...] = (
     *(Signs(dtype) for dtype in VALUE_DTYPES),
 )
 
+_FORMATS_FOR = {
+    dtype: [(number, form) for number, form in enumerate(VALUE_FORMATS) if form.dtype == dtype]
+    for dtype in VALUE_DTYPES
+}
+
 
 def as_they_are(values: Array) -> int:
     """Return the format that stores values in their own dtype."""
@@ -138,12 +159,11 @@ def as_they_are(values: Array) -> int:
 
 def smallest(values: Array) -> int:
     """Return the format that stores values (1-d) in the fewest bytes, to the bit."""
-    fitting = [
-        (form.nbytes(values.size), number)
-        for number, form in enumerate(VALUE_FORMATS)
-        if form.dtype == values.dtype and form.fits(values[:_SAMPLE])
+    bits = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
+    candidates = [
+        (form.nbytes(values.size), number) for number, form in _FORMATS_FOR[values.dtype] if form.may_fit(bits)
     ]
-    for _, number in sorted(fitting):
+    for _, number in sorted(candidates):
         if VALUE_FORMATS[number].fits(values):
             return number
     return as_they_are(values)

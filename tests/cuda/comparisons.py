@@ -290,6 +290,9 @@ def parts(device, cupy):
                 for positions in (np.arange(0), np.arange(3, 700, 7), np.array([0, 255, 256, 699]), np.arange(700)):
                     compare(device, cupy, "divide", indices, values, positions)
                 compare(device, cupy, "divide", indices[:0], values[:0], np.arange(0))
+                if not shape:
+                    for k in 1, 350, 699:
+                        compare(device, cupy, "divide_largest", indices, values, k)
 
 
 def dense_and_sparse(device, cupy):

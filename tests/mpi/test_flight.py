@@ -176,7 +176,7 @@ def test_a_second_thread_is_told_to_stay_out(comm):
         said.append(True)
 
     endpoint_of(fresh, wait_for)  # so that the intruder does not stop in the middle of making one
-    with engine._one_thread():
+    with engine._one_thread:
         thread = threading.Thread(target=intrude)
         thread.start()
         thread.join()

@@ -16,6 +16,7 @@ from mpicomp.kernels.device.coding import from_bitmap, from_elias_fano, to_bitma
 from mpicomp.kernels.device.merging import accumulate, divide, first_disorder, gather, merge, scatter_add
 from mpicomp.kernels.device.selection import (
     above,
+    divide_largest,
     exceeding,
     histogram,
     kth_largest,
@@ -39,6 +40,7 @@ __all__ = [
     "above",
     "accumulate",
     "divide",
+    "divide_largest",
     "exceeding",
     "first_disorder",
     "from_bitmap",

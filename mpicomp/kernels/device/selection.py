@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.device.merging import divide
 from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import (
     SEARCHED,
@@ -53,6 +54,11 @@ def largest(values: Array, k: int, *, threads: int = 1) -> Found:
     found = _by_sample(bits, form, k) if bits.size >= 4 * _SAMPLE else None
     positions, kept = found or _by_digits(bits, form, k)
     return positions, kept.view(values.dtype)
+
+
+def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
+    """Return the entries with the `k` largest magnitudes, and the others, as `mpicomp.kernels.host` does."""
+    return divide(indices, values, top_k(values, k))
 
 
 def above(values: Array, threshold: float) -> Array:

@@ -18,6 +18,7 @@ from mpicomp.kernels.host.merging import accumulate, divide, first_disorder, gat
 from mpicomp.kernels.host.selection import (
     Search,
     above,
+    divide_largest,
     exceeding,
     histogram,
     kth_largest,
@@ -37,6 +38,7 @@ __all__ = [
     "above",
     "accumulate",
     "divide",
+    "divide_largest",
     "exceeding",
     "first_disorder",
     "from_bitmap",

@@ -29,17 +29,26 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
 
 @jit
 def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-untyped-def]
-    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
+    # The words that are being filled are kept in registers, and written each time: to read back what was just written
+    # takes longer.
+    one, six, last, none = np.uint64(1), np.uint64(6), np.uint64(63), np.uint64(0)
     width = np.uint64(low_bits)
     mask = (one << width) - one
+    low, word, shift = none, none, none
+    high, at = none, none
     for i in range(indices.size):
         number = np.uint64(indices[i] - first)
         place = (number >> width) + np.uint64(i)
-        highs[place >> six] |= one << (place & last)
-        at = np.uint64(i) * width
-        word, shift, low = at >> six, at & last, number & mask
-        lows[word] |= low << shift
-        lows[word + one] |= (low >> one) >> (last - shift)  # two shifts: one by 64 is not defined
+        high = (high if place >> six == at else none) | one << (place & last)
+        at = place >> six
+        highs[at] = high
+        bits = number & mask
+        low |= bits << shift
+        lows[word] = low
+        low = (bits >> one) >> (last - shift) if shift + width > last else low  # two shifts: one by 64 is not defined
+        word += (shift + width) >> six
+        shift = (shift + width) & last
+    lows[word] = low
 
 
 @jit

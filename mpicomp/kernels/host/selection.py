@@ -20,7 +20,8 @@ Found = tuple[Array, Array]
 SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _BITS = np.uint32(1) << np.arange(CHUNK, dtype=np.uint32)
-_SAMPLE = 1 << 14  # values looked at for the lower threshold
+_SAMPLE, _LARGEST_SAMPLE = 1 << 14, 1 << 16  # values looked at for the lower threshold: a 256th, within these bounds
+_RUN = 4  # of them stand together: they come at once
 _SIGMAS = 4
 
 
@@ -52,6 +53,24 @@ def largest(values: Array, k: int, *, threads: int = 1) -> Found:
         chosen = select(keys, threshold, k - int(np.count_nonzero(keys > threshold)))
         positions, found_bits = positions[chosen], found_bits[chosen]
     return positions, found_bits.view(values.dtype)
+
+
+def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
+    """Return (indices, values) of the entries of the `k` largest magnitudes, as `largest` has them, and of the others.
+
+    indices: one for each value; they stay in the order in which they come. 0 < k < entries.
+    """
+    form = FORMATS[values.dtype]
+    bits = values.view(form.signed)
+    threshold, ties = _threshold(bits, form, k)
+    chosen = k if threshold else k - ties
+    ties, rest = (ties if threshold else 0), bits.size - chosen
+    # One place to spare in each, as in `merging.divide`.
+    one = np.empty(chosen + 1, indices.dtype), np.empty(chosen + 1, bits.dtype)
+    other = np.empty(rest + 1, indices.dtype), np.empty(rest + 1, bits.dtype)
+    _divide_at(indices, bits, form.mask, threshold, ties, *one, *other)
+    kept, dropped = one[1][:chosen].view(values.dtype), other[1][:rest].view(values.dtype)
+    return one[0][:chosen], kept, other[0][:rest], dropped
 
 
 def above(values: Array, threshold: float) -> Array:
@@ -172,7 +191,8 @@ def _found(bits: Array, form: Format, floor: int) -> Found:
 
 def _by_sample(bits: Array, form: Format, k: int, threads: int) -> Found | None:
     """Return what is at or above a threshold from a sample; None when the sample misled."""
-    sample = np.empty(_SAMPLE, form.keys)
+    runs = min(max(_SAMPLE, bits.size >> 8), _LARGEST_SAMPLE) // _RUN
+    sample = np.empty(_RUN * runs, form.keys)
     _sample(bits, form.mask, sample)
     share = sample.size * k / bits.size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
@@ -206,6 +226,18 @@ def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
     found = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
     assert found, "the histogram counted fewer magnitudes than there are"
     return found
+
+
+def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
+    """Return the bits of the k-th largest magnitude, and how many that equal it are among the `k` largest."""
+    counts = _histogram(bits, form)
+    head = bin_of_kth(counts, k)
+    k -= int(counts[head + 1 :].sum())
+    keys = np.empty(int(counts[head]) + 1, bits.dtype)
+    _with_head(bits, form.mask, form.width - _DIGIT, head, keys)
+    keys = keys[:-1]
+    threshold = np.partition(keys, keys.size - k)[keys.size - k]
+    return threshold, k - int(np.count_nonzero(keys > threshold))
 
 
 def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int) -> Found | None:
@@ -263,11 +295,14 @@ def bin_of_kth(counts: Array, k: int) -> int:
 
 @jit
 def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
-    """Fill `keys` from one place in each of as many equal strides, scattered by a fixed linear congruence."""
-    stride, state = bits.size / keys.size, np.uint64(1)
-    for i in range(keys.size):
+    """Fill `keys` with runs, one from each of as many equal strides, scattered by a fixed linear congruence."""
+    runs, state = keys.size // _RUN, np.uint64(1)
+    stride = (bits.size - _RUN + 1) / runs
+    for i in range(runs):
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        keys[i] = bits[np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride)] & mask
+        place = np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride)
+        for j in range(_RUN):
+            keys[_RUN * i + j] = bits[place + j] & mask
 
 
 @jit
@@ -310,6 +345,31 @@ def _store(bits, first, start, found, positions, kept, count):  # type: ignore[n
 def _head_counts(bits, mask, shift, counts):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         counts[np.uint64(bits[i] & mask) >> np.uint64(shift)] += 1
+
+
+@jit
+def _with_head(bits, mask, shift, head, keys):  # type: ignore[no-untyped-def]
+    """Write the magnitudes that have a head; `keys` has room for one more."""
+    count = np.uint64(0)
+    for i in range(bits.size):  # without branches, here and below: which way one goes nobody can predict
+        key = bits[i] & mask
+        keys[count] = key
+        count += np.uint64((key >> shift) == head)
+
+
+@jit
+def _divide_at(indices, bits, mask, threshold, ties, one_indices, one, other_indices, other):  # type: ignore[no-untyped-def]
+    """Divide entries into those above `threshold` and the first `ties` that are equal to it, and the others."""
+    a, b = np.uint64(0), np.uint64(0)
+    for i in range(indices.size):
+        key = bits[i] & mask
+        equal = key == threshold
+        here = (key > threshold) | (equal & (ties > 0))
+        ties -= equal
+        one_indices[a], other_indices[b] = indices[i], indices[i]
+        one[a], other[b] = bits[i], bits[i]
+        a += np.uint64(here)
+        b += np.uint64(not here)
 
 
 @jit

@@ -45,6 +45,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.raise_not_finite(values),
         lambda: host.top_k(long, 9),
         lambda: host.top_k(values, 9),
+        lambda: host.divide_largest(indices, values, 9),
         lambda: host.above(values, 1.0),
         lambda: host.exceeding(values, 1.0),
         lambda: host.histogram(values),
