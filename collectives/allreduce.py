@@ -29,8 +29,8 @@ from collectives.reduce_scatter import split
 from collectives.schedule import halving
 from collectives.survey import PARTITIONS, Survey, look_around
 from collectives.votes import counting, with_votes
-from mpicomp.arrays import beside, namespace, to_numpy
-from mpicomp.vector import SparseVector, add_up, index_dtype
+from mpicomp.arrays import beside, kernels_for, to_numpy
+from mpicomp.vector import SparseVector, add_up
 
 Choice = tuple[str | None, Survey]  # an algorithm, None when the terms turn out to differ; and what it has to know
 
@@ -204,12 +204,13 @@ def dense_mpi(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVec
 
     float16 travels as float32: MPI has no type for it.
     """
-    vector, xp = offer.vector, namespace(offer.vector.values)
+    vector = offer.vector
     values = vector.to_dense().astype(np.promote_types(vector.dtype, np.float32), copy=False)
     reduction = channel.endpoint.reduce(to_numpy(values).reshape(-1))
     yield (reduction,)
     total = beside(reduction.total, values).astype(vector.dtype, copy=False).reshape(values.shape)
-    return SparseVector(xp.arange(survey.length, dtype=index_dtype(survey.length)), total, survey.length)
+    indices = kernels_for(total).consecutive(0, survey.length, vector.indices.dtype)
+    return SparseVector(indices, total, survey.length)
 
 
 def recursive_halving(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:

@@ -113,7 +113,8 @@ class SparseVector:
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector, shape (length,) or (length, width).
 
-        out: the array to use, overwritten; it has this shape and the dtype of the values, else ValueError.
+        out: the array to use, overwritten; it has this shape and the dtype of the values, else ValueError. So for
+        indices that are out of order or range.
         """
         shape = (self.length, *self.values.shape[1:])
         if out is None:
@@ -122,7 +123,18 @@ class SparseVector:
             raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
         else:
             out[:] = 0
-        out[self.indices] = self.values
+        return self._written_to(out)
+
+    def _written_to(self, out: Array, first: int = 0) -> Array:
+        """Write the entries to an array that stands for the positions from `first` on, and return it."""
+        kernels, places = kernels_for(self.values), self.indices - first if first else self.indices
+        position = kernels.first_disorder(places, len(out))
+        if position >= 0:
+            raise ValueError(_disorder(self.indices, position, self.length))
+        if self.width is None:
+            kernels.scatter(out, places, self.values)
+        else:
+            out[places] = self.values
         return out
 
     def validate(self) -> None:
@@ -190,9 +202,9 @@ class SparseVector:
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""
         xp = namespace(self.values)
-        values = xp.zeros((end - first, *self.values.shape[1:]), self.values.dtype)
-        values[self.indices - first] = self.values
-        return SparseVector(xp.arange(first, end, dtype=self.indices.dtype), values, self.length)
+        values = self._written_to(xp.zeros((end - first, *self.values.shape[1:]), self.values.dtype), first)
+        indices = kernels_for(self.values).consecutive(first, end, self.indices.dtype)
+        return SparseVector(indices, values, self.length)
 
     def __repr__(self) -> str:
         few = zip(to_numpy(self.indices[:4]), to_numpy(self.values[:4]), strict=True)

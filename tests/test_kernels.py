@@ -418,6 +418,23 @@ def test_gather_and_scatter_add_are_numpys_on_unique_indices(mode, dtype, values
         np.testing.assert_array_equal(dense, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_writes_what_numpy_does(mode, dtype):
+    for index_dtype in INDEX_DTYPES:
+        indices, values = draw_sparse(np.random.default_rng(1), 80, 500, index_dtype, (), dtype)
+        values[3] = -0.0
+        dense, expected = np.ones(500, dtype), np.ones(500, dtype)
+        expected[indices] = values
+        host.scatter(dense, indices, values)
+        assert dense.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=str)
+@pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1000), (7, 8), (2**31 - 9, 2**31 - 1)])
+def test_consecutive_is_arange(mode, dtype, first, end):
+    np.testing.assert_array_equal(host.consecutive(first, end, dtype), np.arange(first, end), strict=dtype == np.int64)
+
+
 @pytest.mark.parametrize(
     ("indices", "position"),
     [([], -1), ([0, 4, 9], -1), ([-1, 4], 0), ([0, 10], 1), ([0, 3, 3], 2), ([5, 4], 1), ([0, 2**31 - 1, 1], 1)],

@@ -92,6 +92,14 @@ def test_dense_and_back(vector):
     np.testing.assert_array_equal(back.to_dense(), dense)
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+@pytest.mark.parametrize(("place", "said"), [(10**9, "indices.1. is 1000000000"), (2, "indices.1. is 2 and repeats 2")])
+def test_to_dense_refuses_indices_that_are_no_vectors(shape, place, said):
+    vector = SparseVector(np.array([2, place, 5], np.int32), np.ones(shape, np.float32), 10)
+    with pytest.raises(ValueError, match=said):
+        vector.to_dense()
+
+
 def test_to_dense_writes_into_out():
     vector = SparseVector([1], [5.0], 3)
     out = np.full(3, 7.0)

@@ -86,7 +86,8 @@ class Range:
         (first,) = _numbers(section, 1)
         if not 0 <= first <= MAX_LENGTH - count:
             return None
-        indices: Array = namespace(section).arange(first, first + count, dtype=_room_for(first + count, dtype))
+        room = _room_for(first + count, dtype)
+        indices: Array = kernels_for(section).consecutive(first, first + count, room)
         return indices
 
 

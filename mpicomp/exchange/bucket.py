@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import beside, namespace
+from mpicomp.arrays import beside, kernels_for, namespace
 from mpicomp.compressors.protocol import failed
 from mpicomp.exchange.pipeline import Pipeline
 from mpicomp.vector import SparseVector, add_up, index_dtype
@@ -146,7 +146,8 @@ class Bucket:
         """
         result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
         if self.dense:
-            result = SparseVector(namespace(result).arange(result.size), result, result.size)
+            indices = kernels_for(result).consecutive(0, result.size, index_dtype(result.size))
+            result = SparseVector(indices, result, result.size)
         parts = result if isinstance(result, list) else [result]
         if not all(isinstance(part, SparseVector) for part in parts):
             raise TypeError(

@@ -305,6 +305,8 @@ def dense_and_sparse(device, cupy):
                 compare(device, cupy, "gather", dense, indices)
                 compare_in_place(device, cupy, "scatter_add", dense, indices, values, written=[0])
             compare(device, cupy, "gather", dense, indices[:0])
+            indices, values = draw_sparse(rng, 300, 500, index_dtype, (), dtype)
+            compare_in_place(device, cupy, "scatter", dense, indices, values, written=[0])
 
 
 def disorder(device, cupy):

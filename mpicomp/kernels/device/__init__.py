@@ -13,7 +13,16 @@ and stream. Importing this package imports CuPy.
 """
 
 from mpicomp.kernels.device.coding import from_bitmap, from_elias_fano, to_bitmap, to_elias_fano
-from mpicomp.kernels.device.merging import accumulate, divide, first_disorder, gather, merge, scatter_add
+from mpicomp.kernels.device.merging import (
+    accumulate,
+    consecutive,
+    divide,
+    first_disorder,
+    gather,
+    merge,
+    scatter,
+    scatter_add,
+)
 from mpicomp.kernels.device.selection import (
     above,
     divide_largest,
@@ -39,6 +48,7 @@ __all__ = [
     "Survey",
     "above",
     "accumulate",
+    "consecutive",
     "divide",
     "divide_largest",
     "exceeding",
@@ -54,6 +64,7 @@ __all__ = [
     "moments",
     "raise_not_finite",
     "sample",
+    "scatter",
     "scatter_add",
     "select",
     "survey",

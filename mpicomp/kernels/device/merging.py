@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.host.bits import FORMATS
@@ -64,6 +65,16 @@ def gather(dense: Array, indices: Array) -> Array:
         blocks = in_tiles(indices.size, THREADS)
         launch("gather", [indices.dtype, keys.dtype], blocks, keys, indices, indices.size, out)
     return out.view(dense.dtype)
+
+
+def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
+    """Return the integers first, ..., end - 1."""
+    return cupy.arange(first, end, dtype=dtype)
+
+
+def scatter(dense: Array, indices: Array, values: Array) -> None:
+    """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``; the indices must be in range."""
+    dense[indices] = values
 
 
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:

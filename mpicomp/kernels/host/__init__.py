@@ -14,7 +14,16 @@ are the same in every run.
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, to_elias_fano
-from mpicomp.kernels.host.merging import accumulate, divide, first_disorder, gather, merge, scatter_add
+from mpicomp.kernels.host.merging import (
+    accumulate,
+    consecutive,
+    divide,
+    first_disorder,
+    gather,
+    merge,
+    scatter,
+    scatter_add,
+)
 from mpicomp.kernels.host.selection import (
     Search,
     above,
@@ -37,6 +46,7 @@ __all__ = [
     "Survey",
     "above",
     "accumulate",
+    "consecutive",
     "divide",
     "divide_largest",
     "exceeding",
@@ -52,6 +62,7 @@ __all__ = [
     "moments",
     "raise_not_finite",
     "sample",
+    "scatter",
     "scatter_add",
     "select",
     "survey",

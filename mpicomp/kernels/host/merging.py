@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
 
@@ -79,6 +80,18 @@ def gather(dense: Array, indices: Array) -> Array:
     bits = FORMATS[dense.dtype].keys
     _gather(dense.view(bits), indices, out.view(bits))
     return out
+
+
+def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
+    """Return the integers first, ..., end - 1, as ``numpy.arange`` does in twice the time."""
+    out = np.empty(end - first, dtype)
+    _count_up(out, first)
+    return out
+
+
+def scatter(dense: Array, indices: Array, values: Array) -> None:
+    """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``; the indices must be in range."""
+    _scatter(_keys(dense), indices, _keys(values))
 
 
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
@@ -254,6 +267,18 @@ def _divide(indices, values, positions, indices_a, values_a, indices_b, values_b
 def _gather(dense, indices, out):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
         out[i] = dense[indices[i]]
+
+
+@jit
+def _count_up(out, first):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = first + i
+
+
+@jit
+def _scatter(dense, indices, values):  # type: ignore[no-untyped-def]
+    for i in range(indices.size):
+        dense[indices[i]] = values[i]
 
 
 @jit

@@ -60,6 +60,8 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.accumulate([indices] * 3, [values] * 3, 64),
         lambda: host.divide(indices, values, np.arange(3)),
         lambda: host.gather(long, indices),
+        lambda: host.consecutive(0, 9, index_dtype),
+        lambda: host.scatter(long.copy(), indices, values),
         lambda: host.scatter_add(long.copy(), indices, values),
         lambda: host.to_bitmap(indices, 0, words),
         lambda: host.from_bitmap(words, 0, room),
