@@ -21,7 +21,7 @@ SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _BITS = np.uint32(1) << np.arange(CHUNK, dtype=np.uint32)
 _SAMPLE, _LARGEST_SAMPLE = 1 << 14, 1 << 16  # values looked at for the lower threshold: a 256th, within these bounds
-_RUN = 4  # of them stand together: they come at once
+_RUN = 16  # of them stand together: they come at once
 _SIGMAS = 4
 
 
@@ -300,7 +300,7 @@ def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
     stride = (bits.size - _RUN + 1) / runs
     for i in range(runs):
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        place = np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride)
+        place = np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride) // _RUN * _RUN
         for j in range(_RUN):
             keys[_RUN * i + j] = bits[place + j] & mask
 
