@@ -314,7 +314,7 @@ def reduction(model: Model, nbytes: float) -> Cost:
     rest = profile.reduce(nbytes) - start
     before, now = 1 - 1 / profile.ranks, 1 - 1 / case.ranks
     seconds = start * upper(case.ranks) / upper(profile.ranks) + rest * now / before
-    return Cost(seconds, 2 * now * nbytes, 2 * upper(case.ranks))
+    return Cost(max(0.0, seconds), 2 * now * nbytes, 2 * upper(case.ranks))
 
 
 def recursive_halving(model: Model) -> Cost:

@@ -85,7 +85,7 @@ class Profile:
     host, mpi: a group of hosts and an MPI library, as text. ranks, nodes: what it was measured on. call: seconds of an
     operation beside its rounds. message: seconds of each further message of a step. inside, between: an exchange with a
     partner on the same node, or another one, by bytes; None where there was no such partner. reduce: MPI's own
-    Allreduce on `ranks` ranks, by bytes. kernels: what a rank computes, by entries, all ranks at the same time.
+    Allreduce on `ranks` ranks, by bytes; it may fall. kernels: what a rank computes, by entries, all ranks at once.
     """
 
     host: str
@@ -211,7 +211,7 @@ def _profile(figures: Any) -> Profile:
         message=_seconds("message", figures["message"]),
         inside=inside,
         between=between,
-        reduce=_curve("reduce", figures["reduce"]),
+        reduce=_curve("reduce", figures["reduce"], falls=True),
         kernels={name: _curve(name, figures["kernels"][name]) for name in KERNELS},
     )
 
@@ -238,15 +238,18 @@ def _number(name: str, value: Any, most: float, unit: str) -> float:
     return float(value)
 
 
-def _curve(name: str, points: Any) -> Curve:
-    """Return the curve of a list of (size, seconds): sizes increase, seconds do not fall, and the last are not 0."""
+def _curve(name: str, points: Any, *, falls: bool = False) -> Curve:
+    """Return the curve of a list of (size, seconds): sizes increase, and the last seconds are not 0.
+
+    falls: whether seconds may fall, but for the last ones, as the curve goes on behind them.
+    """
     if not (isinstance(points, list) and 1 <= len(points) <= MOST_POINTS):
         raise ProfileError(f"{name} is no list of 1 to {MOST_POINTS} points")
     if not all(isinstance(point, list) and len(point) == 2 for point in points):
         raise ProfileError(f"{name} has a point that is not (size, seconds)")
     found = [(_number(name, size, LARGEST, "as a size"), _seconds(name, time)) for size, time in points]
-    for (low, fast), (high, slow) in pairwise(found):
-        if high <= low or slow < fast:
+    for place, ((low, fast), (high, slow)) in enumerate(pairwise(found), 2):
+        if high <= low or (slow < fast and not (falls and place < len(found))):
             raise ProfileError(
                 f"{name} goes from {(low, fast)} to {(high, slow)}: expected a larger size, no less time"
             )
@@ -264,6 +267,13 @@ def rising(points: Sequence[tuple[float, float]]) -> Curve:
     for size, seconds in reversed(points):
         risen.append((float(size), max(1e-9, min(seconds, risen[-1][1] if risen else seconds))))
     return Curve(tuple(reversed(risen)))
+
+
+def as_measured(points: Sequence[tuple[float, float]]) -> Curve:
+    """Return the curve of points that may fall, as MPI takes another algorithm from some size on; not at the end."""
+    found = [(float(size), max(1e-9, seconds)) for size, seconds in points]
+    last = max(seconds for _, seconds in found[-2:])
+    return Curve((*found[:-1], (found[-1][0], last)))
 
 
 def typical_kernels() -> dict[str, Curve]:

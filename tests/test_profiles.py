@@ -16,6 +16,7 @@ from collectives.profiles import (
     NETWORKS,
     Curve,
     ProfileError,
+    as_measured,
     checksum,
     default_path,
     host_group,
@@ -149,6 +150,19 @@ def test_a_curve_never_falls(sizes, times, asked):
     curve = rising([(size, time) for size, time in zip(sorted(sizes), times, strict=False)])
     assert 0 <= curve(asked) <= curve(2 * asked + 1) + 1e-12
     assert curve(min(sizes)) == curve.start
+
+
+@given(
+    sizes=st.lists(st.integers(0, 10**9), min_size=1, max_size=8, unique=True),
+    times=st.lists(st.floats(1e-9, 10), min_size=8, max_size=8),
+)
+def test_a_curve_may_fall_but_not_at_its_end(sizes, times):
+    points = [(float(size), time) for size, time in zip(sorted(sizes), times, strict=False)]
+    curve = as_measured(points)
+    assert list(curve.points[:-1]) == points[:-1]
+    assert [curve(size) for size, _ in points[:-1]] == pytest.approx([time for _, time in points[:-1]])
+    assert curve(2 * points[-1][0] + 1) >= curve(points[-1][0]) >= points[-1][1]
+    assert parse(replace(PROFILE, reduce=curve).text()).reduce == curve
 
 
 def test_a_curve_goes_through_its_points_and_on():
