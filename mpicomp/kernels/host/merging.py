@@ -169,22 +169,53 @@ def _batches(
 
 @jit
 def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: ignore[no-untyped-def]
-    a, b, count = 0, 0, 0
-    while a < indices_a.size and b < indices_b.size:  # without branches: which is lower nobody can predict
-        index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
-        indices[count] = index_a if index_a < index_b else index_b
-        either = value_a if index_a < index_b else value_b
-        values[count] = value_a + value_b if index_a == index_b else either
-        a += index_a <= index_b
-        b += index_b <= index_a
-        count += 1
-    for i in range(a, indices_a.size):
-        indices[count], values[count] = indices_a[i], values_a[i]
-        count += 1
-    for i in range(b, indices_b.size):
-        indices[count], values[count] = indices_b[i], values_b[i]
-        count += 1
-    return count
+    """Merge below and above the middle at the same time: a step waits for the one before it, not for the other half's.
+
+    What is above goes behind the most places that what is below may need, and is moved down at the end.
+    """
+    pair, out = (indices_a, values_a, indices_b, values_b), (indices, values)
+    end_a, end_b = indices_a.size, indices_b.size
+    half = end_a // 2
+    start = np.searchsorted(indices_b, indices_a[half]) if end_a else end_b
+    middle = half + start
+    a, b, upper_a, upper_b, done = 0, 0, half, start, 0
+    while a < half and b < start and upper_a < end_a and upper_b < end_b:
+        a, b = _merge_one(pair, out, a, b, done)
+        upper_a, upper_b = _merge_one(pair, out, upper_a, upper_b, middle + done)
+        done += 1
+    count = _merge_rest(pair, out, a, half, b, start, done)
+    total = _merge_rest(pair, out, upper_a, end_a, upper_b, end_b, middle + done)
+    if count < middle:
+        for i in range(middle, total):
+            indices[count + i - middle], values[count + i - middle] = indices[i], values[i]
+    return count + total - middle
+
+
+@jit
+def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
+    """Write the next entry and return the next positions; without branches: which is lower nobody can predict."""
+    (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
+    index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
+    indices[place] = index_a if index_a < index_b else index_b
+    either = value_a if index_a < index_b else value_b
+    values[place] = value_a + value_b if index_a == index_b else either
+    return a + (index_a <= index_b), b + (index_b <= index_a)
+
+
+@jit
+def _merge_rest(pair, out, a, end_a, b, end_b, place):  # type: ignore[no-untyped-def]
+    """Merge what is between these positions, and return the next place to write to."""
+    (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
+    while a < end_a and b < end_b:
+        a, b = _merge_one(pair, out, a, b, place)
+        place += 1
+    for i in range(a, end_a):
+        indices[place], values[place] = indices_a[i], values_a[i]
+        place += 1
+    for i in range(b, end_b):
+        indices[place], values[place] = indices_b[i], values_b[i]
+        place += 1
+    return place
 
 
 @jit
