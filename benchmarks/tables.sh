@@ -4,7 +4,7 @@
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
 #   choice    what "auto" takes on a grid of ranks, lengths, densities and rates, and how far predictions are off, with
-#             one verdict on all of it                                                      (root; 15 minutes)
+#             one verdict on all of it                                                      (root; 30 minutes)
 #   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
 #   machine   what needs no links: exchange, kernels, coding, overlap                       (10 minutes)
 #   all       these one after the other
@@ -48,7 +48,7 @@ bytes() {
 }
 
 choice() {
-  local grid="--lengths ${GRID:-10000 100000 1000000} --densities 0.001 0.01 0.1 0.3 --repeats 5"
+  local grid="--lengths ${GRID:-10000 100000 1000000} --densities 0.001 0.01 0.1 0.3 --repeats ${REPEATS:-9}"
   rm -f "$out"/choice-*.json
   for rate in $rates; do for size in 2 4 8; do
     keep "choice-$rate-$size" on $size "$rate" mpicomp tune --check $grid --output "$out/profile-$rate-$size" \
