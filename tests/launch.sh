@@ -11,7 +11,7 @@ if [ "${1:-}" != --rank ]; then
   size=$1; shift
   set -a; . "$here/openmpi.env"; set +a
   export MPI_TEST_NPROCS=$size
-  exec timeout --kill-after=10 "${MPI_TEST_TIMEOUT:-540}" mpirun -n "$size" bash "$here/launch.sh" --rank "$@"
+  exec timeout --kill-after=10 "${MPI_TEST_TIMEOUT:-900}" mpirun -n "$size" bash "$here/launch.sh" --rank "$@"
 fi
 
 shift
