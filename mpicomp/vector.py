@@ -201,8 +201,8 @@ class SparseVector:
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""
-        xp = namespace(self.values)
-        values = self._written_to(xp.zeros((end - first, *self.values.shape[1:]), self.values.dtype), first)
+        zeros = namespace(self.values).zeros((end - first, *self.values.shape[1:]), self.values.dtype)
+        values = self._written_to(zeros, first)
         indices = kernels_for(self.values).consecutive(first, end, self.indices.dtype)
         return SparseVector(indices, values, self.length)
 

@@ -83,7 +83,7 @@ def gather(dense: Array, indices: Array) -> Array:
 
 
 def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
-    """Return the integers first, ..., end - 1, as ``numpy.arange`` does in twice the time."""
+    """Return the integers first, ..., end - 1, as ``numpy.arange`` does in three times the time."""
     out = np.empty(end - first, dtype)
     _count_up(out, first)
     return out

@@ -236,7 +236,7 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
     keys = np.empty(int(counts[head]) + 1, bits.dtype)
     _with_head(bits, form.mask, form.width - _DIGIT, head, keys)
     keys = keys[:-1]
-    threshold = np.partition(keys, keys.size - k)[keys.size - k]
+    threshold = form.signed.type(_kth(keys, k))
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
 
