@@ -1,8 +1,8 @@
 """How a rank waits: inside MPI, or with naps.
 
 Inside MPI a rank looks for messages without a pause, which is right where it has a core of its own. Where ranks share
-cores, each look of one that waits is time that one that computes does not have, though it yields the core. A nap ends
-up to a fifth of a millisecond after the message came.
+cores, one that waits keeps a core from one that computes, unless its MPI gives the core away between two looks, as
+Open MPI does. Under another MPI a rank naps there; a nap ends up to a fifth of a millisecond after the message came.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-VARIABLE = "MPICOMP_WAIT"  # "nap" or "block"; "auto", the default, naps where a node has more ranks than cores
+VARIABLE = "MPICOMP_WAIT"  # "nap" or "block"; "auto", the default, is as told above
 SETTINGS = ("auto", "nap", "block")
 
 
@@ -27,7 +27,14 @@ def naps(comm: "MPI.Intracomm", nodes: list[int]) -> bool:
             raise ValueError(f"{said_by}: expected one of {list(SETTINGS)}")
     here = [mask for (_, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
     setting, _ = said[comm.rank]
-    return crowded(here) if setting == "auto" else setting == "nap"
+    return crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "nap"
+
+
+def gives_the_core_away() -> bool:
+    """Return whether this MPI lets others compute between two looks for messages, where ranks share cores."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().startswith("Open MPI")
 
 
 def crowded(masks: list[int]) -> bool:

@@ -39,7 +39,6 @@ OPEN_MPI = {
     "OMPI_MCA_oob_tcp_if_include": f"{SUBNET}0/24",
     "PRTE_MCA_prte_if_include": f"{SUBNET}0/24",
     "OMPI_MCA_mpi_yield_when_idle": "1",  # each host believes that all cores are its own
-    "MPICOMP_WAIT": "nap",  # likewise
 }
 # Stands in for ssh: enters the host's namespace, under a name and a folder for temporary files of its own.
 REMOTE_SHELL = """\

@@ -2,16 +2,18 @@
 
 import pytest
 from cases import bits, bring
+from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_allreduce, waiting
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
 
 
-def asking(comm, monkeypatch, setting, cores):
+def asking(comm, monkeypatch, setting, cores, *, gives=False):
     """Return a duplicate of `comm` on which this rank said how it waits, and whether it naps there."""
     monkeypatch.setenv(waiting.VARIABLE, setting)
     monkeypatch.setattr(waiting, "cores", lambda: cores)
+    monkeypatch.setattr(waiting, "gives_the_core_away", lambda: gives)
     own = comm.Dup()
     return own, endpoint_of(own, wait_for).naps
 
@@ -28,6 +30,17 @@ def test_a_rank_naps_where_it_is_told_to_or_ranks_outnumber_cores(comm, monkeypa
     own, naps = asking(comm, monkeypatch, setting, cores(comm.rank))
     assert naps == expected(comm.size)
     own.Free()
+
+
+def test_a_rank_waits_inside_an_mpi_that_gives_the_core_away(comm, monkeypatch):
+    for setting, expected in ("auto", False), ("nap", True):
+        own, naps = asking(comm, monkeypatch, setting, 1, gives=True)
+        assert naps == expected
+        own.Free()
+
+
+def test_which_mpi_gives_the_core_away():
+    assert waiting.gives_the_core_away() == (MPI.get_vendor()[0] == "Open MPI")
 
 
 def test_both_ways_give_the_same_bits(comm, monkeypatch):
