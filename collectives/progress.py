@@ -24,7 +24,7 @@ from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError, RankFail
 
 T = TypeVar("T")
 
-_SHORTEST_NAP, _LONGEST_NAP = 2e-6, 2e-4  # seconds
+_NO_NAP, _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 2e-6, 2e-4  # seconds
 
 
 class Request(Generic[T]):
@@ -175,15 +175,22 @@ class Engine:
             raise
 
     def poll_until(self, reached: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
-        """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long."""
+        """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long.
+
+        The core is yielded first, as most messages come soon and the shortest nap takes longer than a round of polling.
+        """
         nap, moved = _SHORTEST_NAP, time.monotonic()
         while not reached():
             if self.poll():
                 nap, moved = _SHORTEST_NAP, time.monotonic()
             else:
-                self._watch(endpoint, time.monotonic() - moved)
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP)
+                waited = time.monotonic() - moved
+                self._watch(endpoint, waited)
+                if waited < _NO_NAP:
+                    os.sched_yield()
+                else:
+                    time.sleep(nap)
+                    nap = min(2 * nap, _LONGEST_NAP)
 
     def _listens(self, endpoint: Endpoint) -> bool:
         """Return whether this rank polls, and so hears when another one gives up."""

@@ -91,8 +91,11 @@ class Lockstep:
             waited = time.monotonic() - start
             if waited > seconds:
                 self.give_up(text, seconds, what)
-            time.sleep(nap)
-            nap = min(2 * nap, 2e-4 if waited < 0.05 else 2e-3)
+            if waited < 1e-3:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, 2e-4 if waited < 0.05 else 2e-3)
 
     def give_up(self, text, seconds, what):
         said = f"\n[rank {self.comm.rank}] no answer from every rank on {what} within {seconds:g} s: ending the job\n"
