@@ -139,7 +139,7 @@ def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:
     Whether it is worth asking is a function of the length, which is not compared before: a rank that asks and one that
     does not have to meet, and then know of each other. Both schedules let every rank hear of every other.
     """
-    outline = Offer(channel.nothing(), offer.vector.nnz)
+    outline = Offer(channel.nothing, offer.vector.nnz)
     if name == "allgather":
         return sum(theirs.k for theirs in (yield from channel.gather(outline)))
 

@@ -1,6 +1,7 @@
 """What travels in one operation: sparse vectors, each under the terms that all ranks must share.
 
-A block is an envelope of 32 bytes, a payload (a codec message, or the text of a report), and zeros up to a whole line:
+A block is an envelope of 32 bytes, a payload (a codec message, none for what has no entries, or the text of a report),
+and zeros up to a whole line:
 
     offset 0   i64  bytes of the block
            8   i64  count of the sender, or of its block of ranks: how many entries may stay, say
@@ -20,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,7 +126,7 @@ class Channel:
 
         For schedules in which a rank does not hear of every other one, or which themselves depend on the terms.
         """
-        yield from self.gather(Offer(self.nothing()))
+        yield from self.gather(Offer(self.nothing))
         return not self.broken
 
     def exchange(self, offer: Offer, partner: int) -> Steps[Offer]:
@@ -186,6 +187,8 @@ class Channel:
         """Return the block that carries `offer`; a broken channel sends word of that instead, and no entries."""
         if self.broken:
             return self.frame(b"")
+        if offer.vector is self.nothing:  # the terms say all of it: a payload would take longer than what it is for
+            return self._stamped(self._sealed(0, offer.k, namespace(offer.vector.values)))
         coding = self._coding(offer.vector)
         block = self._sealed(encoded_nbytes(offer.vector, coding), offer.k, namespace(offer.vector.values))
         encode(offer.vector, block[_ENVELOPE.size :], coding)
@@ -197,10 +200,12 @@ class Channel:
         envelope = _opened(block)
         if self._foreign(envelope):
             self.state.broken = True
-            return Offer(self.nothing())
+            return Offer(self.nothing)
         nbytes, k, _, _, padding, _ = envelope
         if nbytes != block.size:
             raise DamagedMessageError(f"a message arrived damaged: a block of {block.size} bytes says it has {nbytes}")
+        if nbytes - padding == _ENVELOPE.size:
+            return Offer(self.nothing, k)
         try:
             return Offer(decode(block[_ENVELOPE.size : nbytes - padding]), k)
         except CodecError as error:
@@ -244,8 +249,9 @@ class Channel:
     def _sending(self, block: Buffer, dest: int) -> Sending:
         return self.endpoint.send(block, self._ranks[dest], self._tag)
 
+    @cached_property
     def nothing(self) -> SparseVector:
-        """Return the vector of this operation's length, width and dtype without an entry."""
+        """The vector of this operation's length, width and dtype without an entry. It travels as an empty payload."""
         return SparseVector.empty(
             self.terms.length or 0, self.terms.dtype or np.float32, self.terms.width, beside=self.beside
         )

@@ -160,7 +160,7 @@ def candidates(share: SparseVector, k: int, channel: Channel) -> Steps[NDArray[n
     if there <= ties + spare:
         floor, ties = max(0, floor - 1), 0  # all from the floor on: no key is 0
     else:
-        tied = yield from channel.gather(Offer(channel.nothing(), int(np.count_nonzero(keys == floor))))
+        tied = yield from channel.gather(Offer(channel.nothing, int(np.count_nonzero(keys == floor))))
         ties = max(0, ties - sum(theirs.k for theirs in tied[: channel.rank]))
     chosen: NDArray[np.intp] = kernels.select(keys, floor, ties)
     return chosen

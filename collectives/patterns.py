@@ -51,7 +51,12 @@ def agreed(channel: Channel) -> Steps[bool]:
 
     So ranks that take recursive doubling as the default meet those that named another algorithm.
     """
-    yield from folded(Offer(channel.nothing()), channel, add, partial(doubling, channel=channel, combine=add))
+
+    def heard(ours: Offer, theirs: Offer, block: int) -> Offer:
+        return ours
+
+    core = partial(doubling, channel=channel, combine=heard)
+    yield from folded(Offer(channel.nothing), channel, heard, core)
     return not channel.broken
 
 

@@ -88,6 +88,6 @@ def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[Offer]:
     Where there are fewer shares than ranks, the last ranks own nothing.
     """
     parts = partition.cut(offer.vector)
-    parts += [channel.nothing()] * (channel.size - len(parts))
+    parts += [channel.nothing] * (channel.size - len(parts))
     offers = yield from channel.all_to_all([Offer(part, offer.k) for part in parts])
     return Offer(add_up([theirs.vector for theirs in offers]), max(theirs.k for theirs in offers))

@@ -48,11 +48,11 @@ class Survey:
 
 def look_around(offer: Offer, channel: Channel, *, sampling: bool = True) -> Steps[Survey]:
     """Tell every rank what this one brings, and hear the same of all. ceil(lg P) rounds of small messages."""
-    partition = channel.terms.partition or "auto"
-    vector, sampling = offer.vector.support(), sampling and partition != "equal"
-    chosen = sample(vector.indices, channel.rank, channel.size) if sampling else vector.indices[:0]
-    told = Offer(SparseVector(chosen, vector.values[: chosen.size], vector.length), offer.vector.nnz)
-    heard = yield from channel.gather(told)
-    return Survey(
-        [each.k for each in heard], [to_numpy(each.vector.indices) for each in heard], vector.length, partition
-    )
+    partition, vector = channel.terms.partition or "auto", channel.nothing
+    if sampling and partition != "equal":
+        support = offer.vector.support()
+        chosen = sample(support.indices, channel.rank, channel.size)
+        vector = SparseVector(chosen, support.values[: chosen.size], support.length)
+    heard = yield from channel.gather(Offer(vector, offer.vector.nnz))
+    samples = [to_numpy(each.vector.indices) for each in heard]
+    return Survey([each.k for each in heard], samples, offer.vector.length, partition)

@@ -108,14 +108,16 @@ class Tuner:
     ) -> tuple[str, float]:
         """Return the algorithm that is predicted to be the fastest for so many entries a rank, and its seconds."""
         step = round(STEPS_AN_OCTAVE * math.log2(entries)) if entries >= 1 else -1
-        rounded = min(float(length), 2 ** (step / STEPS_AN_OCTAVE)) if step >= 0 else 0.0
-        names = candidates(nodes, value_nbytes, whole=whole)
         key = length, step, value_nbytes, tuple(nodes), whole
-        return self._once(key, partial(self._fastest, names, case_of(length, rounded, value_nbytes, nodes)))
+        return self._once(key, partial(self._fastest, *key))
 
-    def _fastest(self, names: Sequence[str], case: Case) -> tuple[str, float]:
+    def _fastest(
+        self, length: int, step: int, value_nbytes: int, nodes: Sequence[int], whole: bool
+    ) -> tuple[str, float]:
         assert self.profile is not None, "asked for a prediction without a profile"
-        model = Model(case, self.profile)
+        entries = min(float(length), 2 ** (step / STEPS_AN_OCTAVE)) if step >= 0 else 0.0
+        model = Model(case_of(length, entries, value_nbytes, nodes), self.profile)
+        names = candidates(nodes, value_nbytes, whole=whole)
         seconds = {name: cost.ALLREDUCE[name](model).seconds for name in names}
         best = min(names, key=seconds.__getitem__)  # the first one of equals
         return best, seconds[best]

@@ -138,7 +138,7 @@ def test_the_others():
 
         def bcast(rank, channel):
             root = channel.size - 1
-            return rooted.bcast(Offer(brings(root, channel.size) if rank == root else channel.nothing()), channel)
+            return rooted.bcast(Offer(brings(root, channel.size) if rank == root else channel.nothing), channel)
 
         def survey(rank, channel):
             return look_around(Offer(brings(rank, channel.size)), channel)

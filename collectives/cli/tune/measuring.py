@@ -229,7 +229,7 @@ def exchanges(channel: Channel, ranks: Sequence[int]) -> Iterator[tuple[float, C
 def further_messages(endpoint: Endpoint) -> tuple[Call, Call]:
     """Return calls of a step of one small message to every other rank, and of what a rank computes for each."""
     channel = Channel(endpoint, Terms("tune", "step"), codec="plain")
-    nothing = Offer(channel.nothing())
+    nothing = Offer(SparseVector.empty(0))  # travels as a codec message, unlike `channel.nothing`
     return partial(run, channel, channel.all_to_all, [nothing] * endpoint.size), lambda: channel.unpack(
         channel.pack(nothing)
     )
