@@ -1,11 +1,12 @@
 """A pytest plugin that keeps the ranks of `tests/launch.sh` in lockstep.
 
-Each rank runs a pytest session of its own. After every phase of a test (setup, call, teardown) the ranks tell each
-other how it went, over a communicator of their own:
+Each rank runs a pytest session of its own. Once for every test, after its call or a setup that failed, the ranks tell
+each other how it went, over a communicator of their own:
 
-* a failure on one rank becomes a failure on all, with the text of every rank that failed in the report of each;
+* a failure on one rank becomes a failure on all, with the text of every rank that failed in the report of each (one in
+  a teardown becomes a failure of the next test; after the last one rank 0 prints it);
 * a rank that failed while its peers are stuck in a collective ends the job after MPI_TEST_GRACE seconds;
-* a rank that spends MPI_TEST_HANG seconds in one phase, be it in C code, is ended with its stack, and the job with it;
+* a rank that spends MPI_TEST_HANG seconds in one test, be it in C code, is ended with its stack, and the job with it;
 * a rank that is silent beyond that (stopped, or its host gone) ends the job after MPI_TEST_LIMIT seconds;
 * ranks never run two different tests at once, so a test that raises early cannot shift collectives into the next one.
 """
@@ -33,6 +34,7 @@ def pytest_configure(config):
 class Lockstep:
     def __init__(self, comm):
         self.comm = comm
+        self.late = ""  # what failed on this rank and is not told yet
 
     def pytest_sessionstart(self, session):
         expected = int(os.environ.get("MPI_TEST_NPROCS", self.comm.size))
@@ -47,8 +49,13 @@ class Lockstep:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        mine = f"{report.outcome}\n{report.longreprtext if report.failed else ''}"
-        heard = self.tell(mine, GRACE if report.failed else LIMIT, f"{item.nodeid} ({report.when})")
+        if report.failed:
+            self.late += f"{item.nodeid} ({report.when}): {report.longreprtext}"
+        if report.when == "teardown" or (report.when == "setup" and report.passed):
+            return report
+        mine = f"{'failed' if self.late else report.outcome}\n{self.late}"
+        heard = self.tell(mine, GRACE if self.late else LIMIT, f"{item.nodeid} ({report.when})")
+        self.late = ""
         outcomes = [text.partition("\n")[0] for text in heard]
         if report.failed or set(outcomes) != {report.outcome}:
             texts = [f"--- rank {rank}: {text}" for rank, text in enumerate(heard) if not text.startswith("passed")]
@@ -57,13 +64,15 @@ class Lockstep:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config):
-        self.tell("", LIMIT, "the session")  # nobody leaves before rank 0 has written its summary
+        heard = self.tell(self.late, LIMIT, "the session")  # nobody leaves before rank 0 has written its summary
+        if self.comm.rank == 0 and any(heard):
+            os.write(STDERR, "\n".join(f"--- rank {rank}: {text}" for rank, text in enumerate(heard) if text).encode())
         faulthandler.cancel_dump_traceback_later()
 
     def tell(self, text, seconds, what):
         """Return what every rank says, in rank order; end the job when one says nothing for so many seconds.
 
-        Waiting here is not hanging: the watch over this rank stops, and starts anew for its next phase.
+        Waiting here is not hanging: the watch over this rank stops, and starts anew for its next test.
         """
         faulthandler.cancel_dump_traceback_later()
         heard = [text] * self.comm.size if self.alike(text, seconds, what) else self.gather(text, seconds, what)

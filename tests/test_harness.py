@@ -74,6 +74,46 @@ def test_a_failed_assertion_on_one_rank_fails_the_run_on_all(tmp_path):
     assert "1 failed, 2 passed" in run.text
 
 
+def test_a_fixture_that_one_rank_does_not_outlive_fails_the_test_on_all(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        @pytest.fixture
+        def made():
+            assert comm.rank != 1, "rank one objects"
+
+        def test_case(made):
+            pass
+        """,
+    )
+    assert run.status != 0
+    assert "by rank: passed failed passed" in run.text
+    assert "rank one objects" in run.text
+
+
+def test_a_teardown_that_fails_on_one_rank_fails_the_next_test_and_the_run(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        @pytest.fixture
+        def made():
+            yield
+            assert comm.rank != 1, "rank one objects"
+
+        def test_case(made):
+            pass
+
+        def test_last(made):
+            pass
+        """,
+    )
+    assert run.status != 0
+    assert "by rank: passed failed passed" in run.text
+    assert "1 failed, 2 passed" in run.text
+    assert "test_case.py::test_case (teardown): " in run.text
+    assert "--- rank 1: test_case.py::test_last (teardown): " in run.text
+
+
 def test_a_rank_that_fails_in_front_of_a_collective_ends_the_run(tmp_path):
     run = Run(
         tmp_path,
