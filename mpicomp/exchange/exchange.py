@@ -225,6 +225,8 @@ class GradientExchange:
             for vector, pipeline in vectors.items():
                 mine = {key.rpartition("/")[2]: state[key] for key in state if key.rpartition("/")[0] == vector}
                 pipeline.load_state_dict(mine)
+            for station in self._stations:
+                station.check_lengths()
         except Exception:
             for pipeline, held in zip(vectors.values(), before, strict=True):
                 pipeline.load_state_dict(held)
@@ -426,9 +428,9 @@ class GradientExchange:
     def _vectors(self) -> dict[str, Pipeline]:
         """Return the pipelines by what they serve: a tensor, small ones together, or the one gradient."""
         named = {
-            "+".join(tensor.name for tensor in group): pipeline
+            vector: pipeline
             for station in self._stations
-            for group, pipeline in zip(station.groups, station.bucket.pipelines, strict=True)
+            for vector, pipeline in zip(station.bucket.vectors, station.bucket.pipelines, strict=True)
         }
         return named or {"gradient": self._own}
 

@@ -105,11 +105,18 @@ class Station:
         self.names = {tensor.name for group in groups for tensor in group}
         lengths = [sum(tensor.size for tensor in group) for group in groups]
         self.bucket = bucket(pipelines, lengths, collective, **how)
-        self.bucket.vectors = ["+".join(tensor.name for tensor in group) for group in groups]
+        self.bucket.vectors = ["+".join(_without_plus(tensor.name) for tensor in group) for group in groups]
 
     def flats(self, arrays: Mapping[str, Any]) -> list[Array | Exception]:
         """Return the vector of each pipeline, or why there is none; a tensor without an array counts as zero."""
         return [_joined(group, arrays) for group in self.groups]
+
+    def check_lengths(self) -> None:
+        """Raise ValueError where what a feedback keeps is not as long as its vector: it was loaded from elsewhere."""
+        for vector, group, pipeline in zip(self.bucket.vectors, self.groups, self.bucket.pipelines, strict=True):
+            kept, size = getattr(pipeline.feedback, "residual", None), sum(tensor.size for tensor in group)
+            if kept is not None and kept.size != size:
+                raise ValueError(f"the state of {vector!r} has {kept.size} numbers: expected {size}")
 
     def restore(self, results: Sequence[Array]) -> dict[str, Any]:
         """Return what the caller gets, by name."""
@@ -156,6 +163,11 @@ def _dense_station(tensors: Sequence[Tensor], rules: Rules) -> Station:
     pipeline = rules.make(None)
     pipeline.compressor, pipeline.downlink = Dense(), None
     return Station([tensors], [pipeline], rules.dense, rules.bucket, dense=True)
+
+
+def _without_plus(name: str) -> str:
+    """Return a name that may stand between plus signs: as it is, or with a backslash before its own."""
+    return name.replace("\\", "\\\\").replace("+", "\\+")
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -108,6 +108,28 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
+def test_the_state_of_tensors_of_other_lengths_changes_nothing(comm):
+    first, second = (MAKERS["error feedback"](comm) for _ in range(2))
+    first({"weight": gradient(comm.rank, 0)[:39]})
+    second.register({"weight": gradient(0, 0)})
+    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 numbers: expected 2000"):
+        second.load_state_dict(first.state_dict())
+    assert second.residual_norm == 0
+    second({"weight": gradient(comm.rank, 0)})
+
+
+def test_tensors_with_a_plus_in_their_names_keep_states_of_their_own(comm):
+    """One large "a+b" beside small "a" and "b", which are one vector."""
+    tensors = {"a": gradient(comm.rank, 0, "bias"), "b": gradient(comm.rank, 1, "bias"), "a+b": gradient(comm.rank, 2)}
+    first, second = (MAKERS["error feedback"](comm) for _ in range(2))
+    first(tensors)
+    second.register(tensors)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    expected, got = first(tensors), second(tensors)
+    assert all(expected[name].tobytes() == got[name].tobytes() for name in tensors)
+    assert sorted(first.state_dict()) == [r"a+b/feedback.residual", r"a\+b/feedback.residual"]
+
+
 def test_a_compressors_state_is_whole(comm):
     """The state of an exchange whose compressor remembers nothing is not that of one whose compressor does."""
     plain = MAKERS["error feedback"](comm)
