@@ -1,7 +1,9 @@
 """A profile decides: alike on all ranks, whoever has which, and never at the price of a hang."""
 
+import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from mpi4py import MPI
 
 from collectives import SupportPlan, allreduce, sparse_allreduce
 from collectives.cli import main
-from collectives.cli.tune import calibrating, measuring
+from collectives.cli.tune import calibrating, checking, measuring
 from collectives.cost import Case
 from collectives.profiles import NETWORKS, VARIABLE, Curve, ProfileError, load
 from collectives.progress import wait_for
@@ -200,6 +202,15 @@ def test_what_is_measured_can_be_used(fresh, quickly):
     assert len(set(fresh.allgather(found.text()))) == 1
     assert endpoint_of(fresh, wait_for).tuner.profile is not None
     check_sums(fresh)
+
+
+def test_turns_go_on_until_they_have_taken_so_long(comm, monkeypatch):
+    """Two at least, and then one a tick of rank 0's clock."""
+    ticks, calls = itertools.count(), []
+    monkeypatch.setattr(checking, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    timed = measuring.Timed(lambda: calls.append(1), 1, first=0.0)
+    checking.take_turns(comm, [timed], 2, 5.0)
+    assert (len(timed.seconds), len(calls)) == (6, 12)
 
 
 @pytest.mark.exactly(4)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from collectives import profiles
-from collectives.cli.bench.settings import new_file, positive, share
+from collectives.cli.bench.settings import above_zero, new_file, positive, share
 from collectives.profiles import Profile, ProfileError
 
 ABOUT = """\
@@ -40,6 +40,9 @@ def add_to(commands: Any) -> None:
     tune.add_argument("--lengths", type=positive, nargs="+", default=[10_000, 100_000, 1_000_000], help="of the grid")
     tune.add_argument("--densities", type=share, nargs="+", default=[0.001, 0.01, 0.1, 0.3], help="of the grid")
     tune.add_argument("--repeats", type=positive, default=5, help="timed turns of everything (%(default)s)")
+    tune.add_argument(
+        "--seconds", type=above_zero, default=0.0, help="go on in each place of the grid for so long: more turns (0)"
+    )
     tune.add_argument("--json", type=new_file, metavar="FILE", help="write what the check finds to a file as well")
 
 
@@ -124,7 +127,8 @@ def check(options: argparse.Namespace, comm: Any, profile: Profile, out: TextIO 
     found = []
     if out:
         out.write(checking.HEADER + "\n")
-    for row in checking.rows(comm, profile, options.lengths, options.densities, options.repeats):
+    grid = options.lengths, options.densities
+    for row in checking.rows(comm, profile, *grid, options.repeats, options.seconds):
         found.append(row)
         if out:
             out.write(f"{row}\n")

@@ -1,6 +1,7 @@
 """Compare what a profile predicts with what is measured, over a grid, and what "auto" takes with what is fastest."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -49,9 +50,12 @@ HEADER = f"{'length':>10} {'density':>8}  {'':40} {'measured ms':>11} {'predicte
 
 
 def rows(
-    comm: Any, profile: Profile, lengths: Sequence[int], densities: Sequence[float], repeats: int
+    comm: Any, profile: Profile, lengths: Sequence[int], densities: Sequence[float], repeats: int, seconds: float = 0.0
 ) -> Iterator[Checked]:
-    """Yield what was measured and predicted; all ranks call, and have the same profile. All of a place take turns."""
+    """Yield what was measured and predicted; all ranks call, and have the same profile.
+
+    All of a place take turns: at least so many, and on until they have taken so many seconds together.
+    """
     endpoint = endpoint_of(comm, wait_for)
     endpoint.tuner = Tuner(profile)
     fixed = comm.Dup()
@@ -61,13 +65,20 @@ def rows(
         for density in densities:
             vector = random_vector(length, max(1, round(length * density)), comm.rank)
             timed = {name: settled(comm, call) for name, call in contestants(comm, fixed, vector, len(sizes)).items()}
-            for turn in range(repeats):
-                for each in shuffled(list(timed.values()), turn):
-                    once_more(comm, each)
+            take_turns(comm, list(timed.values()), repeats, seconds)
             for (operation, algorithm), each in timed.items():
                 expected = predicted(operation, algorithm, vector, sizes, profile)
                 yield Checked(operation, algorithm, length, density, each.median, expected)
     fixed.Free()
+
+
+def take_turns(comm: Any, calls: Sequence[Timed], repeats: int, seconds: float) -> None:
+    """Time calls in turns; rank 0 says when it has been long enough."""
+    began, turn = time.perf_counter(), 0
+    while comm.bcast(turn < repeats or time.perf_counter() - began < seconds):
+        for each in shuffled(calls, turn):
+            once_more(comm, each)
+        turn += 1
 
 
 def shuffled(calls: Sequence[Timed], turn: int) -> list[Timed]:
