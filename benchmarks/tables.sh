@@ -10,7 +10,8 @@
 #   all       these one after the other
 #
 # What a command prints is shown, and kept in FOLDER (build/tables) with its JSON. Root makes the hosts with slow links, see
-# benchmarks/testbed. LENGTHS, RATES and REPEATS may be set: LENGTHS="1e6" RATES="1gbit" benchmarks/tables.sh links
+# benchmarks/testbed. LENGTHS, RATES, REPEATS, CODECS of links and SECONDS_A_PLACE of choice may be set:
+#   LENGTHS="1e6" RATES="1gbit" CODECS="auto plain" benchmarks/tables.sh links
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 table=${1:-help} out=${2:-build/tables}
@@ -35,7 +36,8 @@ keep() {
 links() {
   for rate in $rates; do for length in $lengths; do
     keep "links-$rate-$length" on 8 "$rate" mpicomp bench gtopk --lengths "$length" --densities 0.001 --from-gradient \
-      --repeats "$repeats" --dense-repeats 2 --network "$rate" --json "$out/links-$rate-$length.json"
+      --repeats "$repeats" --dense-repeats 2 --network "$rate" --codecs ${CODECS:-auto} \
+      --json "$out/links-$rate-$length.json"
   done; done
 }
 
