@@ -50,7 +50,8 @@ bytes() {
 }
 
 choice() {
-  local grid="--lengths ${GRID:-10000 100000 1000000} --densities 0.001 0.01 0.1 0.3 --repeats ${REPEATS:-9} --seconds ${SECONDS_A_PLACE:-8}"
+  local grid="--lengths ${GRID:-10000 100000 1000000} --densities 0.001 0.01 0.1 0.3"
+  grid="$grid --repeats ${REPEATS:-9} --seconds ${SECONDS_A_PLACE:-5}"
   rm -f "$out"/choice-*.json
   for rate in $rates; do for size in 2 4 8; do
     keep "choice-$rate-$size" on $size "$rate" mpicomp tune --check $grid --output "$out/profile-$rate-$size" \
