@@ -132,7 +132,7 @@ class Channel:
     def exchange(self, offer: Offer, partner: int) -> Steps[Offer]:
         """Send `offer` to the partner, and return the partner's."""
         arrival = self._arrival(partner, self.beside)
-        yield arrival, self._sending(self.pack(offer), partner)
+        yield arrival, self._sending(self.pack(offer), partner, arrival)
         return self.unpack(arrival.buffer)
 
     def send(self, offer: Offer, dest: int) -> Steps[None]:
@@ -155,7 +155,7 @@ class Channel:
         held = [block]
         for dest, source, blocks in schedule.dissemination(self.rank, self.size):
             arrival = self._arrival(source, block)
-            yield arrival, self._sending(np.concatenate(held[:blocks]), dest)
+            yield arrival, self._sending(np.concatenate(held[:blocks]), dest, arrival if source == dest else None)
             came = list(split(arrival.buffer))
             if len(came) != blocks:
                 if not any(self._foreign(_opened(each)) for each in came):
@@ -246,8 +246,8 @@ class Channel:
     def _arrival(self, source: int, beside: Any) -> Arrival:
         return self.endpoint.receive(self._ranks[source], self._tag, beside)
 
-    def _sending(self, block: Buffer, dest: int) -> Sending:
-        return self.endpoint.send(block, self._ranks[dest], self._tag)
+    def _sending(self, block: Buffer, dest: int, arrival: Arrival | None = None) -> Sending:
+        return self.endpoint.send(block, self._ranks[dest], self._tag, arrival)
 
     @cached_property
     def nothing(self) -> SparseVector:

@@ -14,26 +14,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.messages import Arrival, Buffer, in_lines, pieces
+from collectives import messages
+from collectives.messages import Arrival, Buffer, in_bytes, pieces
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 def leave(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool) -> "list[MPI.Request]":
-    """Start to send a buffer of the device; each request keeps what MPI reads alive."""
+    """Start to send a buffer of the device in its pieces; each request keeps what MPI reads alive."""
     if direct:
         _stream().synchronize()
-        return [comm.Isend(in_lines(block), dest, tag)]
+        return messages.leave(comm, block, dest, tag)
     landing, parts = pinned(block.size), pieces(block.size)
     copied = []
     for part in parts:
         _copy_out(block[part], landing[part])
         copied.append(_stream().record())
-    requests = [comm.Isend(np.array([block.size]), dest, tag)] if len(parts) > 1 else []
+    requests = []
     for part, event in zip(parts, copied, strict=True):
         event.synchronize()
-        requests.append(comm.Isend(in_lines(landing[part]), dest, tag))
+        requests.append(comm.Isend(in_bytes(landing[part]), dest, tag))
     return requests
 
 

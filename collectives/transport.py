@@ -6,15 +6,15 @@ Host arrays, arrays on a device of a CUDA-aware MPI and those that are staged di
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import cuda_aware, staging, waiting
+from collectives import cuda_aware, messages, staging, waiting
 from collectives.failure import found, is_failure
-from collectives.messages import Arrival, Buffer, Pending, Sending, in_lines, new_status
+from collectives.messages import Arrival, Buffer, Pending, Reply, Sending, announce, new_status
 from collectives.tuning import agreed_tuner
 from mpicomp import checking
 from mpicomp.arrays import on_device
@@ -119,13 +119,19 @@ class Endpoint:
         tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self.saved_tag
         return tag
 
-    def send(self, buffer: Buffer, dest: int, tag: int) -> Sending:
-        """Start to send a buffer of whole lines; from a device, once what was started there on it is done."""
+    def send(self, buffer: Buffer, dest: int, tag: int, arrival: Arrival | None = None) -> Sending:
+        """Start to send a buffer of whole lines; from a device, once what was started there on it is done.
+
+        arrival: what comes from `dest` in the same step, if anything does: long messages that cross wait for it.
+        """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
-        if on_device(buffer):
-            return Sending(*staging.leave(self.comm, buffer, dest, tag, direct=self.direct))
-        return Sending(self.comm.Isend(in_lines(buffer), dest, tag), keeping=buffer)
+        by = partial(staging.leave, direct=self.direct) if on_device(buffer) else messages.leave
+        leave = partial(by, self.comm, buffer, dest, tag)
+        if arrival is not None and buffer.size > messages.CROSSING:
+            return Reply(announce(self.comm, buffer.size, dest, tag), leave, arrival)
+        announced = [announce(self.comm, buffer.size, dest, tag)] if buffer.size > messages.PIECE else []
+        return Sending(*announced, *leave())
 
     def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
         """Await a message, in a buffer that lives where the array `beside` does; None is main memory."""

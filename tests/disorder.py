@@ -33,7 +33,7 @@ class Disordered(Endpoint):
         self.heard = {}  # (source, tag, number) -> the pieces that are here
         self.looks = self.overtaken = self.cut = 0
 
-    def send(self, buffer, dest, tag):
+    def send(self, buffer, dest, tag, arrival=None):
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
         lines, number = buffer.size // LINE, self.sent[dest, tag]
@@ -128,10 +128,10 @@ class Damaging(Endpoint):
     def change(buffer):
         return buffer
 
-    def send(self, buffer, dest, tag):
+    def send(self, buffer, dest, tag, arrival=None):
         if self.rank == self.culprit and self.traffic.messages == self.which:
             buffer = self.change(buffer.copy())
-        return super().send(buffer, dest, tag)
+        return super().send(buffer, dest, tag, arrival)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class Endpoint:
     def take_tag(self):
         return 0
 
-    def send(self, buffer, dest, tag):
+    def send(self, buffer, dest, tag, arrival=None):
         self.sent = self.clock + 1
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
