@@ -6,6 +6,7 @@
 #   choice    what "auto" takes on a grid of ranks, lengths, densities and rates, and how far predictions are off, with
 #             one verdict on all of it                                                      (root; 30 minutes)
 #   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
+#   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   machine   what needs no links: exchange, kernels, coding, overlap                       (10 minutes)
 #   all       these one after the other
 #
@@ -68,6 +69,12 @@ step() {
   keep step on 8 1gbit mpicomp bench step --repeats "$repeats" --dense-repeats 2 --json "$out/step.json"
 }
 
+crossing() {
+  for rate in $rates; do for size in 2 4 8; do
+    keep "crossing-$rate-$size" on $size "$rate" python -m mpi4py "$here/crossing.py" --repeats "$repeats"
+  done; done
+}
+
 machine() {
   keep exchange mpirun -n 4 mpicomp bench exchange --json "$out/exchange.json"
   keep kernels mpicomp bench kernels --repeats 5 --json "$out/kernels.json"
@@ -75,8 +82,8 @@ machine() {
 }
 
 case $table in
-  links | bytes | choice | step | machine) tables=$table ;;
-  all) tables="links bytes choice step machine" ;;
+  links | bytes | choice | step | crossing | machine) tables=$table ;;
+  all) tables="links bytes choice step crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac
 mkdir -p "$out"

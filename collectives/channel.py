@@ -178,7 +178,11 @@ class Channel:
         received = list(offers)  # its own among them
         hops = list(schedule.rotation(self.rank, self.size))
         arrivals = [self._arrival(source, self.beside) for _, source in hops]
-        yield (*arrivals, *[self._sending(self.pack(offers[dest]), dest) for dest, _ in hops])
+        sendings = [
+            self._sending(self.pack(offers[dest]), dest, arrival if source == dest else None)
+            for (dest, source), arrival in zip(hops, arrivals, strict=True)
+        ]
+        yield (*arrivals, *sendings)
         for (_, source), arrival in zip(hops, arrivals, strict=True):
             received[source] = self.unpack(arrival.buffer)
         return received
