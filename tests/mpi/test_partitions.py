@@ -191,9 +191,9 @@ def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
     endpoint = endpoint_of(comm, wait_for)
     abroad, send = [0], endpoint.send
 
-    def counting(buffer, dest, tag):
+    def counting(buffer, dest, tag, arrival=None):
         abroad[0] += buffer.size * (endpoint.nodes[dest] != endpoint.nodes[comm.rank])
-        return send(buffer, dest, tag)
+        return send(buffer, dest, tag, arrival)
 
     monkeypatch.setattr(endpoint, "send", counting)
     vector = SparseVector(np.arange(0, 400_000, 4), np.ones(100_000, np.float32), 400_000)
