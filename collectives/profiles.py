@@ -279,19 +279,19 @@ def as_measured(points: Sequence[tuple[float, float]]) -> Curve:
 def typical_kernels() -> dict[str, Curve]:
     """Return what one core of a present-day server takes for the kernels: a start, and entries a second."""
     starts_and_rates = {
-        "validate": (4e-6, 1.5e9),
-        "merge": (8e-6, 3.8e8),
-        "accumulate": (25e-6, 2.5e8),
-        "join": (6e-6, 1e9),
-        "fill": (6e-6, 5e8),
-        "copy": (2e-6, 1e9),
-        "select": (15e-6, 2e8),
-        "pack": (8e-6, 1.2e9),
-        "unpack": (8e-6, 1e10),
-        "pack_bitmap": (10e-6, 8e8),
-        "unpack_bitmap": (10e-6, 4e8),
-        "pack_coded": (30e-6, 2e8),
-        "unpack_coded": (20e-6, 4e8),
+        "validate": (5e-6, 5e9),
+        "merge": (6e-6, 4.5e8),
+        "accumulate": (30e-6, 2e8),
+        "join": (5e-6, 2e9),
+        "fill": (6e-6, 4e9),
+        "copy": (3e-7, 1e10),
+        "select": (25e-6, 4.5e8),
+        "pack": (10e-6, 2e9),
+        "unpack": (8e-6, 1e12),
+        "pack_bitmap": (11e-6, 7e8),
+        "unpack_bitmap": (8e-6, 9e8),
+        "pack_coded": (22e-6, 5e8),
+        "unpack_coded": (12e-6, 6e8),
     }
     return {name: Curve.line(start, rate) for name, (start, rate) in starts_and_rates.items()}
 
