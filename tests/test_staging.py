@@ -32,6 +32,10 @@ if comm.rank == 0:
     print("sound")
 """
 CLAIM = "cuda_aware.query = lambda: True\n"
+LONG = """
+from collectives import messages
+messages.CROSSING, messages.PIECE = 64, 4096
+"""
 NO_STREAM = """
 from types import SimpleNamespace
 staging._stream = lambda: SimpleNamespace(synchronize=lambda: None)
@@ -66,6 +70,14 @@ def test_staged_messages_arrive():
 @ON_THE_STAND_IN
 def test_an_mpi_that_is_cuda_aware_gets_the_pointer():
     done = child(CLAIM, MPICOMP_CUDA_AWARE="1", MPICOMP_FAKE_VISIBLE="1")
+    assert done.stdout.strip() == "sound", done.stderr
+
+
+@ON_THE_STAND_IN
+@pytest.mark.parametrize("aware", [False, True])
+def test_long_messages_cross_in_pieces(aware):
+    settings = {"MPICOMP_CUDA_AWARE": "1", "MPICOMP_FAKE_VISIBLE": "1"} if aware else {}
+    done = child(LONG + (CLAIM if aware else ""), **settings)
     assert done.stdout.strip() == "sound", done.stderr
 
 

@@ -124,7 +124,8 @@ class ndarray:
     # Parts
 
     def __getitem__(self, key: Any) -> "ndarray":
-        return wrapped(self._hidden[_index(key)])
+        part = self._hidden[_index(key)]
+        return ndarray._of(part) if isinstance(key, slice) else wrapped(part)  # a view: the device does nothing
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._hidden[_index(key)] = plain(value)
