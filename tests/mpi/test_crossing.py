@@ -7,6 +7,7 @@ from cases import LENGTH, assert_equal, bits, bring, bring_all, window
 from collectives import allreduce, gtopk, gtopk_iallreduce, messages, sparse_allgather, sparse_iallreduce, traffic
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
+from mpicomp import DamagedMessageError
 
 SUMS = tuple(allreduce.ALGORITHMS)
 SELECTIONS = tuple(gtopk.ALGORITHMS)
@@ -89,3 +90,15 @@ def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received
     assert arrival.buffer.tolist() == [peer] * 64 * lines[peer]
     leaves, received = ["Isend"] * (lines[comm.rank] > 1), ["Irecv"] * (lines[peer] > 1)
     assert watched.events == ["Isend", "Improbe" if polls else "Mprobe", *leaves, *received]
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("said", [-64, 0, 100])
+def test_an_announcement_that_no_message_has_is_damage(comm, said):
+    own = comm.Dup()
+    endpoint, peer = endpoint_of(own, wait_for), 1 - comm.rank
+    sending = endpoint.comm.Isend(np.array([said]), peer, 5)
+    with pytest.raises(DamagedMessageError, match=f"announced with {said} bytes"):
+        endpoint.receive(peer, 5).wait()
+    sending.Wait()
+    own.Free()
