@@ -8,7 +8,7 @@ is ready. Both take turns in an order drawn anew; a time is that of the slowest 
 
 import argparse
 from collections.abc import Callable, Iterator
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,40 +16,24 @@ from mpi4py import MPI
 
 from collectives import dense_allreduce, messages, sparse_allreduce, warm_up
 from collectives.allreduce import ALGORITHMS
-from collectives.cli.tune.checking import random_vector
+from collectives.cli.tune.checking import random_vector, take_turns
+from collectives.cli.tune.measuring import Timed, settled
 
 WAYS = {"as they come": 1 << 62, "at once": messages.CROSSING}  # from how many bytes on a message awaits the other
 HEADER = "| algorithm | as they come, ms | at once, ms | of the time before |\n| --- | --- | --- | --- |"
 
 
-def timed(call: Callable[[], Any], comm: MPI.Intracomm) -> float:
-    """Return the milliseconds that a call takes on the slowest rank."""
-    comm.Barrier()
-    start = perf_counter()
-    call()
-    return 1e3 * float(comm.allreduce(perf_counter() - start, MPI.MAX))
+def going(way: str, call: Callable[[], Any]) -> Any:
+    """Run a call whose messages leave in one way."""
+    messages.CROSSING = WAYS[way]
+    return call()
 
 
-def measured(
-    calls: dict[str, Callable[[], Any]], comm: MPI.Intracomm, repeats: int
-) -> dict[tuple[str, str], list[float]]:
-    """Return the milliseconds of all calls, by algorithm and way."""
-    order = np.random.default_rng(0)
-    times: dict[tuple[str, str], list[float]] = {(name, way): [] for name in calls for way in WAYS}
-    for _ in range(repeats):
-        for place in order.permutation(len(times)):
-            name, way = list(times)[place]
-            messages.CROSSING = WAYS[way]
-            times[name, way].append(timed(calls[name], comm))
-    messages.CROSSING = WAYS["at once"]
-    return times
-
-
-def lines(times: dict[tuple[str, str], list[float]]) -> Iterator[str]:
+def lines(timed: dict[tuple[str, str], Timed]) -> Iterator[str]:
     """Yield the table: medians, and quartiles in brackets."""
     yield HEADER
-    for name in dict.fromkeys(name for name, _ in times):
-        rows = [np.percentile(times[name, way], [50, 25, 75]) for way in WAYS]
+    for name in dict.fromkeys(name for name, _ in timed):
+        rows = [1e3 * np.percentile(timed[name, way].seconds, [50, 25, 75]) for way in WAYS]
         cells = [f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in rows]
         yield f"| {name} | {' | '.join(cells)} | {rows[1][0] / rows[0][0]:.2f} |"
 
@@ -65,12 +49,13 @@ def main() -> None:
     options, comm = parser.parse_args(), MPI.COMM_WORLD
     length = int(options.length)
     vector = random_vector(length, max(1, round(length * options.density)), comm.rank)
-    calls = {name: lambda name=name: sparse_allreduce(vector, comm, algorithm=name) for name in options.algorithms}
-    values = vector.to_dense()
+    calls = {name: partial(sparse_allreduce, vector, comm, algorithm=name) for name in options.algorithms}
+    calls["MPI's Iallreduce"] = partial(dense_allreduce, vector.to_dense(), comm)
     warm_up(comm, ["float32"])
-    times = measured(calls | {"MPI's Iallreduce": lambda: dense_allreduce(values, comm)}, comm, options.repeats)
+    timed = {(name, way): settled(comm, partial(going, way, call)) for name, call in calls.items() for way in WAYS}
+    take_turns(comm, list(timed.values()), options.repeats, 0.0)
     if comm.rank == 0:
-        print(*lines(times), sep="\n")
+        print(*lines(timed), sep="\n")
 
 
 if __name__ == "__main__":
