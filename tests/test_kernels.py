@@ -12,7 +12,7 @@ from strategies import DTYPES, finite_values
 
 from mpicomp import ErrorFeedback, TopK, codec
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, coding, merging, selection, statistics, surveying, warming
+from mpicomp.kernels.host import bits, coding, instructions, merging, selection, statistics, surveying, warming
 from mpicomp.vector import add_up, merge, top_k
 
 MODULES = [bits, coding, merging, selection, statistics, surveying]
@@ -36,6 +36,39 @@ def mode(request, monkeypatch):
 
 def test_there_are_kernels_to_interpret():
     assert len(KERNELS) >= 15
+
+
+@bits.jit
+def _compared(values, first, mask, floor):  # what the kernels get of these functions
+    return instructions.reaching(values, first, mask, floor), instructions.nonzero(values, first)
+
+
+@bits.jit
+def _lowest(word):
+    return instructions.lowest(word)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64], ids=str)
+def test_values_are_compared_64_at_once_as_one_by_one(dtype):
+    limits, rng = np.iinfo(dtype), np.random.default_rng(3)
+    values = rng.integers(limits.min, limits.max, 200, dtype, endpoint=True)
+    values[rng.random(200) < 0.3] = 0
+    values[7::50] = limits.min, limits.max, -1, 1
+    for first in 0, 1, 63, 136:
+        for mask in dtype(limits.max), dtype(-1):
+            for floor in dtype(0), dtype(1), values[first + 5], dtype(limits.max), dtype(limits.min):
+                here = [int(each) for each in values[first : first + 64]]
+                reached = sum(1 << place for place, each in enumerate(here) if each & int(mask) >= int(floor))
+                nonzero = sum(1 << place for place, each in enumerate(here) if each)
+                for compare in _compared, _compared.py_func:
+                    assert compare(values, first, mask, floor) == (reached, nonzero)
+
+
+def test_the_lowest_bit_is_found():
+    for place in range(64):
+        for word in 1 << place, 2**64 - (1 << place), 1 << place | 1 << 63:
+            for lowest in _lowest, _lowest.py_func:
+                assert lowest(np.uint64(word)) == place
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

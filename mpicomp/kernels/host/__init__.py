@@ -4,12 +4,13 @@ The public functions take arrays and return arrays; the compiled kernels beneath
 buffers that they are given and return a count. No kernel uses fastmath, and every sum has a fixed order, so the results
 are the same in every run.
 
-``selection``   the largest magnitudes, and what is above a threshold
-``statistics``  sums over a gradient, in one read
-``surveying``   sums in one fast read, and the values that what comes next is expected to need
-``merging``     sums of sparse vectors, and what goes between sparse and dense
-``bits``        magnitudes as integers; indices as bitmaps
-``coding``      indices at the fewest bits
+``selection``     the largest magnitudes, and what is above a threshold
+``statistics``    sums over a gradient, in one read
+``surveying``     sums in one fast read, and the values that what comes next is expected to need
+``merging``       sums of sparse vectors, and what goes between sparse and dense
+``bits``          magnitudes as integers; indices as bitmaps
+``coding``        indices at the fewest bits
+``instructions``  what a processor does at once, and Numba has no word for
 """
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, to_bitmap

@@ -10,17 +10,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from mpicomp.kernels.host.instructions import lowest
+
 Array = NDArray[Any]
 
 jit = njit(cache=True, nogil=True)
 
 # Kernels count in uint64 where they store at the count: Numba looks at every signed subscript for a negative one.
-
-# Every 6-bit window of this number is another one, so a product with 2^p has a 6-bit head that tells p.
-DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)
-PLACES = np.zeros(64, np.uint64)
-for _place in range(64):
-    PLACES[(int(DE_BRUIJN) << _place & (1 << 64) - 1) >> 58] = _place
 
 
 class Format(NamedTuple):
@@ -75,9 +71,8 @@ def _find_bits(words, first, indices):  # type: ignore[no-untyped-def]
     for i in range(words.size):
         word = words[i]
         while word != np.uint64(0):
-            lowest = word & (~word + np.uint64(1))
             if count < np.uint64(indices.size):
-                indices[count] = first + 64 * i + np.int64(PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)])
+                indices[count] = first + 64 * i + np.int64(lowest(word))
             count += np.uint64(1)
-            word ^= lowest
+            word &= word - np.uint64(1)
     return count

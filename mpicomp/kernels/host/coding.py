@@ -8,7 +8,8 @@ the number of zeros before its one in a second string of bits.
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import DE_BRUIJN, PLACES, Array, jit
+from mpicomp.kernels.host.bits import Array, jit
+from mpicomp.kernels.host.instructions import lowest
 
 
 def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs: Array) -> None:
@@ -53,7 +54,7 @@ def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-un
 
 @jit
 def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-untyped-def]
-    one, six, last, top = np.uint64(1), np.uint64(6), np.uint64(63), np.uint64(58)
+    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
     width, size = np.uint64(low_bits), np.uint64(indices.size)
     mask = (one << width) - one
     i, at = np.uint64(0), np.uint64(0)
@@ -62,12 +63,11 @@ def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-
         while ones != np.uint64(0):
             if i == size:
                 return i + one
-            lowest = ones & (~ones + one)
-            place = (np.uint64(w) << six) + PLACES[(lowest * DE_BRUIJN) >> top]
+            place = (np.uint64(w) << six) + lowest(ones)
             word, shift = at >> six, at & last
             low = ((lows[word] >> shift) | ((lows[word + one] << one) << (last - shift))) & mask
             indices[i] = np.int64(((place - i) << width) | low) + first
-            ones ^= lowest
+            ones &= ones - one
             at += width
             i += one
     return i

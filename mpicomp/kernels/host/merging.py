@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, jit
+from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
 
 _TILE = 1 << 16  # positions added up at a time: 256 KiB of float32 stay in the second-level cache
 _BATCH = 1 << 18  # about as many entries are brought together at a time, for the same reason
@@ -260,21 +261,17 @@ def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore
 @jit
 def _take_tile(tile, words, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
     """Append the entries of the tile in index order, and clear what held them; return the new count."""
-    one, six, top = np.uint64(1), np.uint64(6), np.uint64(58)
-    for h in range(words.size // 64):
-        head = np.uint64(0)
-        for w in range(64):  # which words are not empty: found without a branch, as most may be
-            head |= np.uint64(words[64 * h + w] != np.uint64(0)) << np.uint64(w)
+    one, six = np.uint64(1), np.uint64(6)
+    for h in range(words.size // WORD):
+        head = nonzero(words, WORD * h)  # most words may be empty
         while head != np.uint64(0):
-            lowest_word = head & (~head + one)
-            head ^= lowest_word
-            at = (np.uint64(h) << six) + PLACES[(lowest_word * DE_BRUIJN) >> top]
+            at = (np.uint64(h) << six) + lowest(head)
+            head &= head - one
             word = words[at]
             words[at] = np.uint64(0)
             while word != np.uint64(0):
-                lowest = word & (~word + one)
-                word ^= lowest
-                place = (at << six) + PLACES[(lowest * DE_BRUIJN) >> top]
+                place = (at << six) + lowest(word)
+                word &= word - one
                 out_indices[count] = base + np.int64(place)
                 out_values[count] = tile[place]
                 tile[place] = -0.0

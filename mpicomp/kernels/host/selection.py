@@ -1,7 +1,7 @@
 """The largest magnitudes of a vector, and what is above a threshold: exact, in about one read of the data.
 
-A pass over the data works on chunks of 32 values: their largest magnitude comes from vector instructions, and most
-chunks have nothing above the threshold, so that such a pass runs at the speed of memory.
+A pass over the data compares 64 values at once, and most of these have nothing above the threshold, so that such a pass
+runs at the speed of memory.
 """
 
 import math
@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, Format, jit
-from mpicomp.kernels.host.prefetching import CHUNK, prefetch
+from mpicomp.kernels.host.bits import FORMATS, Array, Format, jit
+from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
 Search = Generator[Array, Array, tuple[int, int, int]]
 Found = tuple[Array, Array]
 
 SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
-_BITS = np.uint32(1) << np.arange(CHUNK, dtype=np.uint32)
 _SAMPLE, _LARGEST_SAMPLE = 1 << 14, 1 << 16  # values looked at for the lower threshold: a 256th, within these bounds
 _RUN = 16  # of them stand together: they come at once
 _SIGMAS = 4
@@ -48,10 +47,7 @@ def largest(values: Array, k: int, *, threads: int = 1) -> Found:
     found = _by_sample(bits, form, k, threads) if bits.size >= 4 * _SAMPLE else None
     positions, found_bits = found or _by_histogram(bits, form, k, threads)
     if positions.size > k:
-        keys = (found_bits & form.mask).view(form.keys)
-        threshold = _kth(keys, k)
-        chosen = select(keys, threshold, k - int(np.count_nonzero(keys > threshold)))
-        positions, found_bits = positions[chosen], found_bits[chosen]
+        return divide_largest(positions, found_bits.view(values.dtype), k)[:2]
     return positions, found_bits.view(values.dtype)
 
 
@@ -192,11 +188,11 @@ def _found(bits: Array, form: Format, floor: int) -> Found:
 def _by_sample(bits: Array, form: Format, k: int, threads: int) -> Found | None:
     """Return what is at or above a threshold from a sample; None when the sample misled."""
     runs = min(max(_SAMPLE, bits.size >> 8), _LARGEST_SAMPLE) // _RUN
-    sample = np.empty(_RUN * runs, form.keys)
+    sample = np.empty(_RUN * runs, bits.dtype)
     _sample(bits, form.mask, sample)
     share = sample.size * k / bits.size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
-    floor = max(1, _kth(sample, rank)) if rank < sample.size else 1
+    floor = max(1, int(_threshold(sample, form, rank)[0])) if rank < sample.size else 1
     room = math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / sample.size)
     found = _at_or_above(bits, form, floor, room, threads)
     if found is None:
@@ -255,7 +251,7 @@ def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> 
 
     Some are left when more than `room` were found. The buffers take no more memory than what is written to them.
     """
-    room = min(room, bits.size) + CHUNK
+    room = min(room, bits.size) + WORD
     positions, found = np.empty(room, np.intp), np.empty(room, bits.dtype)
     count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, found)
     return positions[: int(count)], found[: int(count)], bits.size - int(seen)
@@ -307,24 +303,20 @@ def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
 
 @jit
 def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
-    """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer when the buffer is full.
-
-    The bound of the inner loops is not a constant, or they would be unrolled before they are vectorised.
-    """
-    count = np.uint64(0)
-    for i in range((bits.size + CHUNK - 1) // CHUNK):
-        width = min(CHUNK, bits.size - CHUNK * i)
-        prefetch(bits, CHUNK * i)
-        top = bits.dtype.type(0)
-        for j in range(width):
-            top = max(top, bits.dtype.type(bits[CHUNK * i + j] & mask))
-        if top >= floor:
-            if count + np.uint64(width) > np.uint64(positions.size):
-                return count, CHUNK * i
-            found = np.uint32(0)
-            for j in range(width):
-                found |= _BITS[j] if bits.dtype.type(bits[CHUNK * i + j] & mask) >= floor else np.uint32(0)
-            count = _store(bits, first, CHUNK * i, np.uint64(found), positions, kept, count)
+    """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer if the buffer is full."""
+    count, whole = np.uint64(0), bits.size // WORD
+    for i in range(whole):
+        found = reaching(bits, WORD * i, mask, floor)
+        if found != np.uint64(0):
+            if count + np.uint64(WORD) > np.uint64(positions.size):
+                return count, WORD * i
+            count = _store(bits, first, WORD * i, found, positions, kept, count)
+    if count + np.uint64(bits.size - WORD * whole) > np.uint64(positions.size):
+        return count, WORD * whole
+    for place in range(WORD * whole, bits.size):
+        if bits.dtype.type(bits[place] & mask) >= floor:
+            positions[count], kept[count] = first + place, bits[place]
+            count += np.uint64(1)
     return count, bits.size
 
 
@@ -332,12 +324,11 @@ def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-unty
 def _store(bits, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append what the bits of `found`, counted from `start`, stand for; return the new count."""
     while found != np.uint64(0):
-        lowest = found & (~found + np.uint64(1))
-        place = np.uint64(start) + PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)]
+        place = np.uint64(start) + lowest(found)
         positions[count] = np.uint64(first) + place
         kept[count] = bits[place]
         count += np.uint64(1)
-        found ^= lowest
+        found &= found - np.uint64(1)
     return count
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from mpicomp.kernels.host.bits import DE_BRUIJN, FORMATS, PLACES, Array, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, jit
+from mpicomp.kernels.host.instructions import lowest
 from mpicomp.kernels.host.selection import Found, first_above
 from mpicomp.kernels.host.statistics import blocks
 
@@ -312,14 +313,12 @@ def _write_down(tile, first, limits, columns, hits, positions, found, between, f
     count, held = np.uint64(filled[0]), np.uint64(filled[1])
     unused = np.uint64(8 * hits.itemsize - _ROWS)
     while columns != np.uint64(0):
-        lowest = columns & (~columns + np.uint64(1))
-        column = PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)]
-        columns ^= lowest
+        column = lowest(columns)
+        columns &= columns - np.uint64(1)
         rows = (np.uint64(hits[column]) >> unused) & np.uint64(0xFFFFFFFF)
         while rows != np.uint64(0):
-            lowest = rows & (~rows + np.uint64(1))
-            place = PLACES[(lowest * DE_BRUIJN) >> np.uint64(58)] * np.uint64(_COLUMNS) + column
-            rows ^= lowest
+            place = lowest(rows) * np.uint64(_COLUMNS) + column
+            rows &= rows - np.uint64(1)
             key = tile[place] & limits[0]
             positions[count], found[count], between[held] = np.uint64(first) + place, tile[place], key
             above = np.uint64(key > limits[3])

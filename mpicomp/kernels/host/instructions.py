@@ -1,0 +1,98 @@
+"""What processors do in an instruction or a few, and Numba has no word for; for kernels.
+
+Each is a function of Python that an intrinsic of LLVM stands for in compiled kernels, whatever the processor: it takes
+the widest vector instructions that there are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+WORD = 64  # values, or bits, that are looked at together
+
+
+def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
+    """Return, as the bits of a uint64, which of the 64 integers from `first` on are at least `floor` under `mask`.
+
+    bits: a contiguous array of signed integers, of which 64 are there. mask, floor: of its type.
+    """
+    return _as_word(bits[first : first + WORD] & mask >= floor)
+
+
+def nonzero(words, first):  # type: ignore[no-untyped-def]
+    """Return, as the bits of a uint64, which of the 64 integers from `first` on are not 0."""
+    return _as_word(words[first : first + WORD] != 0)
+
+
+def lowest(word):  # type: ignore[no-untyped-def]
+    """Return the number of the lowest bit that is set in a uint64, which is not 0, as a uint64."""
+    return np.uint64((int(word) & -int(word)).bit_length() - 1)
+
+
+def _as_word(flags: Any) -> Any:
+    return np.uint64(sum(1 << place for place in np.flatnonzero(flags).tolist()))
+
+
+@overload(reaching)
+def _reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
+    return lambda bits, first, mask, floor: _reaching_in_vectors(bits, first, mask, floor)
+
+
+@overload(nonzero)
+def _nonzero(words, first):  # type: ignore[no-untyped-def]
+    return lambda words, first: _nonzero_in_vectors(words, first)
+
+
+@overload(lowest)
+def _lowest(word):  # type: ignore[no-untyped-def]
+    return lambda word: _trailing_zeros(word)
+
+
+@intrinsic
+def _reaching_in_vectors(typing: Any, bits: Any, first: Any, mask: Any, floor: Any) -> Any:
+    def flags(builder: Any, values: Any, arguments: Any) -> Any:
+        mask, floor = (_in_all_places(builder, each, values.type) for each in arguments[2:])
+        return builder.icmp_signed(">=", builder.and_(values, mask), floor)
+
+    return types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags)
+
+
+@intrinsic
+def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
+    def flags(builder: Any, values: Any, arguments: Any) -> Any:
+        return builder.icmp_unsigned("!=", values, ir.Constant(values.type, None))
+
+    return types.uint64(words, types.intp), _compared(flags)
+
+
+@intrinsic
+def _trailing_zeros(typing: Any, word: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: no word is 0
+
+    return types.uint64(types.uint64), code
+
+
+def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return what makes the instructions that load 64 values at once, and turn the flags of each into a word."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = signature.args[0]
+        vector = ir.VectorType(context.get_value_type(array.dtype), WORD)
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer())
+        values = builder.load(place, align=array.dtype.bitwidth // 8)
+        return builder.bitcast(flags(builder, values, arguments), ir.IntType(WORD))
+
+    return code
+
+
+def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:
+    """Return a vector that has a value in every place."""
+    alone = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), WORD), None)
+    return builder.shuffle_vector(alone, ir.Constant(vector, ir.Undefined), zeros)
