@@ -32,7 +32,7 @@ from collectives.patterns import agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.reduce_scatter import split
 from mpicomp.arrays import kernels_for, to_numpy
-from mpicomp.vector import SparseVector, join, merge, top_k, within
+from mpicomp.vector import SparseVector, join, merge, top_k, within, without_zeros
 
 if TYPE_CHECKING:
     from mpicomp.kernels.host import Search
@@ -124,8 +124,7 @@ def exact_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
 
     core = partial(doubling, channel=channel, combine=combine)
     total = yield from folded(offer, channel, combine, core)
-    whole, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
-    result, dropped = top_k(whole, total.k)
+    result, dropped = top_k(without_zeros(total.vector), total.k)  # what cancelled out is nowhere missing
     return result, within(offer.vector, dropped)
 
 
@@ -140,7 +139,7 @@ def exact(offer: Offer, channel: Channel) -> Steps[Result]:
             return offer.vector, offer.vector
         total = yield from split(offer, channel, shares)
         yield (turn,)
-        share, _ = total.vector.divide(np.flatnonzero(total.vector.values))  # what cancelled out is nowhere missing
+        share = without_zeros(total.vector)  # what cancelled out is nowhere missing
         chosen = yield from candidates(share, total.k, channel)
     some, rejected = share.divide(chosen)
     gathered = yield from channel.gather(Offer(some))

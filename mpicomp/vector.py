@@ -256,6 +256,11 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     return SparseVector(indices, values, vector.length), SparseVector(other_indices, other_values, vector.length)
 
 
+def without_zeros(vector: SparseVector) -> SparseVector:
+    """Return the entries of a vector of numbers that are not zero: the vector itself, if none is."""
+    return vector if vector.values.all() else vector.divide(np.flatnonzero(vector.values))[0]
+
+
 def within(vector: SparseVector, other: SparseVector) -> SparseVector:
     """Return the entries of `vector` at indices where `other`, of the same length, has one as well."""
     if not other.nnz:

@@ -15,6 +15,7 @@ Whoever reads believes nothing that has not been checked: the size of the sectio
 or `read` returns None.
 """
 
+import struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ Buffer = NDArray[np.uint8]
 INT32, INT64, RANGE, BITMAP, BLOCKS, ELIAS_FANO = range(6)
 
 _BLOCK = 16  # bits of an offset in a block
+_FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begins with
 
 
 class IndexFormat(Protocol):
@@ -77,13 +79,13 @@ class Range:
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        write_bytes(section, np.array([vector.first]).tobytes())
+        write_bytes(section, _FIRST.pack(vector.first))
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
         if section.size != 8 or not count:
             return None
-        (first,) = _numbers(section, 1)
+        (first,) = _FIRST.unpack(read_bytes(section, _FIRST.size))
         if not 0 <= first <= MAX_LENGTH - count:
             return None
         room = _room_for(first + count, dtype)
@@ -136,7 +138,7 @@ class Blocks:
         if not vector.nnz:
             return
         indices, (first, last) = vector.indices, self._blocks(vector)
-        write_bytes(section, np.array([first, last]).tobytes())
+        write_bytes(section, _PAIR.pack(first, last))
         edges = np.searchsorted(indices, namespace(indices).arange(first, last + 2, dtype=np.int64) << _BLOCK)
         section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = edges[1:] - edges[:-1]
         offsets = 16 + _padded(4 * (last - first + 1))
@@ -146,7 +148,7 @@ class Blocks:
         """See `IndexFormat.read`."""
         if section.size < 16:
             return None
-        (first, last), xp = _numbers(section, 2), namespace(section)
+        (first, last), xp = _PAIR.unpack(read_bytes(section, _PAIR.size)), namespace(section)
         if not count:
             return xp.empty(0, dtype) if section.size == 16 else None
         if not 0 <= first <= last <= MAX_LENGTH >> _BLOCK or section.size != 16 + self._section(first, last, count):
@@ -232,23 +234,18 @@ def _repeated(values: Array, counts: Array, total: int) -> Array:
 
 def _write_span(vector: SparseVector, section: Buffer) -> None:
     """Fill a section with the first index, the span, and zeros."""
-    write_bytes(section, np.array([vector.first, vector.span]).tobytes())
+    write_bytes(section, _PAIR.pack(vector.first, vector.span))
     section[16:] = 0
-
-
-def _numbers(section: Buffer, count: int) -> tuple[int, ...]:
-    """Return the 64-bit integers that a section begins with."""
-    return tuple(int(number) for number in np.frombuffer(read_bytes(section, 8 * count), np.int64))
 
 
 def _read_span(section: Buffer) -> tuple[int, int] | None:
     """Return the first index and the span that a section begins with; None where they cannot be."""
     if section.size < 16:
         return None
-    first, span = _numbers(section, 2)
+    first, span = _PAIR.unpack(read_bytes(section, _PAIR.size))
     return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else None
 
 
 def _room_for(end: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype, or int64 where indices below `end` do not fit it."""
-    return dtype if end - 1 <= np.iinfo(dtype).max else np.dtype(np.int64)
+    return dtype if end <= 1 << 8 * dtype.itemsize - 1 else np.dtype(np.int64)

@@ -77,12 +77,16 @@ class Stored:
         return self._back(section.view(self.stored))
 
     def _shortened(self, values: Array) -> Array:
+        if values.dtype == self.stored:
+            return values
         with np.errstate(over="ignore"):  # what overflows does not come back, so it does not fit
-            return values.astype(self.stored, copy=False)
+            return values.astype(self.stored)
 
     def _back(self, stored: Array) -> Array:
+        if stored.dtype == self.dtype:
+            return stored
         with np.errstate(invalid="ignore"):  # signalling NaN in a broken message
-            return stored.astype(self.dtype, copy=False)
+            return stored.astype(self.dtype)
 
 
 class StoredBfloat16(Stored):
