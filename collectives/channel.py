@@ -31,7 +31,7 @@ from collectives.messages import LINE, Arrival, Buffer, Sending, Steps
 from collectives.terms import Terms
 from collectives.transport import Endpoint, Turn
 from collectives.tuning import Tuner
-from mpicomp.arrays import namespace, read_bytes, to_numpy, write_bytes
+from mpicomp.arrays import namespace, read_fields, to_numpy, write_fields
 from mpicomp.codec import CODECS, decode, encode, encoded_nbytes
 from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.vector import SparseVector
@@ -170,7 +170,7 @@ class Channel:
         """Return every rank's text, in rank order."""
         blocks = yield from self.gather_all(self.frame(text.encode()))
         for each in blocks:
-            self._check(each)
+            self._checked(each)
         return [payload(each).tobytes().decode() for each in blocks]
 
     def all_to_all(self, offers: Sequence[Offer]) -> Steps[list[Offer]]:
@@ -200,8 +200,7 @@ class Channel:
 
     def unpack(self, block: Buffer) -> Offer:
         """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
-        self._check(block)
-        envelope = _opened(block)
+        envelope = self._checked(block)
         if self._foreign(envelope):
             self.state.broken = True
             return Offer(self.nothing)
@@ -218,21 +217,21 @@ class Channel:
     def frame(self, content: bytes) -> Buffer:
         """Return `content` as the payload of a block, in main memory."""
         block = self._sealed(len(content), 0, np)
-        write_bytes(block[_ENVELOPE.size :], content)
+        block[_ENVELOPE.size : _ENVELOPE.size + len(content)] = np.frombuffer(content, np.uint8)
         return self._stamped(block)
 
     def _sealed(self, payload_nbytes: int, k: int, xp: Any) -> Buffer:
         """Return a block made by the module `xp`, with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
         block: Buffer = xp.empty(-(-used // LINE) * LINE, np.uint8)
-        write_bytes(block, _ENVELOPE.pack(block.size, k, self.terms.digest, self.broken, block.size - used, 0))
+        write_fields(block, _ENVELOPE, block.size, k, self.terms.digest, self.broken, block.size - used, 0)
         block[used:] = 0
         return block
 
     def _stamped(self, block: Buffer) -> Buffer:
         """Write the checksum into a block that is complete, where blocks have one."""
         if self.endpoint.checked:
-            write_bytes(block[_CRC_AT:], _CRC.pack(_checksum(block)))
+            write_fields(block[_CRC_AT:], _CRC, _checksum(block))
         return block
 
     def _foreign(self, envelope: tuple[int, ...]) -> bool:
@@ -240,12 +239,14 @@ class Channel:
         _, _, digest, broken, *_ = envelope
         return bool(broken) or digest != self.terms.digest
 
-    def _check(self, block: Buffer) -> None:
-        """Raise DamagedMessageError where a block as a whole shows that it is damaged."""
+    def _checked(self, block: Buffer) -> tuple[int, ...]:
+        """Return the envelope of a block; DamagedMessageError where the block as a whole shows that it is damaged."""
         if block.size < LINE:
             raise DamagedMessageError("a message arrived damaged: there is nothing in it")
-        if self.endpoint.checked and _opened(block)[-1] != _checksum(block):
+        envelope = _opened(block)
+        if self.endpoint.checked and envelope[-1] != _checksum(block):
             raise DamagedMessageError("a message arrived damaged: its checksum is another one")
+        return envelope
 
     def _arrival(self, source: int, beside: Any) -> Arrival:
         return self.endpoint.receive(self._ranks[source], self._tag, beside)
@@ -286,4 +287,4 @@ def split(message: Buffer) -> Iterator[Buffer]:
 
 def _opened(block: Buffer) -> tuple[int, ...]:
     """Return the fields of a block's envelope."""
-    return _ENVELOPE.unpack(read_bytes(block, _ENVELOPE.size))
+    return read_fields(block, _ENVELOPE)

@@ -162,7 +162,8 @@ def announce(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Request
 
 def leave(comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int) -> "list[MPI.Request]":
     """Start to send a buffer in its pieces; each request keeps what MPI reads alive."""
-    return [comm.Isend(in_bytes(buffer[part]), dest, tag) for part in pieces(buffer.size)]
+    parts = [buffer] if buffer.size <= PIECE else [buffer[part] for part in pieces(buffer.size)]
+    return [comm.Isend(in_bytes(part), dest, tag) for part in parts]
 
 
 def pieces(nbytes: int) -> list[slice]:

@@ -126,12 +126,12 @@ class Endpoint:
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
-        by = partial(staging.leave, direct=self.direct) if on_device(buffer) else messages.leave
-        leave = partial(by, self.comm, buffer, dest, tag)
+        leave = partial(staging.leave, direct=self.direct) if on_device(buffer) else messages.leave
         if arrival is not None and buffer.size > messages.CROSSING:
-            return Reply(announce(self.comm, buffer.size, dest, tag), leave, arrival)
+            leaving = partial(leave, self.comm, buffer, dest, tag)
+            return Reply(announce(self.comm, buffer.size, dest, tag), leaving, arrival)
         announced = [announce(self.comm, buffer.size, dest, tag)] if buffer.size > messages.PIECE else []
-        return Sending(*announced, *leave())
+        return Sending(*announced, *leave(self.comm, buffer, dest, tag))
 
     def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
         """Await a message, in a buffer that lives where the array `beside` does; None is main memory."""

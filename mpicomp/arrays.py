@@ -9,8 +9,10 @@ What array algebra can say is written once: NumPy's functions take CuPy's arrays
 ones. Hot loops are in `mpicomp.kernels`, and `kernels_for` says which serve an array.
 """
 
+import struct
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -106,21 +108,20 @@ def beside(array: Any, other: Any) -> Any:
 def first_and_last(array: Array) -> tuple[Any, Any]:
     """Return the first and the last of a vector that has any, as Python's numbers: from a device in one copy."""
     ends = array if not on_device(array) else to_numpy(array[:: max(1, array.size - 1)])
-    return ends[0].item(), ends[-1].item()
+    return ends.item(0), ends.item(-1)
 
 
-def write_bytes(buffer: Any, data: bytes) -> None:
-    """Write to the beginning of a buffer (uint8)."""
+def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
+    """Write the fields of a form to the beginning of a buffer (uint8)."""
     if on_device(buffer):
-        buffer[: len(data)].set(np.frombuffer(data, np.uint8))
+        buffer[: form.size].set(np.frombuffer(form.pack(*fields), np.uint8))
     else:
-        buffer.data[: len(data)] = data
+        form.pack_into(buffer, 0, *fields)
 
 
-def read_bytes(buffer: Array, nbytes: int) -> bytes:
-    """Return the first bytes of a buffer (uint8)."""
-    here = to_numpy(buffer[:nbytes]) if on_device(buffer) else buffer
-    return here.data[:nbytes].tobytes()
+def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:
+    """Return the fields of a form that a buffer (uint8) begins with."""
+    return form.unpack_from(to_numpy(buffer[: form.size]).data if on_device(buffer) else buffer)
 
 
 def read_only(array: Array) -> Array:
@@ -189,10 +190,18 @@ def _widened(array: Any) -> Any:
 
 def kernels_for(array: Any) -> ModuleType:
     """Return the kernels module that serves `array`; Numba, or CuPy's, is loaded at the first call, not on import."""
-    if on_device(array):
-        from mpicomp.kernels import device
+    return _device_kernels() if on_device(array) else _host_kernels()
 
-        return device
+
+@cache
+def _device_kernels() -> ModuleType:
+    from mpicomp.kernels import device
+
+    return device
+
+
+@cache
+def _host_kernels() -> ModuleType:
     from mpicomp.kernels import host
 
     return host

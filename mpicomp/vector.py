@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mpicomp.arrays import (
+    VALUE_DTYPES,
     contiguous,
     first_and_last,
     kernels_for,
@@ -26,12 +27,12 @@ Array = NDArray[Any]
 
 MAX_LENGTH = 2**63 - 1
 WIDEST = 2**32 - 2  # values in a row: they are counted in 32 bits in a message
-_SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
+_SHORT, _LONG, _SHORT_UP_TO = np.dtype(np.int32), np.dtype(np.int64), 2**31 - 1  # the length up to which they are short
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
     """Return the dtype that indices of a vector of `length` have: int32, or int64 when length > 2^31 - 1."""
-    return _SHORT if length <= 2**31 - 1 else _LONG
+    return _SHORT if length <= _SHORT_UP_TO else _LONG
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
@@ -55,15 +56,15 @@ class SparseVector:
     _ends: tuple[int, int]
 
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
+        given: tuple[Any, Any, Any] = indices, values, length
+        places, numbers, end = given if _as_kept(*given) else _made(*given)
+        if places.size != len(numbers):
+            raise ValueError(f"got {places.size} indices and {len(numbers)} values: expected as many of each")
         keep = object.__setattr__
-        keep(self, "length", _checked_length(length))
-        keep(self, "values", _checked_values(_unmasked(values)))
-        keep(self, "indices", _checked_indices(_unmasked(indices), self.length))
-        keep(self, "_ends", _checked_ends(self.indices, self.length))
-        if on_device(self.indices) != on_device(self.values):
-            raise TypeError("got indices and values of which one is on a device: expected both there, or none")
-        if self.indices.size != len(self.values):
-            raise ValueError(f"got {self.indices.size} indices and {len(self.values)} values: expected as many of each")
+        keep(self, "indices", places)
+        keep(self, "values", numbers)
+        keep(self, "length", end)
+        keep(self, "_ends", _checked_ends(places, end))
 
     @classmethod
     def empty(
@@ -267,6 +268,29 @@ def within(vector: SparseVector, other: SparseVector) -> SparseVector:
         return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values)
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))[0]
+
+
+def _as_kept(indices: Any, values: Any, length: Any) -> bool:
+    """Say whether these are what a vector of numbers keeps: the case that is everywhere, without further questions."""
+    return (
+        type(indices) is type(values) is np.ndarray
+        and type(length) is int
+        and 0 <= length <= MAX_LENGTH
+        and indices.dtype is (_SHORT if length <= _SHORT_UP_TO else _LONG)
+        and values.dtype in VALUE_DTYPES
+        and indices.ndim == values.ndim == 1
+        and indices.flags.c_contiguous
+        and values.flags.c_contiguous
+    )
+
+
+def _made(indices: Any, values: Any, length: Any) -> tuple[Array, Array, int]:
+    """Return what a vector keeps of the caller's arrays and length; TypeError or ValueError where it cannot."""
+    end, numbers = _checked_length(length), _checked_values(_unmasked(values))
+    places = _checked_indices(_unmasked(indices), end)
+    if on_device(places) != on_device(numbers):
+        raise TypeError("got indices and values of which one is on a device: expected both there, or none")
+    return places, numbers, end
 
 
 def _checked_length(length: Any) -> int:

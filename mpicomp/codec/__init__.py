@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import namespace, read_bytes, write_bytes
+from mpicomp.arrays import namespace, read_fields, write_fields
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import VALUE_FORMATS
@@ -46,7 +46,7 @@ class Coding(NamedTuple):
 
 def plain(vector: SparseVector) -> Coding:
     """Return the coding that copies the arrays as they are: the fastest one."""
-    return Coding(INT32 if vector.indices.dtype == np.int32 else INT64, value_formats.as_they_are(vector.values))
+    return Coding(_plain_indices(vector), value_formats.as_they_are(vector.values))
 
 
 def quick(vector: SparseVector) -> Coding:
@@ -62,7 +62,7 @@ def quick(vector: SparseVector) -> Coding:
 
 def smallest(vector: SparseVector) -> Coding:
     """Return the coding that makes the smallest message."""
-    coding = Coding(plain(vector).indices, value_formats.smallest(vector.values.reshape(-1)))
+    coding = Coding(_plain_indices(vector), value_formats.smallest(vector.values.reshape(-1)))
     return _with_indices(vector, coding, range(len(INDEX_FORMATS)))
 
 
@@ -89,7 +89,7 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
         raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
     formats = coding.indices | coding.values << 4
     row = 0 if vector.width is None else 1 + vector.width
-    write_bytes(out, _HEADER.pack(MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes))
+    write_fields(out, _HEADER, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
     middle = nbytes - _values_nbytes(vector, coding.values)
     INDEX_FORMATS[coding.indices].write(vector, out[HEADER_NBYTES:middle])
     VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), out[middle:nbytes])
@@ -106,7 +106,7 @@ def decode(message: Buffer) -> SparseVector:
     """
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
-    magic, version, formats, row, length, nnz, nbytes = _HEADER.unpack(read_bytes(message, HEADER_NBYTES))
+    magic, version, formats, row, length, nnz, nbytes = read_fields(message, _HEADER)
     if magic != MAGIC or version != VERSION:
         raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
     form, value_code = formats & 15, formats >> 4
@@ -132,12 +132,16 @@ def decode(message: Buffer) -> SparseVector:
 
 def _with_indices(vector: SparseVector, coding: Coding, candidates: "range | tuple[int, ...]") -> Coding:
     """Return the coding with the smallest index format among its own and the candidates."""
-
-    def nbytes(form: int) -> float:
+    best, least = coding.indices, INDEX_FORMATS[coding.indices].nbytes(vector) or 0
+    for form in candidates:
         size = INDEX_FORMATS[form].nbytes(vector)
-        return math.inf if size is None or (form == RANGE and vector.width == 0) else size
+        if size is not None and size < least and not (form == RANGE and vector.width == 0):
+            best, least = form, size
+    return Coding(best, coding.values)
 
-    return coding._replace(indices=min((coding.indices, *candidates), key=nbytes))
+
+def _plain_indices(vector: SparseVector) -> int:
+    return INT32 if vector.indices.dtype == np.int32 else INT64
 
 
 def _values_nbytes(vector: SparseVector, form: int) -> int:

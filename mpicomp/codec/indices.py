@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, namespace, on_device, read_bytes, write_bytes
+from mpicomp.arrays import kernels_for, namespace, on_device, read_fields, write_fields
 from mpicomp.vector import MAX_LENGTH, SparseVector
 
 Array = NDArray[Any]
@@ -79,13 +79,13 @@ class Range:
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        write_bytes(section, _FIRST.pack(vector.first))
+        write_fields(section, _FIRST, vector.first)
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
         """See `IndexFormat.read`."""
         if section.size != 8 or not count:
             return None
-        (first,) = _FIRST.unpack(read_bytes(section, _FIRST.size))
+        (first,) = read_fields(section, _FIRST)
         if not 0 <= first <= MAX_LENGTH - count:
             return None
         room = _room_for(first + count, dtype)
@@ -138,7 +138,7 @@ class Blocks:
         if not vector.nnz:
             return
         indices, (first, last) = vector.indices, self._blocks(vector)
-        write_bytes(section, _PAIR.pack(first, last))
+        write_fields(section, _PAIR, first, last)
         edges = np.searchsorted(indices, namespace(indices).arange(first, last + 2, dtype=np.int64) << _BLOCK)
         section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = edges[1:] - edges[:-1]
         offsets = 16 + _padded(4 * (last - first + 1))
@@ -148,7 +148,7 @@ class Blocks:
         """See `IndexFormat.read`."""
         if section.size < 16:
             return None
-        (first, last), xp = _PAIR.unpack(read_bytes(section, _PAIR.size)), namespace(section)
+        (first, last), xp = read_fields(section, _PAIR), namespace(section)
         if not count:
             return xp.empty(0, dtype) if section.size == 16 else None
         if not 0 <= first <= last <= MAX_LENGTH >> _BLOCK or section.size != 16 + self._section(first, last, count):
@@ -168,23 +168,20 @@ class EliasFano:
 
     def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        return 16 + 8 * sum(self._words(vector.nnz, vector.span))
+        _, lows, highs = self._layout(vector.nnz, vector.span)
+        return 16 + 8 * (lows + highs)
 
     @staticmethod
-    def _low_bits(count: int, span: int) -> int:
-        return max(0, (span // max(1, count)).bit_length() - 1)
-
-    def _words(self, count: int, span: int) -> tuple[int, int]:
-        """Return the words of the low bits, one to spare, and of the high bits."""
-        low_bits = self._low_bits(count, span)
-        return _words(count * low_bits) + 1, _words(count + (span >> low_bits))
+    def _layout(count: int, span: int) -> tuple[int, int, int]:
+        """Return the low bits of an index, the words of them all, one to spare, and the words of the high bits."""
+        low_bits = max(0, (span // max(1, count)).bit_length() - 1)
+        return low_bits, _words(count * low_bits) + 1, _words(count + (span >> low_bits))
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
         _write_span(vector, section)
-        lows, _ = self._words(vector.nnz, vector.span)
+        low_bits, lows, _ = self._layout(vector.nnz, vector.span)
         words = section[16:].view(np.uint64)
-        low_bits = self._low_bits(vector.nnz, vector.span)
         kernels_for(section).to_elias_fano(vector.indices, vector.first, low_bits, words[:lows], words[lows:])
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
@@ -193,10 +190,10 @@ class EliasFano:
         if bounds is None or count > bounds[1]:
             return None
         first, span = bounds
-        lows, highs = self._words(count, span)
+        low_bits, lows, highs = self._layout(count, span)
         if section.size != 16 + 8 * (lows + highs):
             return None
-        low_bits, words = self._low_bits(count, span), section[16:].view(np.uint64)
+        words = section[16:].view(np.uint64)
         # What the words can say at most: 64 zeros more than there are steps, and all low bits set.
         indices: Array = namespace(section).empty(count, _room_for(first + span + (128 << low_bits), dtype))
         found = kernels_for(section).from_elias_fano(words[:lows], words[lows:], first, low_bits, indices)
@@ -234,7 +231,7 @@ def _repeated(values: Array, counts: Array, total: int) -> Array:
 
 def _write_span(vector: SparseVector, section: Buffer) -> None:
     """Fill a section with the first index, the span, and zeros."""
-    write_bytes(section, _PAIR.pack(vector.first, vector.span))
+    write_fields(section, _PAIR, vector.first, vector.span)
     section[16:] = 0
 
 
@@ -242,7 +239,7 @@ def _read_span(section: Buffer) -> tuple[int, int] | None:
     """Return the first index and the span that a section begins with; None where they cannot be."""
     if section.size < 16:
         return None
-    first, span = _PAIR.unpack(read_bytes(section, _PAIR.size))
+    first, span = read_fields(section, _PAIR)
     return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else None
 
 

@@ -8,6 +8,8 @@
 To make values fit a shorter format is `mpicomp.compressors.Quantised`: there the sender gets the error back.
 """
 
+from functools import reduce
+from operator import and_, or_
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,8 +32,11 @@ class ValueFormat(Protocol):
         """Return the bytes that so many values take."""
         ...
 
-    def may_fit(self, bits: list[int]) -> bool:
-        """Say whether values may fit, of which some have these bits: most that do not are found out at no cost."""
+    def may_fit(self, one_has: int, all_have: int) -> bool:
+        """Say whether values may fit, of which some have these bits: most that do not are found out at no cost.
+
+        one_has: the bits that one of those has, or more of them do. all_have: the bits that all of those have.
+        """
         ...
 
     def fits(self, values: Array) -> bool:
@@ -60,9 +65,9 @@ class Stored:
         """See `ValueFormat.nbytes`."""
         return count * int(self.stored.itemsize)
 
-    def may_fit(self, bits: list[int]) -> bool:
+    def may_fit(self, one_has: int, all_have: int) -> bool:
         """See `ValueFormat.may_fit`."""
-        return not any(each & self._lost for each in bits)
+        return not one_has & self._lost
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
@@ -116,9 +121,9 @@ class Signs:
         """See `ValueFormat.nbytes`."""
         return 8 + 8 * -(-count // 64)
 
-    def may_fit(self, bits: list[int]) -> bool:
+    def may_fit(self, one_has: int, all_have: int) -> bool:
         """See `ValueFormat.may_fit`."""
-        return len({each & self._magnitude for each in bits}) < 2
+        return not (one_has & ~all_have) & self._magnitude
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
@@ -163,11 +168,10 @@ def as_they_are(values: Array) -> int:
 
 def smallest(values: Array) -> int:
     """Return the format that stores values (1-d) in the fewest bytes, to the bit."""
-    bits = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
-    candidates = [
-        (form.nbytes(values.size), number) for number, form in _FORMATS_FOR[values.dtype] if form.may_fit(bits)
-    ]
-    for _, number in sorted(candidates):
+    some = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
+    one_has, all_have = reduce(or_, some, 0), reduce(and_, some, -1)
+    candidates = [number for number, form in _FORMATS_FOR[values.dtype] if form.may_fit(one_has, all_have)]
+    for number in sorted(candidates, key=lambda number: VALUE_FORMATS[number].nbytes(values.size)):
         if VALUE_FORMATS[number].fits(values):
             return number
     return as_they_are(values)

@@ -155,7 +155,7 @@ def _batches(
     """
     step = max(1, _BATCH // len(indices))
     edges = np.sort(np.concatenate([each[step::step] for each in indices]))[:: len(indices)]
-    cuts = np.array([[0, *np.searchsorted(each, edges), each.size] for each in indices])
+    cuts = np.array([[0, *each.searchsorted(edges), each.size] for each in indices])
     sizes = np.diff(cuts, axis=1)
     room = int(sizes.sum(axis=0).max())
     some_indices, some_values = np.empty(room, indices[0].dtype), np.empty(room, dtype)
