@@ -49,7 +49,7 @@ class Ranges:
     def cut(self, vector: SparseVector) -> list[SparseVector]:
         """See `Partition.cut`; the parts are views."""
         bounds = beside(np.array(self.bounds, vector.indices.dtype), vector.indices)
-        places = vector.indices.searchsorted(bounds).tolist()
+        places = np.searchsorted(vector.indices, bounds).tolist()
         return [
             SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
             for start, end in pairwise(places)
