@@ -82,10 +82,8 @@ def sparse_iallreduce(
     votes: bool = False,
 ) -> Request[Any]:
     """Start `sparse_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    every = counting({"auto": auto, **{name: partial(named, name) for name in ALGORITHMS}})
-    prepare = with_votes(with_partition)
     terms: dict[str, Any] = {"partition": partition, "votes": votes}
-    return begin("sparse_allreduce", every, vector, comm, algorithm, codec=codec, prepare=prepare, **terms)
+    return begin("sparse_allreduce", CHOICES, vector, comm, algorithm, codec=codec, prepare=PREPARE, **terms)
 
 
 def with_partition(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
@@ -112,7 +110,7 @@ def in_turn(choose: Callable[[Offer, Channel], Steps[Choice]], offer: Offer, cha
 
 def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
     """Choose by what the ranks bring. whole: these are all ranks of MPI's communicator, and take their turn."""
-    nodes, vector = node_sizes(channel), offer.vector
+    nodes, vector = channel.node_sizes(), offer.vector
     nothing = Survey([], [], vector.length)
     name = tuning.without_survey(nodes)
     if name is not None and channel.tuner.worth_asking(vector.length, vector.value_nbytes, nodes):
@@ -159,7 +157,7 @@ def agreed_on(name: str, offer: Offer, channel: Channel) -> Steps[Choice]:
 
     Where "auto" begins with recursive doubling, the terms are first compared over its schedule.
     """
-    if tuning.without_survey(node_sizes(channel)) == "recursive_doubling" and not (yield from agreed(channel)):
+    if tuning.without_survey(channel.node_sizes()) == "recursive_doubling" and not (yield from agreed(channel)):
         return None, Survey([], [], offer.vector.length)
     survey = yield from look_around(offer, channel, sampling=name not in UNSAMPLED)
     return None if channel.broken else name, survey
@@ -258,11 +256,6 @@ def node_lanes(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVe
     return partition.unite([theirs.vector for theirs in shares[:lanes]])
 
 
-def node_sizes(channel: Channel) -> list[int]:
-    """Return the number of ranks on each node."""
-    return [len(ranks) for ranks in channel.nodes()]
-
-
 def counted(vector: SparseVector) -> Offer:
     """Return a vector as an offer of as many entries as it has."""
     return Offer(vector, vector.nnz)
@@ -278,4 +271,6 @@ ALGORITHMS = {
     "node_leaders": node_leaders,
     "node_lanes": node_lanes,
 }
+CHOICES = counting({"auto": auto, **{name: partial(named, name) for name in ALGORITHMS}})
+PREPARE = with_votes(with_partition)
 UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges

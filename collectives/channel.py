@@ -21,17 +21,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives import schedule
 from collectives.messages import LINE, Arrival, Buffer, Sending, Steps
-from collectives.terms import Terms
+from collectives.terms import Terms, digest
 from collectives.transport import Endpoint, Turn
 from collectives.tuning import Tuner
-from mpicomp.arrays import namespace, read_fields, to_numpy, write_fields
+from mpicomp.arrays import namespace, on_device, read_fields, to_numpy, write_fields
 from mpicomp.codec import CODECS, decode, encode, encoded_nbytes
 from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.vector import SparseVector
@@ -76,6 +76,7 @@ class Channel:
     ) -> None:
         self.beside = beside
         self.terms, self.error, self.state = terms, error, State(broken=error is not None)
+        self._digest = digest(terms)
         self.endpoint, self._tag, self.codec = endpoint, endpoint.take_tag(), codec
         self._seat(range(endpoint.size))
 
@@ -83,8 +84,8 @@ class Channel:
         self._ranks = ranks
         self.rank, self.size = ranks.index(self.endpoint.rank), len(ranks)
         self.core = schedule.core_size(self.size)
-        apart = len({self.endpoint.nodes[rank] for rank in ranks}) > 1
-        by_link = partial(self.endpoint.tuner.coding, apart=apart)
+        self._marks = tuple([self.endpoint.nodes[rank] for rank in ranks])
+        by_link = partial(self.endpoint.tuner.coding, apart=len(self.nodes()) > 1)
         self._coding = by_link if self.codec == "auto" else CODECS[self.codec]
 
     def among(self, ranks: Sequence[int]) -> "Channel":
@@ -93,9 +94,13 @@ class Channel:
         inner._seat([self._ranks[rank] for rank in ranks])
         return inner
 
-    def nodes(self) -> list[list[int]]:
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node: those that share memory; the nodes in the order of their first ranks."""
-        return schedule.groups([self.endpoint.nodes[rank] for rank in self._ranks])
+        return schedule.groups(self._marks)
+
+    def node_sizes(self) -> tuple[int, ...]:
+        """Return the number of ranks on each node."""
+        return schedule.group_sizes(self._marks)
 
     @property
     def tuner(self) -> Tuner:
@@ -224,7 +229,7 @@ class Channel:
         """Return a block made by the module `xp`, with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
         block: Buffer = xp.empty(-(-used // LINE) * LINE, np.uint8)
-        write_fields(block, _ENVELOPE, block.size, k, self.terms.digest, self.broken, block.size - used, 0)
+        write_fields(block, _ENVELOPE, block.size, k, self._digest, self.broken, block.size - used, 0)
         block[used:] = 0
         return block
 
@@ -236,8 +241,7 @@ class Channel:
 
     def _foreign(self, envelope: tuple[int, ...]) -> bool:
         """Return whether a block is of other terms than this rank's, or of a rank that knows of such."""
-        _, _, digest, broken, *_ = envelope
-        return bool(broken) or digest != self.terms.digest
+        return bool(envelope[3]) or envelope[2] != self._digest
 
     def _checked(self, block: Buffer) -> tuple[int, ...]:
         """Return the envelope of a block; DamagedMessageError where the block as a whole shows that it is damaged."""
@@ -257,9 +261,13 @@ class Channel:
     @cached_property
     def nothing(self) -> SparseVector:
         """The vector of this operation's length, width and dtype without an entry. It travels as an empty payload."""
-        return SparseVector.empty(
-            self.terms.length or 0, self.terms.dtype or np.float32, self.terms.width, beside=self.beside
-        )
+        what = self.terms.length or 0, self.terms.dtype or "float32", self.terms.width
+        return SparseVector.empty(*what, beside=self.beside) if on_device(self.beside) else _nothing(*what)
+
+
+@lru_cache(maxsize=256)
+def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
+    return SparseVector.empty(length, dtype, width)
 
 
 def payload(block: Buffer) -> Buffer:

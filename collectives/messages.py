@@ -97,9 +97,9 @@ class Arrival:
     """A message on its way in, of a size that only its sender knows yet; `buffer` holds it once it is complete."""
 
     answer: Callable[[], None] | None = None  # what is to be done when it is known, before it is received
+    buffer: Buffer = np.empty(0, np.uint8)
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
-        self.buffer: Buffer = np.empty(0, np.uint8)
         self.source = source
         self._envelope = comm, source, tag
         self._awaited: deque[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched

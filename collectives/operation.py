@@ -19,12 +19,15 @@ from collectives.messages import Steps
 from collectives.progress import Request, start, wait_for
 from collectives.terms import Terms
 from collectives.transport import endpoint_of
+from mpicomp.arrays import DTYPE_NAMES
 from mpicomp.codec import CODECS
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
 Algorithm = Callable[[Offer, Channel], Steps[T]]
 Prepare = Callable[[Any, dict[str, Any], int], SparseVector]
+
+NOTHING = SparseVector.empty(0)
 
 
 def sound(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
@@ -59,21 +62,21 @@ def begin(
     are integers are checked here. Without a k the operation takes the largest nnz.
     """
     endpoint = endpoint_of(comm, wait_for)
-    vector, error = SparseVector.empty(0), brings if isinstance(brings, Exception) else None
+    vector, error = NOTHING, brings if isinstance(brings, Exception) else None
     try:
-        name = _known("algorithm", algorithm, list({"auto": None, **algorithms}))
-        codec = _known("codec", codec, ["auto", *CODECS])
+        name = _known("algorithm", algorithm, algorithms)
+        codec = _known("codec", codec, CODECS)
         terms = _integers(terms, endpoint.size)
         if error is None and not (follow and endpoint.rank != terms["root"]):
             vector = prepare(brings, terms, endpoint.size)
     except Exception as raised:  # whatever it is: the other ranks have to hear of it
         error = error or raised.with_traceback(None)  # its frames would hold the vector
     if error is not None:
-        vector, name, codec, terms = SparseVector.empty(0), "auto", "auto", {}
+        vector, name, codec, terms = NOTHING, "auto", "auto", {}
     if name not in algorithms:
         name = next(iter(algorithms))
     if not follow:
-        terms |= {"length": vector.length, "dtype": str(vector.dtype), "width": vector.width}
+        terms |= {"length": vector.length, "dtype": DTYPE_NAMES[vector.dtype], "width": vector.width}
     place = brings.values if follow and isinstance(brings, SparseVector) else vector.values
     channel = Channel(endpoint, Terms(operation, name, **terms), error, codec=codec, beside=place)
     offer = Offer(vector, vector.nnz if channel.terms.k is None else channel.terms.k)
@@ -83,9 +86,9 @@ def begin(
     return start(all_or_none(channel, steps), channel)
 
 
-def _known(what: str, name: Any, names: list[str]) -> str:
-    if not (isinstance(name, str) and name in names):
-        raise ValueError(f"{what} is {name!r}: expected one of {names}")
+def _known(what: str, name: Any, names: Mapping[str, Any]) -> str:
+    if not (isinstance(name, str) and (name == "auto" or name in names)):
+        raise ValueError(f"{what} is {name!r}: expected one of {list(dict.fromkeys(['auto', *names]))}")
     return name
 
 

@@ -4,7 +4,8 @@ A butterfly needs a power of two, the *core*: the largest one that fits. The ran
 rank before the butterfly and get the result from it afterwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -61,12 +62,19 @@ def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
         distance *= 2
 
 
-def groups(marks: Sequence[int]) -> list[list[int]]:
+@lru_cache(maxsize=256)
+def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks that carry one mark, for each mark, in the order in which the marks come up first."""
     found: dict[int, list[int]] = {}
     for rank, mark in enumerate(marks):
         found.setdefault(mark, []).append(rank)
-    return list(found.values())
+    return tuple(map(tuple, found.values()))
+
+
+@lru_cache(maxsize=256)
+def group_sizes(marks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many ranks carry each mark, in the order of `groups`."""
+    return tuple(map(len, groups(marks)))
 
 
 def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:

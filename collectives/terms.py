@@ -1,7 +1,7 @@
 """What every rank has to bring alike to an operation."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from hashlib import blake2b
 
 
@@ -21,7 +21,8 @@ class Terms:
     seed: int | None = None
     support: int | None = None
 
-    @cached_property
-    def digest(self) -> int:
-        """The terms as 64 bits, signed: what stands for them in a message."""
-        return int.from_bytes(blake2b(repr(self).encode(), digest_size=8).digest(), "little", signed=True)
+
+@lru_cache(maxsize=256)
+def digest(terms: Terms) -> int:
+    """Return the terms as 64 bits, signed: what stands for them in a message."""
+    return int.from_bytes(blake2b(repr(terms).encode(), digest_size=8).digest(), "little", signed=True)

@@ -259,9 +259,11 @@ def traffic(comm: Any) -> Traffic:
 
 def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
     """Return the object cached on `comm` under `key`, made there first if need be."""
-    if comm.Get_attr(key) is None:
-        comm.Set_attr(key, make())
-    return cast(T, comm.Get_attr(key))
+    there = cast(T | None, comm.Get_attr(key))
+    if there is None:
+        there = make()
+        comm.Set_attr(key, there)
+    return there
 
 
 @cache

@@ -23,6 +23,8 @@ Array = NDArray[Any]
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 
+DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}  # NumPy puts the name together at each call
+
 _IN_MAIN_MEMORY = (1, 3, 11)  # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _ON_CUDA = (2, 13)  # a CUDA device, and memory that it manages
 
@@ -162,6 +164,8 @@ def like(result: Array, original: Any) -> Any:
 
 def kind_of(original: Any) -> Callable[[Array], Any]:
     """Return the function that makes arrays the same kind as `original`, as `like` does; it does not hold it."""
+    if type(original) is np.ndarray and original.dtype in VALUE_DTYPES:
+        return _as_it_is
     root = type(original).__module__.partition(".")[0]
     library = sys.modules.get("jax.numpy" if root in ("jax", "jaxlib") else root)
     ours = isinstance(original, np.ndarray) or on_device(original)
@@ -175,6 +179,10 @@ def kind_of(original: Any) -> Callable[[Array], Any]:
         return array.to(short) if hasattr(array, "to") else array.astype(short)
 
     return back
+
+
+def _as_it_is(result: Array) -> Array:
+    return result
 
 
 def _is_bfloat16(array: Any) -> bool:

@@ -14,6 +14,7 @@ from collectives.schedule import (
     core_size,
     dissemination,
     fold_partner,
+    group_sizes,
     groups,
     halving,
     rotation,
@@ -116,5 +117,6 @@ def test_in_a_rotation_every_rank_meets_every_other_one_and_every_message_has_a_
 
 
 def test_groups_keep_the_order_of_the_ranks():
-    assert groups([0, 0, 2, 0, 2, 5]) == [[0, 1, 3], [2, 4], [5]]
-    assert groups([]) == []
+    marks = 0, 0, 2, 0, 2, 5
+    assert (groups(marks), group_sizes(marks)) == (((0, 1, 3), (2, 4), (5,)), (3, 2, 1))
+    assert (groups(()), group_sizes(())) == ((), ())

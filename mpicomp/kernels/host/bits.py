@@ -25,18 +25,16 @@ class Format(NamedTuple):
     keys: np.dtype[Any]  # the unsigned integer of the same width
     signed: np.dtype[Any]  # the signed one: magnitudes fit it, and processors have its maximum and comparison
     width: int  # bits of a magnitude: all but the sign
-
-    @property
-    def mask(self) -> Any:
-        """All bits of a magnitude, as a signed integer."""
-        return self.signed.type((1 << self.width) - 1)
+    mask: Any  # all bits of a magnitude, signed
+    infinity: Any  # those of an infinite one, signed: all above are NaN
 
 
-FORMATS = {
-    np.dtype(np.float16): Format(np.dtype(np.uint16), np.dtype(np.int16), 15),
-    np.dtype(np.float32): Format(np.dtype(np.uint32), np.dtype(np.int32), 31),
-    np.dtype(np.float64): Format(np.dtype(np.uint64), np.dtype(np.int64), 63),
-}
+def _format(dtype: np.dtype[Any]) -> Format:
+    keys, signed, width = np.dtype(f"u{dtype.itemsize}"), np.dtype(f"i{dtype.itemsize}"), 8 * dtype.itemsize - 1
+    return Format(keys, signed, width, signed.type((1 << width) - 1), np.array([np.inf], dtype).view(signed)[0])
+
+
+FORMATS = {dtype: _format(dtype) for dtype in map(np.dtype, (np.float16, np.float32, np.float64))}
 
 
 def magnitude_keys(values: Array) -> tuple[Array, int]:

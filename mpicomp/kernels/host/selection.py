@@ -22,6 +22,7 @@ _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay i
 _SAMPLE, _LARGEST_SAMPLE = 1 << 14, 1 << 16  # values looked at for the lower threshold: a 256th, within these bounds
 _RUN = 16  # of them stand together: they come at once
 _SIGMAS = 4
+_FEW = 1 << _DIGIT  # values: below, a histogram has more counts than there are
 
 
 def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
@@ -167,8 +168,7 @@ def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueEr
 def first_not_finite(values: Array) -> int:
     """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 when there is none."""
     form = FORMATS[values.dtype]
-    infinity = np.full(1, np.inf, values.dtype).view(form.signed)[0]
-    positions, _, _ = _compacted(values.view(form.signed), form, infinity, 0, 1)
+    positions, _, _ = _compacted(values.view(form.signed), form, form.infinity, 0, 1)
     return int(positions[0]) if positions.size else -1
 
 
@@ -226,12 +226,15 @@ def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
 
 def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
     """Return the bits of the k-th largest magnitude, and how many that equal it are among the `k` largest."""
-    counts = _histogram(bits, form)
-    head = bin_of_kth(counts, k)
-    k -= int(counts[head + 1 :].sum())
-    keys = np.empty(int(counts[head]) + 1, bits.dtype)
-    _with_head(bits, form.mask, form.width - _DIGIT, head, keys)
-    keys = keys[:-1]
+    if bits.size <= _FEW:
+        keys = bits & form.mask
+    else:
+        counts = _histogram(bits, form)
+        head = bin_of_kth(counts, k)
+        k -= int(counts[head + 1 :].sum())
+        keys = np.empty(int(counts[head]) + 1, bits.dtype)
+        _with_head(bits, form.mask, form.width - _DIGIT, head, keys)
+        keys = keys[:-1]
     threshold = form.signed.type(_kth(keys, k))
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
