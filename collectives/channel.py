@@ -222,7 +222,7 @@ class Channel:
     def frame(self, content: bytes) -> Buffer:
         """Return `content` as the payload of a block, in main memory."""
         block = self._sealed(len(content), 0, np)
-        block[_ENVELOPE.size : _ENVELOPE.size + len(content)] = np.frombuffer(content, np.uint8)
+        block.data[_ENVELOPE.size : _ENVELOPE.size + len(content)] = content
         return self._stamped(block)
 
     def _sealed(self, payload_nbytes: int, k: int, xp: Any) -> Buffer:

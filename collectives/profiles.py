@@ -285,13 +285,13 @@ def typical_kernels() -> dict[str, Curve]:
         "join": (5e-6, 2e9),
         "fill": (6e-6, 4e9),
         "copy": (3e-7, 1e10),
-        "select": (25e-6, 4.5e8),
+        "select": (12e-6, 4.5e8),
         "pack": (10e-6, 2e9),
-        "unpack": (8e-6, 1e12),
+        "unpack": (6e-6, 1e12),
         "pack_bitmap": (11e-6, 7e8),
-        "unpack_bitmap": (8e-6, 9e8),
+        "unpack_bitmap": (6e-6, 9e8),
         "pack_coded": (22e-6, 5e8),
-        "unpack_coded": (12e-6, 6e8),
+        "unpack_coded": (9e-6, 6e8),
     }
     return {name: Curve.line(start, rate) for name, (start, rate) in starts_and_rates.items()}
 

@@ -62,7 +62,7 @@ def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
         distance *= 2
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks that carry one mark, for each mark, in the order in which the marks come up first."""
     found: dict[int, list[int]] = {}
@@ -71,7 +71,7 @@ def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def group_sizes(marks: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many ranks carry each mark, in the order of `groups`."""
     return tuple(map(len, groups(marks)))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import draw_sparse, expected_top_k, families, found_alone
+from numba.core.errors import TypingError
 from strategies import DTYPES, finite_values
 
 from mpicomp import ErrorFeedback, TopK, codec
@@ -62,6 +63,11 @@ def test_values_are_compared_64_at_once_as_one_by_one(dtype):
                 nonzero = sum(1 << place for place, each in enumerate(here) if each)
                 for compare in _compared, _compared.py_func:
                     assert compare(values, first, mask, floor) == (reached, nonzero)
+
+
+def test_only_values_that_lie_behind_each_other_are_compared():
+    with pytest.raises(TypingError):
+        _compared(np.zeros(200, np.int32)[::2], 0, np.int32(1), np.int32(1))
 
 
 def test_the_lowest_bit_is_found():

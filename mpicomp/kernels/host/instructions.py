@@ -24,7 +24,7 @@ def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
 
 
 def nonzero(words, first):  # type: ignore[no-untyped-def]
-    """Return, as the bits of a uint64, which of the 64 integers from `first` on are not 0."""
+    """Return, as the bits of a uint64, which of the 64 integers from `first` on of a contiguous array are not 0."""
     return _as_word(words[first : first + WORD] != 0)
 
 
@@ -58,7 +58,7 @@ def _reaching_in_vectors(typing: Any, bits: Any, first: Any, mask: Any, floor: A
         mask, floor = (_in_all_places(builder, each, values.type) for each in arguments[2:])
         return builder.icmp_signed(">=", builder.and_(values, mask), floor)
 
-    return types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags)
+    return (types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags)) if bits.is_contig else None
 
 
 @intrinsic
@@ -66,7 +66,7 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
         return builder.icmp_unsigned("!=", values, ir.Constant(values.type, None))
 
-    return types.uint64(words, types.intp), _compared(flags)
+    return (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None
 
 
 @intrinsic
