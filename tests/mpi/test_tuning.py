@@ -214,19 +214,19 @@ def test_turns_go_on_until_they_have_taken_so_long(comm, monkeypatch):
 
 
 @pytest.mark.exactly(4)
-def test_the_command_writes_a_profile_that_a_job_finds(comm, told, quickly, capsys, monkeypatch):
-    """The command runs on all ranks of the job: here on four of them."""
-    monkeypatch.setattr(MPI, "COMM_WORLD", comm)
-    folder = comm.bcast(os.environ["XDG_CONFIG_HOME"])
+def test_the_command_writes_a_profile_that_a_job_finds(fresh, told, quickly, capsys, monkeypatch):
+    """The command runs on all ranks of the job: here on four of them, which keep what it measured to themselves."""
+    monkeypatch.setattr(MPI, "COMM_WORLD", fresh)
+    folder = fresh.bcast(os.environ["XDG_CONFIG_HOME"])
     monkeypatch.setenv("XDG_CONFIG_HOME", folder)
     some = ["--lengths", "500", "--densities", "0.1", "--repeats", "1"]
     assert main(["tune", "--check", *some]) == 0
     said = capsys.readouterr().out
     path = default_path(4, 1)
     assert ("written to" in said, "median error of the model" in said) == (
-        (True, True) if comm.rank == 0 else (False, False)
+        (True, True) if fresh.rank == 0 else (False, False)
     )
-    job = comm.Dup()
+    job = fresh.Dup()
     assert endpoint_of(job, wait_for).tuner.profile == load(path)
     check_sums(job)
     job.Free()
