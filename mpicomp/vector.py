@@ -27,12 +27,12 @@ Array = NDArray[Any]
 
 MAX_LENGTH = 2**63 - 1
 WIDEST = 2**32 - 2  # values in a row: they are counted in 32 bits in a message
-_SHORT, _LONG, _SHORT_UP_TO = np.dtype(np.int32), np.dtype(np.int64), 2**31 - 1  # the length up to which they are short
+_SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
     """Return the dtype that indices of a vector of `length` have: int32, or int64 when length > 2^31 - 1."""
-    return _SHORT if length <= _SHORT_UP_TO else _LONG
+    return _SHORT if length <= 2**31 - 1 else _LONG
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
@@ -276,7 +276,7 @@ def _as_kept(indices: Any, values: Any, length: Any) -> bool:
         type(indices) is type(values) is np.ndarray
         and type(length) is int
         and 0 <= length <= MAX_LENGTH
-        and indices.dtype is (_SHORT if length <= _SHORT_UP_TO else _LONG)
+        and indices.dtype is index_dtype(length)
         and values.dtype in VALUE_DTYPES
         and indices.ndim == values.ndim == 1
         and indices.flags.c_contiguous

@@ -1,7 +1,7 @@
 """What processors do in an instruction or a few, and Numba has no word for; for kernels.
 
-Each is a function of Python that an intrinsic of LLVM stands for in compiled kernels, whatever the processor: it takes
-the widest vector instructions that there are.
+Each is a function of Python that an intrinsic of LLVM stands for in compiled kernels: LLVM finds the instructions that
+the processor has.
 """
 
 from collections.abc import Callable
