@@ -175,20 +175,20 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
     What is above goes behind the most places that what is below may need, and is moved down at the end.
     """
     pair, out = (indices_a, values_a, indices_b, values_b), (indices, values)
-    end_a, end_b = indices_a.size, indices_b.size
-    half = end_a // 2
-    start = np.searchsorted(indices_b, indices_a[half]) if end_a else end_b
+    end_a, end_b, one = np.uint64(indices_a.size), np.uint64(indices_b.size), np.uint64(1)
+    half = end_a // np.uint64(2)
+    start = np.uint64(np.searchsorted(indices_b, indices_a[half])) if end_a else end_b
     middle = half + start
-    a, b, upper_a, upper_b, done = 0, 0, half, start, 0
+    a, b, upper_a, upper_b, done = np.uint64(0), np.uint64(0), half, start, np.uint64(0)
     while a < half and b < start and upper_a < end_a and upper_b < end_b:
         a, b = _merge_one(pair, out, a, b, done)
         upper_a, upper_b = _merge_one(pair, out, upper_a, upper_b, middle + done)
-        done += 1
+        done += one
     count = _merge_rest(pair, out, a, half, b, start, done)
     total = _merge_rest(pair, out, upper_a, end_a, upper_b, end_b, middle + done)
     if count < middle:
-        for i in range(middle, total):
-            indices[count + i - middle], values[count + i - middle] = indices[i], values[i]
+        for i in range(total - middle):
+            indices[count + i], values[count + i] = indices[middle + i], values[middle + i]
     return count + total - middle
 
 
@@ -200,22 +200,23 @@ def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
     indices[place] = index_a if index_a < index_b else index_b
     either = value_a if index_a < index_b else value_b
     values[place] = value_a + value_b if index_a == index_b else either
-    return a + (index_a <= index_b), b + (index_b <= index_a)
+    return a + np.uint64(index_a <= index_b), b + np.uint64(index_b <= index_a)
 
 
 @jit
 def _merge_rest(pair, out, a, end_a, b, end_b, place):  # type: ignore[no-untyped-def]
     """Merge what is between these positions, and return the next place to write to."""
     (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
+    one = np.uint64(1)
     while a < end_a and b < end_b:
         a, b = _merge_one(pair, out, a, b, place)
-        place += 1
-    for i in range(a, end_a):
-        indices[place], values[place] = indices_a[i], values_a[i]
-        place += 1
-    for i in range(b, end_b):
-        indices[place], values[place] = indices_b[i], values_b[i]
-        place += 1
+        place += one
+    while a < end_a:
+        indices[place], values[place] = indices_a[a], values_a[a]
+        a, place = a + one, place + one
+    while b < end_b:
+        indices[place], values[place] = indices_b[b], values_b[b]
+        b, place = b + one, place + one
     return place
 
 

@@ -140,8 +140,8 @@ def digit_by_digit(counted: Callable[[int, int, int], Array], k: int, width: int
         digit = min(SEARCHED, shift)
         shift -= digit
         counts = yield counted(prefix, shift, digit)
-        bucket = bin_of_kth(counts, k)
-        k, there = k - int(counts[bucket + 1 :].sum()), int(counts[bucket])
+        bucket, k = bin_of_kth(counts, k)
+        there = int(counts[bucket])
         prefix = prefix << digit | bucket
     return prefix << shift, k, there
 
@@ -218,23 +218,29 @@ def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: 
 def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
     """Return what is at or above the histogram bin of the k-th largest magnitude."""
     counts = _histogram(bits, form, threads)
-    floor = max(1, bin_of_kth(counts, k) << (form.width - _DIGIT))
+    floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
     found = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
     assert found, "the histogram counted fewer magnitudes than there are"
     return found
 
 
 def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
-    """Return the bits of the k-th largest magnitude, and how many that equal it are among the `k` largest."""
-    if bits.size <= _FEW:
-        keys = bits & form.mask
-    else:
-        counts = _histogram(bits, form)
-        head = bin_of_kth(counts, k)
-        k -= int(counts[head + 1 :].sum())
+    """Return the bits of the k-th largest magnitude, and how many that equal it are among the `k` largest.
+
+    Bins of equal width between the least and the largest leave few of what is all alike, as selected entries are.
+    """
+    while bits.size > _FEW:
+        least, largest = _extremes(bits, form.mask)
+        shift = max(0, (int(largest) - int(least)).bit_length() - _DIGIT)
+        counts = np.zeros(1 << _DIGIT, np.int64)
+        _head_counts(bits, form.mask, least, shift, counts)
+        head, k = bin_of_kth(counts, k)
         keys = np.empty(int(counts[head]) + 1, bits.dtype)
-        _with_head(bits, form.mask, form.width - _DIGIT, head, keys)
-        keys = keys[:-1]
+        _with_head(bits, form.mask, least, shift, head, keys)
+        bits = keys[:-1]
+        if not shift:
+            return bits[0], k
+    keys = bits & form.mask
     threshold = form.signed.type(_kth(keys, k))
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
@@ -263,7 +269,7 @@ def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> 
 def _histogram(bits: Array, form: Format, threads: int = 1) -> Array:
     def counted(start: int, piece: Array) -> Array:
         counts = np.zeros(1 << _DIGIT, np.int64)
-        _head_counts(piece, form.mask, form.width - _DIGIT, counts)
+        _head_counts(piece, form.mask, form.signed.type(0), form.width - _DIGIT, counts)
         return counts
 
     return np.sum(_in_pieces(counted, bits, threads), axis=0)  # type: ignore[no-any-return]
@@ -286,10 +292,13 @@ def _kth(keys: Array, k: int) -> int:
     return int(np.partition(keys, keys.size - k)[keys.size - k])
 
 
-def bin_of_kth(counts: Array, k: int) -> int:
-    """Return the histogram bin that holds the k-th largest key; 0 when there are fewer than `k` keys."""
-    from_above = np.cumsum(counts[::-1])
-    return max(0, counts.size - 1 - int(np.searchsorted(from_above, k)))
+def bin_of_kth(counts: Array, k: int) -> tuple[int, int]:
+    """Return the histogram bin that holds the k-th largest key, and its rank among the keys of that bin.
+
+    counts: int64. The bin is 0 when there are fewer than `k` keys.
+    """
+    found, rank = _bin_of_kth(counts, k)
+    return int(found), int(rank)
 
 
 @jit
@@ -336,19 +345,39 @@ def _store(bits, first, start, found, positions, kept, count):  # type: ignore[n
 
 
 @jit
-def _head_counts(bits, mask, shift, counts):  # type: ignore[no-untyped-def]
+def _extremes(bits, mask):  # type: ignore[no-untyped-def]
+    """Return the least and the largest magnitude."""
+    least, largest = mask, mask ^ mask
     for i in range(bits.size):
-        counts[np.uint64(bits[i] & mask) >> np.uint64(shift)] += 1
+        key = bits[i] & mask
+        least, largest = min(least, key), max(largest, key)
+    return least, largest
 
 
 @jit
-def _with_head(bits, mask, shift, head, keys):  # type: ignore[no-untyped-def]
+def _head_counts(bits, mask, least, shift, counts):  # type: ignore[no-untyped-def]
+    """Count the heads of the magnitudes: what is left of how far they are above the least, `shift` bits cut off."""
+    for i in range(bits.size):
+        counts[np.uint64((bits[i] & mask) - least) >> np.uint64(shift)] += 1
+
+
+@jit
+def _with_head(bits, mask, least, shift, head, keys):  # type: ignore[no-untyped-def]
     """Write the magnitudes that have a head; `keys` has room for one more."""
     count = np.uint64(0)
     for i in range(bits.size):  # without branches, here and below: which way one goes nobody can predict
         key = bits[i] & mask
         keys[count] = key
-        count += np.uint64((key >> shift) == head)
+        count += np.uint64(np.uint64(key - least) >> np.uint64(shift) == np.uint64(head))
+
+
+@jit
+def _bin_of_kth(counts, k):  # type: ignore[no-untyped-def]
+    place = counts.size - 1
+    while place > 0 and counts[place] < k:
+        k -= counts[place]
+        place -= 1
+    return place, k
 
 
 @jit
