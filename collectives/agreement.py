@@ -7,7 +7,6 @@ all ranks know. Then, and only then, they spend one more allgather on who brough
 """
 
 import json
-from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from collectives.channel import Channel
@@ -56,7 +55,7 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
     """Return the message that names who brought what; `reports` stand in rank order."""
     faults = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if report["error"]]
     sound = {rank: report["terms"] for rank, report in enumerate(reports) if not report["error"]}
-    for field in Terms.__dataclass_fields__:  # in their order: where the first ones differ, so does what follows
+    for field in Terms._fields:  # in their order: where the first ones differ, so does what follows
         brought: dict[Any, list[int]] = {}
         for rank, terms in sound.items():
             brought.setdefault(terms[field], []).append(rank)
@@ -72,7 +71,7 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
 
 def _report(channel: "Channel", account: dict[str, Any] | None) -> str:
     error = channel.error and f"{type(channel.error).__name__}: {_words(channel.error)}"
-    report = {"terms": asdict(channel.terms), "error": error, "account": account}
+    report = {"terms": channel.terms._asdict(), "error": error, "account": account}
     return json.dumps(report)
 
 

@@ -78,20 +78,19 @@ class Channel:
         self.terms, self.error, self.state = terms, error, State(broken=error is not None)
         self._digest = digest(terms)
         self.endpoint, self._tag, self.codec = endpoint, endpoint.take_tag(), codec
-        self._seat(range(endpoint.size))
+        self._seat(range(endpoint.size), endpoint.nodes)
 
-    def _seat(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
+    def _seat(self, ranks: Sequence[int], marks: tuple[int, ...]) -> None:
+        self._ranks, self._marks = ranks, marks
         self.rank, self.size = ranks.index(self.endpoint.rank), len(ranks)
         self.core = schedule.core_size(self.size)
-        self._marks = tuple([self.endpoint.nodes[rank] for rank in ranks])
         by_link = partial(self.endpoint.tuner.coding, apart=len(self.nodes()) > 1)
         self._coding = by_link if self.codec == "auto" else CODECS[self.codec]
 
     def among(self, ranks: Sequence[int]) -> "Channel":
         """Return the channel between some of its ranks only, numbered in this order; this rank is one of them."""
         inner = copy(self)
-        inner._seat([self._ranks[rank] for rank in ranks])
+        inner._seat([self._ranks[rank] for rank in ranks], tuple([self._marks[rank] for rank in ranks]))
         return inner
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:

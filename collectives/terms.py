@@ -1,12 +1,11 @@
 """What every rank has to bring alike to an operation."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What every rank has to bring alike to one operation; None where the call leaves it open."""
 
     operation: str

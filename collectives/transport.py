@@ -36,11 +36,9 @@ class Reduction:
     PIECE = 2**30
 
     def __init__(self, comm: "MPI.Comm", array: NDArray[Any], total: NDArray[Any]) -> None:
-        from mpi4py import MPI
-
         self._array, self.total = array, total
         pieces = [slice(start, start + self.PIECE) for start in range(0, array.size, self.PIECE)]
-        self._requests = [comm.Iallreduce(array[piece], self.total[piece], MPI.SUM) for piece in pieces]
+        self._requests = [comm.Iallreduce(array[piece], self.total[piece]) for piece in pieces]
 
     def test(self) -> bool:
         """See `Pending.test`."""
@@ -181,7 +179,7 @@ def _keep_pages() -> None:
     np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
 
 
-def _first_ranks(comm: "MPI.Intracomm") -> list[int]:
+def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
     """Return, for each rank, the first rank that shares its memory: what tells the nodes apart. Collective, blocks."""
     from mpi4py import MPI
 
@@ -191,7 +189,7 @@ def _first_ranks(comm: "MPI.Intracomm") -> list[int]:
     node.Free()
     everywhere = np.empty(comm.size, np.int64)
     comm.Allgather(first, everywhere)
-    return [int(rank) for rank in everywhere]
+    return tuple(everywhere.tolist())
 
 
 def _checked(comm: "MPI.Intracomm") -> bool:
@@ -243,7 +241,7 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
 
 def endpoint_if_any(comm: "MPI.Intracomm") -> Endpoint | None:
     """Return the endpoint of a communicator that has one."""
-    return cast(Endpoint | None, comm.Get_attr(_endpoint_key()))
+    return cast("Endpoint | None", comm.Get_attr(_endpoint_key()))
 
 
 def traffic(comm: Any) -> Traffic:
@@ -259,7 +257,7 @@ def traffic(comm: Any) -> Traffic:
 
 def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
     """Return the object cached on `comm` under `key`, made there first if need be."""
-    there = cast(T | None, comm.Get_attr(key))
+    there = cast("T | None", comm.Get_attr(key))
     if there is None:
         there = make()
         comm.Set_attr(key, there)

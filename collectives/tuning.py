@@ -175,10 +175,11 @@ class Tuner:
         if self.profile is None or not self.knows(nodes):
             return CODECS["smallest" if apart else "quick"](vector)
         step = round(STEPS_AN_OCTAVE * math.log2(vector.nnz)) if vector.nnz else -1
-        span = int(vector.indices[-1] - vector.indices[0]) + 1 if vector.nnz else 0
-        sparseness = round(STEPS_AN_OCTAVE * math.log2(span / vector.nnz)) if vector.nnz else 0
+        sparseness = round(STEPS_AN_OCTAVE * math.log2(vector.span / vector.nnz)) if vector.nnz else 0
         key = "codec", step, sparseness, vector.value_nbytes, vector.indices.itemsize, apart
-        return CODECS[self._once(key, partial(self._codec, vector.nnz, span, vector.value_nbytes, apart))](vector)
+        return CODECS[self._once(key, partial(self._codec, vector.nnz, vector.span, vector.value_nbytes, apart))](
+            vector
+        )
 
     def _codec(self, entries: int, span: int, value_nbytes: int, apart: bool) -> str:
         assert self.profile is not None, "asked for a prediction without a profile"

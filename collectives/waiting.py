@@ -6,6 +6,7 @@ Open MPI does. Under another MPI a rank naps there; a nap ends up to a fifth of 
 """
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ VARIABLE = "MPICOMP_WAIT"  # "nap" or "block"; "auto", the default, is as told a
 SETTINGS = ("auto", "nap", "block")
 
 
-def naps(comm: "MPI.Intracomm", nodes: list[int]) -> bool:
+def naps(comm: "MPI.Intracomm", nodes: Sequence[int]) -> bool:
     """Return whether this rank waits with naps. Collective, blocks; ValueError on all ranks for a setting unknown.
 
     nodes: for each rank, the first rank that shares its memory.

@@ -19,7 +19,7 @@ class Network:
         self.tuner = tuner or Tuner()
         self.boxes = defaultdict(deque)  # (source, dest, tag) -> (buffer, round)
         self.reductions = []  # the arrays that came so far, for each Allreduce in order
-        self.endpoints = [Endpoint(self, rank, size, nodes or [0] * size) for rank in range(size)]
+        self.endpoints = [Endpoint(self, rank, size, tuple(nodes or [0] * size)) for rank in range(size)]
         self.rng = np.random.default_rng(seed)
 
     def run(self, steps_of, **terms):

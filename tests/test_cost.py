@@ -33,7 +33,7 @@ def simulate(steps, size, length, entries, codec, overlap=0.0, nodes=None):
 
     def run(rank, channel):
         channel.codec = codec
-        channel._seat(range(size))
+        channel._seat(range(size), channel.endpoint.nodes)
         return steps(Offer(brings(rank, length, entries, overlap), entries), channel)
 
     _, rounds = network.run(run, length=length, dtype="float32", k=entries)

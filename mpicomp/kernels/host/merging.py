@@ -125,8 +125,10 @@ def _wide_dtype(values: Array) -> np.dtype[Any]:
 
 
 def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
+    if values.dtype == dtype:
+        return values
     with np.errstate(over="ignore"):  # infinite, as sums of the other dtypes that leave their range
-        return values.astype(dtype, copy=False)
+        return values.astype(dtype)
 
 
 def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
