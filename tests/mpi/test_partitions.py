@@ -130,7 +130,7 @@ def test_a_hot_stretch_does_not_fall_to_one_rank(comm, partition, monkeypatch):
 
 
 def test_the_ranks_of_one_machine_share_a_node(comm):
-    assert endpoint_of(comm, wait_for).nodes == [0] * comm.size
+    assert endpoint_of(comm, wait_for).nodes == (0,) * comm.size
 
 
 @pytest.fixture
@@ -142,11 +142,11 @@ def places(comm):
         nonlocal endpoint
         endpoint = endpoint_of(comm, wait_for)
         marks = (names * comm.size)[: comm.size]
-        endpoint.nodes = [marks.index(mark) for mark in marks]
+        endpoint.nodes = tuple(marks.index(mark) for mark in marks)
 
     yield move
     if endpoint is not None:
-        endpoint.nodes = [0] * comm.size
+        endpoint.nodes = (0,) * comm.size
 
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
