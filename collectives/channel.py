@@ -32,7 +32,7 @@ from collectives.terms import Terms, digest
 from collectives.transport import Endpoint, Turn
 from collectives.tuning import Tuner
 from mpicomp.arrays import namespace, on_device, read_fields, to_numpy, write_fields
-from mpicomp.codec import CODECS, decode, encode, encoded_nbytes
+from mpicomp.codec import CODECS, decode, encoded_nbytes, fill
 from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.vector import SparseVector
 
@@ -198,8 +198,9 @@ class Channel:
         if offer.vector is self.nothing:  # the terms say all of it: a payload would take longer than what it is for
             return self._stamped(self._sealed(0, offer.k, namespace(offer.vector.values)))
         coding = self._coding(offer.vector)
-        block = self._sealed(encoded_nbytes(offer.vector, coding), offer.k, namespace(offer.vector.values))
-        encode(offer.vector, block[_ENVELOPE.size :], coding)
+        nbytes = encoded_nbytes(offer.vector, coding)
+        block = self._sealed(nbytes, offer.k, namespace(offer.vector.values))
+        fill(block[_ENVELOPE.size : _ENVELOPE.size + nbytes], offer.vector, coding)
         return self._stamped(block)
 
     def unpack(self, block: Buffer) -> Offer:

@@ -336,10 +336,9 @@ def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
     if not indices.size:
         return 0, -1
     first, last = first_and_last(indices)
-    for index in (first, last):
-        if not 0 <= index < length:
-            raise _out_of_range(index, length)
-    return first, last
+    if 0 <= first < length and 0 <= last < length:
+        return first, last
+    raise _out_of_range(last if 0 <= first < length else first, length)
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

@@ -55,15 +55,19 @@ def quick(vector: SparseVector) -> Coding:
     That is a range, or a bitmap where it takes at most a quarter of the plain indices: below, to find its bits takes
     longer than to copy what it spares.
     """
-    coding = _with_indices(vector, plain(vector), (RANGE, BITMAP))
-    small = 4 * (INDEX_FORMATS[coding.indices].nbytes(vector) or 0) <= vector.indices.nbytes
-    return coding if small else plain(vector)
+    values, room = value_formats.as_they_are(vector.values), vector.indices.nbytes // 4
+    for form in (RANGE, BITMAP):
+        size = INDEX_FORMATS[form].nbytes(vector)
+        if size is not None and size <= room:
+            return Coding(form, values)
+    return Coding(_plain_indices(vector), values)
 
 
 def smallest(vector: SparseVector) -> Coding:
     """Return the coding that makes the smallest message."""
-    coding = Coding(_plain_indices(vector), value_formats.smallest(vector.values.reshape(-1)))
-    return _with_indices(vector, coding, range(len(INDEX_FORMATS)))
+    sizes = [(each.nbytes(vector), form) for form, each in enumerate(INDEX_FORMATS)]
+    _, least = min((size, form) for size, form in sizes if size is not None)
+    return Coding(least, value_formats.smallest(vector.values.reshape(-1)))
 
 
 CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
@@ -87,13 +91,18 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
         out = namespace(vector.values).empty(nbytes, np.uint8)
     elif out.size < nbytes:
         raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
-    formats = coding.indices | coding.values << 4
-    row = 0 if vector.width is None else 1 + vector.width
-    write_fields(out, _HEADER, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
+    return fill(out[:nbytes], vector, coding)
+
+
+def fill(message: Buffer, vector: SparseVector, coding: Coding) -> Buffer:
+    """Write `vector` to all of `message`, which has `encoded_nbytes(vector, coding)` bytes, and return it."""
+    formats, nbytes, width = coding.indices | coding.values << 4, message.size, vector.width
+    row = 0 if width is None else 1 + width
+    write_fields(message, _HEADER, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
     middle = nbytes - _values_nbytes(vector, coding.values)
-    INDEX_FORMATS[coding.indices].write(vector, out[HEADER_NBYTES:middle])
-    VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), out[middle:nbytes])
-    return out[:nbytes]
+    INDEX_FORMATS[coding.indices].write(vector, message[HEADER_NBYTES:middle])
+    VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), message[middle:])
+    return message
 
 
 def decode(message: Buffer) -> SparseVector:
@@ -128,16 +137,6 @@ def decode(message: Buffer) -> SparseVector:
         return SparseVector(indices, values.reshape(shape), length)
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
-
-
-def _with_indices(vector: SparseVector, coding: Coding, candidates: "range | tuple[int, ...]") -> Coding:
-    """Return the coding with the smallest index format among its own and the candidates."""
-    best, least = coding.indices, INDEX_FORMATS[coding.indices].nbytes(vector) or 0
-    for form in candidates:
-        size = INDEX_FORMATS[form].nbytes(vector)
-        if size is not None and size < least and not (form == RANGE and vector.width == 0):
-            best, least = form, size
-    return Coding(best, coding.values)
 
 
 def _plain_indices(vector: SparseVector) -> int:

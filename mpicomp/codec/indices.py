@@ -2,7 +2,7 @@
 
     0  plain, int32: 4 N                       for lengths up to 2^31 - 1
     1  plain, int64: 8 N                       for lengths above
-    2  range: the first index: 8               when the indices are consecutive: a dense piece
+    2  range: the first index: 8               when the indices are consecutive: a dense piece, not of rows of width 0
     3  bitmap: first index, span S, S bits in 64-bit words: 16 + S / 8
     4  blocks: first and last block of 65536 positions, the entries of each block as u32, the offsets in it as u16:
        16 + 4 B + 2 N
@@ -75,7 +75,7 @@ class Range:
 
     def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
-        return 8 if vector.nnz and vector.span == vector.nnz else None
+        return 8 if vector.nnz and vector.span == vector.nnz and vector.width != 0 else None
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""

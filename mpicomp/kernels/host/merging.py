@@ -28,12 +28,13 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
     """
     if values_a.ndim > 1:
         return _by_sorting([indices_a, indices_b], [values_a, values_b])
-    wide = _wide_dtype(values_a)
+    dtype, wide = values_a.dtype, _wide_dtype(values_a)
     indices = np.empty(indices_a.size + indices_b.size, indices_a.dtype)
     values = np.empty(indices.size, wide)
-    wide_a, wide_b = values_a.astype(wide, copy=False), values_b.astype(wide, copy=False)
-    count = _merge(indices_a, wide_a, indices_b, wide_b, indices, values)
-    return indices[:count], _narrow(values[:count], values_a.dtype)
+    if values_a.dtype != wide:
+        values_a, values_b = values_a.astype(wide), values_b.astype(wide)
+    count = _merge(indices_a, values_a, indices_b, values_b, indices, values)
+    return indices[:count], _narrow(values[:count], dtype)
 
 
 def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:

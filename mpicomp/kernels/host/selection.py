@@ -168,8 +168,7 @@ def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueEr
 def first_not_finite(values: Array) -> int:
     """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 when there is none."""
     form = FORMATS[values.dtype]
-    positions, _, _ = _compacted(values.view(form.signed), form, form.infinity, 0, 1)
-    return int(positions[0]) if positions.size else -1
+    return int(_first_reaching(values.view(form.signed), form.mask, form.infinity))
 
 
 def _found(bits: Array, form: Format, floor: int) -> Found:
@@ -330,6 +329,20 @@ def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-unty
             positions[count], kept[count] = first + place, bits[place]
             count += np.uint64(1)
     return count, bits.size
+
+
+@jit
+def _first_reaching(bits, mask, floor):  # type: ignore[no-untyped-def]
+    """Return the first position where a magnitude is at or above `floor`; -1 where there is none."""
+    whole = bits.size // WORD
+    for i in range(whole):
+        found = reaching(bits, WORD * i, mask, floor)
+        if found != np.uint64(0):
+            return WORD * i + np.int64(lowest(found))
+    for place in range(WORD * whole, bits.size):
+        if bits.dtype.type(bits[place] & mask) >= floor:
+            return place
+    return -1
 
 
 @jit
