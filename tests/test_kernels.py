@@ -13,10 +13,20 @@ from strategies import DTYPES, finite_values
 
 from mpicomp import ErrorFeedback, TopK, codec
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, coding, instructions, merging, selection, statistics, surveying, warming
+from mpicomp.kernels.host import (
+    bits,
+    coding,
+    instructions,
+    merging,
+    selection,
+    statistics,
+    streaming,
+    surveying,
+    warming,
+)
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, coding, merging, selection, statistics, surveying]
+MODULES = [bits, coding, merging, selection, statistics, streaming, surveying]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -47,6 +57,20 @@ def _compared(values, first, mask, floor):  # what the kernels get of these func
 @bits.jit
 def _lowest(word):
     return instructions.lowest(word)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 7, 15, 16, 17, 64, 333])
+def test_long_sums_are_numpys_wherever_the_arrays_begin(mode, dtype, size):
+    given = np.random.default_rng(5).standard_normal((3, size + 20)).astype(dtype)
+    for first in 0, 1, 3, 16:
+        for step in 1, 2:
+            a, b, room = (each[first : first + size : step] for each in given.copy())
+            around = room.base.copy()
+            host.add(a, b, room, long=0)
+            np.testing.assert_array_equal(room, a + b)
+            around[2, first : first + size : step] = a + b
+            np.testing.assert_array_equal(room.base, around)  # nothing beside it was written
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64], ids=str)

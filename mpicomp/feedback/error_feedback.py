@@ -11,9 +11,9 @@ Invariant: residual after + sent - rejected = residual before + gradient, exactl
 
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.arrays import kernels_for
 from mpicomp.feedback.common import Kept
 from mpicomp.vector import SparseVector
 
@@ -32,7 +32,7 @@ class ErrorFeedback(Kept):
         """
         self._stage(gradient)
         corrected = self._spare("residual")
-        np.add(self._arrays["residual"], gradient, out=corrected)
+        kernels_for(corrected).add(self._arrays["residual"], gradient, corrected)
         return corrected
 
     def keep(self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None) -> None:

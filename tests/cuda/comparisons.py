@@ -304,6 +304,7 @@ def dense_and_sparse(device, cupy):
                 dense = rng.standard_normal(500).astype(dtype)
                 compare(device, cupy, "gather", dense, indices)
                 compare_in_place(device, cupy, "scatter_add", dense, indices, values, written=[0])
+            compare_in_place(device, cupy, "add", dense, dense[::-1].copy(), dense * 0, written=[2])
             compare(device, cupy, "gather", dense, indices[:0])
             indices, values = draw_sparse(rng, 300, 500, index_dtype, (), dtype)
             compare_in_place(device, cupy, "scatter", dense, indices, values, written=[0])

@@ -15,6 +15,7 @@ and stream. Importing this package imports CuPy.
 from mpicomp.kernels.device.coding import from_bitmap, from_elias_fano, to_bitmap, to_elias_fano
 from mpicomp.kernels.device.merging import (
     accumulate,
+    add,
     consecutive,
     divide,
     first_disorder,
@@ -48,6 +49,7 @@ __all__ = [
     "Survey",
     "above",
     "accumulate",
+    "add",
     "consecutive",
     "divide",
     "divide_largest",

@@ -77,6 +77,11 @@ def scatter(dense: Array, indices: Array, values: Array) -> None:
     dense[indices] = values
 
 
+def add(a: Array, b: Array, out: Array) -> None:
+    """Write ``a + b`` to `out`, 1-d and of one dtype and length."""
+    np.add(a, b, out=out)
+
+
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
     """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 

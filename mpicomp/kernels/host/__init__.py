@@ -8,6 +8,7 @@ are the same in every run.
 ``statistics``    sums over a gradient, in one read
 ``surveying``     sums in one fast read, and the values that what comes next is expected to need
 ``merging``       sums of sparse vectors, and what goes between sparse and dense
+``streaming``     passes over dense vectors that are longer than the cache
 ``bits``          magnitudes as integers; indices as bitmaps
 ``coding``        indices at the fewest bits
 ``instructions``  what a processor does at once, and Numba has no word for
@@ -38,6 +39,7 @@ from mpicomp.kernels.host.selection import (
     top_k,
 )
 from mpicomp.kernels.host.statistics import Moments, moments
+from mpicomp.kernels.host.streaming import add
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "Survey",
     "above",
     "accumulate",
+    "add",
     "consecutive",
     "divide",
     "divide_largest",

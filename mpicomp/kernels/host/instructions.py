@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 WORD = 64  # values, or bits, that are looked at together
+LINE = 64  # bytes of the cache that are written together
 
 
 def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
@@ -26,6 +27,15 @@ def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
 def nonzero(words, first):  # type: ignore[no-untyped-def]
     """Return, as the bits of a uint64, which of the 64 integers from `first` on of a contiguous array are not 0."""
     return _as_word(words[first : first + WORD] != 0)
+
+
+def store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
+    """Write a line of ``a + b`` to `out` from `first` on, past the cache; there a line of it begins.
+
+    a, b, out: contiguous arrays of one dtype, float32 or float64, that have so many values from `first` on.
+    """
+    end = first + LINE // out.itemsize
+    out[first:end] = a[first:end] + b[first:end]
 
 
 def lowest(word):  # type: ignore[no-untyped-def]
@@ -45,6 +55,11 @@ def _reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
 @overload(nonzero)
 def _nonzero(words, first):  # type: ignore[no-untyped-def]
     return lambda words, first: _nonzero_in_vectors(words, first)
+
+
+@overload(store_sum)
+def _store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
+    return lambda a, b, out, first: _store_sum_of_vectors(a, b, out, first)
 
 
 @overload(lowest)
@@ -70,6 +85,21 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
 
 
 @intrinsic
+def _store_sum_of_vectors(typing: Any, a: Any, b: Any, out: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = [
+            _vector_at(context, builder, array, given, arguments[3], LINE * 8 // array.dtype.bitwidth)
+            for array, given in zip(signature.args[:3], arguments[:3], strict=True)
+        ]
+        one, other = (builder.load(place, align=out.dtype.bitwidth // 8) for place in places[:2])
+        store = builder.store(builder.fadd(one, other), places[2], align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return (types.void(a, b, out, types.intp), code) if a.is_contig and b.is_contig and out.is_contig else None
+
+
+@intrinsic
 def _trailing_zeros(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: no word is 0
@@ -82,13 +112,18 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = signature.args[0]
-        vector = ir.VectorType(context.get_value_type(array.dtype), WORD)
-        data = context.make_array(array)(context, builder, arguments[0]).data
-        place = builder.bitcast(builder.gep(data, [arguments[1]]), vector.as_pointer())
+        place = _vector_at(context, builder, array, arguments[0], arguments[1], WORD)
         values = builder.load(place, align=array.dtype.bitwidth // 8)
         return builder.bitcast(flags(builder, values, arguments), ir.IntType(WORD))
 
     return code
+
+
+def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, size: int) -> Any:
+    """Return the address of so many values of an array from `first` on, as one vector."""
+    vector = ir.VectorType(context.get_value_type(array.dtype), size)
+    data = context.make_array(array)(context, builder, given).data
+    return builder.bitcast(builder.gep(data, [first]), vector.as_pointer())
 
 
 def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:
