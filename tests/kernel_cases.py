@@ -28,6 +28,7 @@ def families(dtype, n=3000):
         "negative zeros": np.where(rng.random(n) < 0.9, -0.0, normal),
         "largest": np.finfo(dtype).max * rng.choice([-1, 1], n),
         "infinite": np.where(rng.random(n) < 0.1, -np.inf, normal),
+        "one far off": np.where(np.arange(n) == 17, 6e4, 1 + rng.random(n) / 64),
     }
 
 

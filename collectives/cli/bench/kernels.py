@@ -78,6 +78,7 @@ def pass_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[R
         logs = np.log(size[size > 0]).sum()
         return np.count_nonzero(size), size.sum(dtype=float), np.square(size).sum(dtype=float), logs, size.max()
 
+    other, out = values[::-1].copy(), np.empty_like(values)
     comparisons: dict[str, tuple[Call, str, Call]] = {
         "moments": (partial(host.moments, values), "NumPy, five passes", moments),
         "raise_not_finite": (
@@ -95,6 +96,7 @@ def pass_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[R
             "np.bincount of the heads",
             lambda: np.bincount((values.view(np.uint32) & 0x7FFF_FFFF) >> 20, minlength=2048),
         ),
+        "add": (partial(host.add, values, other, out), "np.add", partial(np.add, values, other, out=out)),
     }
     for name, (ours, what, theirs) in comparisons.items():
         yield from compare(f"{name} {length / 1e6:g}e6", ours, {what: theirs}, repeats, floor=read_once(values))
