@@ -38,7 +38,7 @@ class Reduction:
     def __init__(self, comm: "MPI.Comm", array: NDArray[Any], total: NDArray[Any]) -> None:
         self._array, self.total = array, total
         pieces = [slice(start, start + self.PIECE) for start in range(0, array.size, self.PIECE)]
-        self._requests = [comm.Iallreduce(array[piece], self.total[piece]) for piece in pieces]  # MPI.SUM, as said
+        self._requests = [comm.Iallreduce(array[piece], self.total[piece]) for piece in pieces]  # by default MPI.SUM
 
     def test(self) -> bool:
         """See `Pending.test`."""

@@ -177,9 +177,8 @@ class Tuner:
         step = round(STEPS_AN_OCTAVE * math.log2(vector.nnz)) if vector.nnz else -1
         sparseness = round(STEPS_AN_OCTAVE * math.log2(vector.span / vector.nnz)) if vector.nnz else 0
         key = "codec", step, sparseness, vector.value_nbytes, vector.indices.itemsize, apart
-        return CODECS[self._once(key, partial(self._codec, vector.nnz, vector.span, vector.value_nbytes, apart))](
-            vector
-        )
+        name = self._once(key, partial(self._codec, vector.nnz, vector.span, vector.value_nbytes, apart))
+        return CODECS[name](vector)
 
     def _codec(self, entries: int, span: int, value_nbytes: int, apart: bool) -> str:
         assert self.profile is not None, "asked for a prediction without a profile"
