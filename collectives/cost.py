@@ -19,6 +19,8 @@ from collectives.schedule import core_size
 
 LINE = 64  # bytes: messages are padded to it, see `collectives.transport`
 HEADERS = 64  # bytes of a block before its entries: the envelope and the codec's header
+CLOSE = 7 / 8  # of the bits of a value: those of 16 octaves instead of the 256 of a float32, say
+FRACTION_BITS = {2: 10, 4: 23, 8: 52}  # of a value of so many bytes
 HISTOGRAM = 256 * 8  # bytes of a digit of the exact gTop-k's search
 
 
@@ -139,7 +141,8 @@ class Model:
     def block(self, entries: float, span: float, value_nbytes: int, codec: str) -> Message:
         """Return the block in a codec."""
         form, indices = index_section(entries, span, self.case.index_nbytes, codec, bare=not value_nbytes)
-        nbytes = -(-math.ceil(HEADERS + indices + entries * value_nbytes) // LINE) * LINE
+        values = value_section(entries, value_nbytes, codec, everywhere=form == "range")
+        nbytes = -(-math.ceil(HEADERS + indices + values) // LINE) * LINE
         kind = "_coded" if codec == "smallest" and entries else "_bitmap" if form == "bitmap" else ""
         kernels = self.profile.kernels
         return Message(nbytes, kernels["pack" + kind](entries), kernels["unpack" + kind](entries))
@@ -242,6 +245,15 @@ def index_section(entries: float, span: float, index_nbytes: int, codec: str, *,
     sizes["plain"] = plain
     form = min(sizes, key=sizes.__getitem__)
     return form, sizes[form]
+
+
+def value_section(entries: float, value_nbytes: int, codec: str, *, everywhere: bool) -> float:
+    """Return the bytes of the values: what is selected is expected within 16 octaves, see `mpicomp.codec.values`.
+
+    everywhere: values of all positions have zeros among them.
+    """
+    plain = entries * value_nbytes
+    return plain if codec != "smallest" or everywhere else min(plain, 28 + plain * CLOSE)
 
 
 # The algorithms of sparse_allreduce. `told`: whether samples of the indices travel in the survey.
@@ -471,10 +483,10 @@ def begun(operation: str, model: Model) -> Cost:
 
 
 def lower_bound(operation: str, case: Case, profile: Profile) -> Cost:
-    """Return what no algorithm can beat: ceil(lg P) rounds, and the entropy of what a rank has to send or receive.
+    """Return what no algorithm can beat: ceil(lg P) rounds, and the least bytes that a rank has to send or receive.
 
     Exact sums: k + K (P-2)/P entries, K those of the union; gTop-k: 2 (P-1)/P k; reduce-scatter: (P-1)/P k;
-    allgather: (P-1) k; dense: 2 (P-1)/P n values.
+    allgather: (P-1) k; dense: 2 (P-1)/P n values. An entry: the entropy of its index, and a sign and a fraction.
     """
     ranks, part, own = case.ranks, 1 - 1 / case.ranks, case.union(1)
     if ranks == 1:
@@ -494,9 +506,18 @@ def lower_bound(operation: str, case: Case, profile: Profile) -> Cost:
 
 
 def entry_nbytes(case: Case, entries: float) -> float:
-    """Return the bytes of a value and of the entropy of its index, for so many entries in random places."""
+    """Return the least bytes of an entry, of so many in random places."""
     density = min(1.0, entries / case.span) if case.span else 1.0
+    return least_value_nbytes(case.value_nbytes) + index_bits(density) / 8
+
+
+def least_value_nbytes(value_nbytes: int) -> float:
+    """Return the bytes of the sign and the fraction of a value: an exponent may be that of all of them."""
+    return (1 + FRACTION_BITS[value_nbytes]) / 8
+
+
+def index_bits(density: float) -> float:
+    """Return the entropy of an index among random places, in bits: about log2(1 / density) + 1.44 for a small one."""
     if not 0 < density < 1:
-        return float(case.value_nbytes)
-    bits = -math.log2(density) - (1 - density) * math.log1p(-density) / density / math.log(2)
-    return case.value_nbytes + bits / 8
+        return 0.0
+    return -math.log2(density) - (1 - density) * math.log1p(-density) / density / math.log(2)

@@ -15,7 +15,7 @@ import numpy as np
 from mpicomp import CodecError, SparseVector
 from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, plain
 from mpicomp.codec.indices import INDEX_FORMATS
-from mpicomp.codec.values import VALUE_FORMATS
+from mpicomp.codec.values import VALUE_FORMATS, Offsets
 
 FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (32, 8), (40, 8))
 NASTY = np.array([0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64)
@@ -29,12 +29,11 @@ def sound_message(rng):
     width = rng.choice([None, 0, 3])
     values = np.full(indices.size if width is None else (indices.size, width), 1.5, rng.choice(["f2", "f4", "f8"]))
     vector = SparseVector(indices, values, length)
-    own = [
-        number for number, form in enumerate(VALUE_FORMATS) if form.dtype == vector.dtype and form.fits(values.ravel())
-    ]
+    own = [form for form in VALUE_FORMATS if form.dtype == vector.dtype and form.fits(values.ravel())]
+    own += [Offsets.of(values.ravel())] if values.size else []
     sizes = [form.nbytes(vector) for form in INDEX_FORMATS]
     small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
-    coding = Coding(int(rng.choice(small or [plain(vector).indices])), int(rng.choice(own)))
+    coding = Coding(int(rng.choice(small or [plain(vector).indices])), own[rng.integers(len(own))])
     return encode(vector, coding=coding).copy()
 
 

@@ -14,10 +14,11 @@ from test_examples import LAUNCH
 
 from collectives.cli import main
 from collectives.cli.bench import chart, interfaces
-from collectives.cli.bench.bounds import dense_nbytes, index_bits, least_nbytes
+from collectives.cli.bench.bounds import dense_nbytes, least_nbytes
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES
 from collectives.cli.bench.step import OURS
 from collectives.cli.bench.supports import PATTERNS, draw, gradient_above
+from collectives.cost import index_bits
 from collectives.profiles import NETWORKS
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
@@ -157,7 +158,7 @@ def test_on_two_ranks_the_bytes_are_those_of_the_cost_table(tmp_path):
         assert 4000 <= sent[name] < 4400
     over = {row["algorithm"]: row["over_bound"] for row in about["rows"]}
     assert over["recursive_doubling"] == pytest.approx(
-        sent["recursive_doubling"] / (500 * (4 + index_bits(100, 1) / 8))
+        sent["recursive_doubling"] / (500 * (3 + index_bits(1 / 100) / 8))
     )
 
 
@@ -194,14 +195,14 @@ def test_the_largest_of_a_gradient_stand_where_the_vector_has_its_entries(dtype)
 
 
 def test_bounds_are_those_of_the_papers():
-    assert index_bits(1000, 1000) == index_bits(1000, 0) == 0
-    assert index_bits(10**6, 1000) == pytest.approx(math.log2(1000) + 1.44, abs=0.01)
-    index = index_bits(10**6, 1000) / 8
-    assert least_nbytes("allreduce", 2, 10**6, 1000, 2000, 4) == pytest.approx(1000 * (4 + index))
-    assert least_nbytes("allreduce", 8, 10**6, 1000, 1000, 4) == pytest.approx(1750 * (4 + index))
-    assert least_nbytes("gtopk", 8, 10**6, 1000, 8000, 4) == pytest.approx(1750 * (4 + index))
-    assert least_nbytes("allgather", 8, 10**6, 1000, 8000, 4) == pytest.approx(7000 * (4 + index))
-    assert least_nbytes("reduce_scatter", 8, 10**6, 1000, 8000, 4) == pytest.approx(875 * (4 + index))
+    assert index_bits(1.0) == index_bits(0.0) == 0
+    assert index_bits(1 / 1000) == pytest.approx(math.log2(1000) + 1.44, abs=0.01)
+    index = index_bits(1 / 1000) / 8
+    assert least_nbytes("allreduce", 2, 10**6, 1000, 2000, 4) == pytest.approx(1000 * (3 + index))
+    assert least_nbytes("allreduce", 8, 10**6, 1000, 1000, 4) == pytest.approx(1750 * (3 + index))
+    assert least_nbytes("gtopk", 8, 10**6, 1000, 8000, 4) == pytest.approx(1750 * (3 + index))
+    assert least_nbytes("allgather", 8, 10**6, 1000, 8000, 4) == pytest.approx(7000 * (3 + index))
+    assert least_nbytes("reduce_scatter", 8, 10**6, 1000, 8000, 4) == pytest.approx(875 * (3 + index))
     assert dense_nbytes("allreduce", 8, 1000, 4) == 2 * dense_nbytes("reduce_scatter", 8, 1000, 4) == 7000
     for subject in ALGORITHMS:
         assert least_nbytes(subject, 1, 1000, 10, 10, 4) == 0

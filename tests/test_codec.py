@@ -11,7 +11,7 @@ from strategies import DTYPES, sparse_vectors
 from mpicomp import CodecError, SparseVector
 from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, encoded_nbytes, plain, quick, smallest
 from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, RANGE
-from mpicomp.codec.values import VALUE_FORMATS
+from mpicomp.codec.values import VALUE_FORMATS, Offsets
 
 
 def same(back, vector):
@@ -57,6 +57,11 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     same(decode(message), vector)
 
 
+def test_formats_know_their_numbers():
+    assert [form.number for form in VALUE_FORMATS] == list(range(11))
+    assert [Offsets.of(np.ones(1, dtype)).number for dtype in DTYPES] == [11, 12, 13]
+
+
 @given(st.data(), st.sampled_from(range(len(VALUE_FORMATS))))
 def test_every_value_format_comes_back_to_the_bit(data, form):
     own = VALUE_FORMATS[form].dtype
@@ -70,7 +75,9 @@ def test_every_value_format_comes_back_to_the_bit(data, form):
         values = values.astype(own)
     vector = SparseVector(np.arange(values.size), values, values.size)
     if VALUE_FORMATS[form].fits(values):
-        same(decode(encode(vector, coding=Coding(0, form))), vector)
+        same(decode(encode(vector, coding=Coding(0, VALUE_FORMATS[form]))), vector)
+    if values.size:
+        same(decode(encode(vector, coding=Coding(0, Offsets.of(values)))), vector)
     same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
@@ -102,6 +109,40 @@ def test_values_take_the_shortest_format_that_loses_nothing(values, nbytes):
     vector = SparseVector(np.arange(values.size), values, values.size)
     assert encoded_nbytes(vector, smallest(vector)) == HEADER_NBYTES + 8 + nbytes
     same(decode(encode(vector, coding=smallest(vector))), vector)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(np.float16, 12), (np.float32, 25), (np.float64, 54)])
+def test_values_that_were_selected_take_the_bits_by_which_they_differ(dtype, bits):
+    """A sign, what they differ by in the fraction, and a bit for the second octave."""
+    rng = np.random.default_rng(0)
+    values = (np.sign(rng.standard_normal(1000)) * (1.6 + 2.3 * rng.random(1000))).astype(dtype)
+    vector = SparseVector(np.arange(1000), values, 1000)
+    assert encoded_nbytes(vector, smallest(vector)) == HEADER_NBYTES + 8 + 8 * (-(-1000 * bits // 64) + 1) + 16
+    same(decode(encode(vector, coding=smallest(vector))), vector)
+
+
+def test_the_layout_of_offsets_is_the_documented_one():
+    values = np.array([1, -1.25, 1.75, -1], np.float16)  # 0x3c00, 0xbd00, 0x3f00, 0xbc00
+    message = encode(SparseVector(range(4), values, 4), coding=Coding(RANGE, Offsets.of(values))).tobytes()
+    fields = 0x000 | (0x100 | 1 << 10) << 11 | 0x300 << 22 | (1 << 10) << 33
+    assert message == (
+        b"MV"
+        + bytes([1, RANGE | 11 << 4, 0, 0, 0, 0])
+        + struct.pack("<qqq", 4, 4, 72)
+        + struct.pack("<q", 0)
+        + struct.pack("<QQ", fields, 0)
+        + struct.pack("<qq", 0x3C00, 10)
+    )
+
+
+@pytest.mark.parametrize(("least", "width"), [(-1, 3), (0, -1), (0, 16), (2**62, 64), (0, 2**62)])
+def test_offsets_that_lie_are_refused(least, width):
+    message = encode(
+        SparseVector(range(40), np.ones(40, np.float16), 40), coding=Coding(RANGE, Offsets.of(np.ones(1, np.float16)))
+    )
+    message[-16:] = np.array([least, width]).view(np.uint8)
+    with pytest.raises(CodecError):
+        decode(message)
 
 
 def test_the_layout_is_the_documented_one():
@@ -155,7 +196,8 @@ def test_the_sound_one_is_sound():
         ({"index": 3}, "16 bytes of indices in format 3 do not hold 3 entries"),
         ({"index": 4}, "16 bytes of indices in format 4 do not hold 3 entries"),
         ({"index": 5}, "16 bytes of indices in format 5 do not hold 3 entries"),
-        ({"value": 11}, "value format 11"),
+        ({"value": 14}, "value format 14"),
+        ({"value": 12}, "value format 12"),
         ({"length": -1}, "for length -1"),
         ({"length": 2}, "got 3 entries for length 2"),
         ({"length": 2**31}, "in format 0 do not hold 3 entries for int64"),

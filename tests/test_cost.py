@@ -23,7 +23,8 @@ def brings(rank, length, entries, overlap=0.0):
     places = np.random.default_rng(0).permutation(length)
     own = np.random.default_rng([1, rank]).choice(places[together:], entries - together, replace=False)
     indices = np.sort(np.concatenate([places[:together], own]))
-    values = np.random.default_rng([2, rank]).standard_normal(entries).astype(np.float32)
+    rng = np.random.default_rng([2, rank])
+    values = np.copysign(np.exp2(rng.uniform(0, 12, entries)), rng.standard_normal(entries)).astype(np.float32)
     return SparseVector(indices, values, length)
 
 

@@ -542,6 +542,30 @@ def test_elias_fano_comes_back(mode, index_dtype, low_bits, step):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 300])
+@pytest.mark.parametrize("spread", ["one", "octave", "all"])
+def test_values_come_back_from_their_offsets(mode, dtype, size, spread):
+    rng = np.random.default_rng(size)
+    bits = np.array(
+        {"one": [3.0] * size, "octave": 1 + rng.random(size), "all": rng.standard_normal(size)}[spread], dtype
+    )
+    values = np.copysign(bits, rng.standard_normal(size)).astype(dtype)
+    if spread == "all":
+        values[:: max(1, size - 1)] = [np.nan] + [-0.0] * (size > 1)
+    least, largest = host.magnitude_range(values)
+    keys, _ = host.magnitude_keys(values)
+    assert (least, largest) == (keys.min(), keys.max())
+    width = (largest - least).bit_length()
+    words = np.zeros(-(-size * (width + 1) // 64) + 2, np.uint64)
+    words[-1] = ~np.uint64(0)
+    host.to_offsets(values, least, width, words[:-1])
+    back = np.empty_like(values)
+    host.from_offsets(words[:-1], least, width, back)
+    assert back.tobytes() == values.tobytes()
+    assert words[-1] == ~np.uint64(0)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_divide_parts_the_entries(mode, dtype):
     indices, values = np.arange(0, 20, 2, np.int32), np.arange(10).astype(dtype)
     for positions in (np.arange(0), np.array([0, 3, 9]), np.arange(10)):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import namespace, read_fields, write_fields
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
-from mpicomp.codec.values import VALUE_FORMATS
+from mpicomp.codec.values import ValueFormat, format_of
 from mpicomp.errors import CodecError
 from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
@@ -38,10 +38,10 @@ HEADER_NBYTES = _HEADER.size
 
 
 class Coding(NamedTuple):
-    """How a vector is written: an index format and a value format, by number."""
+    """How a vector is written: an index format, by number, and a value format."""
 
     indices: int
-    values: int
+    values: ValueFormat
 
 
 def plain(vector: SparseVector) -> Coding:
@@ -76,7 +76,7 @@ CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
 def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
     """Return the size in bytes of the message for `vector` in a coding; None is the plain one."""
     indices, values = coding or plain(vector)
-    return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector) or 0) + _values_nbytes(vector, values)
+    return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector) or 0) + values.nbytes(vector.values.size)
 
 
 def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | None = None) -> Buffer:
@@ -96,12 +96,12 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
 
 def fill(message: Buffer, vector: SparseVector, coding: Coding) -> Buffer:
     """Write `vector` to all of `message`, which has `encoded_nbytes(vector, coding)` bytes, and return it."""
-    formats, nbytes, width = coding.indices | coding.values << 4, message.size, vector.width
+    formats, nbytes, width = coding.indices | coding.values.number << 4, message.size, vector.width
     row = 0 if width is None else 1 + width
     write_fields(message, _HEADER, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
-    middle = nbytes - _values_nbytes(vector, coding.values)
+    middle = nbytes - coding.values.nbytes(vector.values.size)
     INDEX_FORMATS[coding.indices].write(vector, message[HEADER_NBYTES:middle])
-    VALUE_FORMATS[coding.values].write(vector.values.reshape(-1), message[middle:])
+    coding.values.write(vector.values.reshape(-1), message[middle:])
     return message
 
 
@@ -119,12 +119,13 @@ def decode(message: Buffer) -> SparseVector:
     if magic != MAGIC or version != VERSION:
         raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
     form, value_code = formats & 15, formats >> 4
-    if form >= len(INDEX_FORMATS) or value_code >= len(VALUE_FORMATS):
+    value_format = format_of(value_code, message[: max(0, nbytes)])
+    if form >= len(INDEX_FORMATS) or value_format is None:
         raise CodecError(f"got index format {form} and value format {value_code}: both must be known to version 1")
     if not 0 <= nnz <= length <= MAX_LENGTH:
         raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
     shape = (nnz, row - 1) if row else (nnz,)
-    middle = nbytes - VALUE_FORMATS[value_code].nbytes(math.prod(shape))
+    middle = nbytes - value_format.nbytes(math.prod(shape))
     if nbytes > message.size or middle < HEADER_NBYTES or middle % 8:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries, and {message.size} bytes are there")
     section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
@@ -133,7 +134,7 @@ def decode(message: Buffer) -> SparseVector:
     if indices is None:
         raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
     try:
-        values = VALUE_FORMATS[value_code].read(message[middle:nbytes], math.prod(shape))
+        values = value_format.read(message[middle:nbytes], math.prod(shape))
         return SparseVector(indices, values.reshape(shape), length)
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
@@ -141,7 +142,3 @@ def decode(message: Buffer) -> SparseVector:
 
 def _plain_indices(vector: SparseVector) -> int:
     return INT32 if vector.indices.dtype == np.int32 else INT64
-
-
-def _values_nbytes(vector: SparseVector, form: int) -> int:
-    return VALUE_FORMATS[form].nbytes(vector.values.size)

@@ -4,10 +4,14 @@
     3, 4      float32 that are all float16, or bfloat16, numbers: 2 N
     5, 6, 7   float64 that are all float32, float16, or bfloat16, numbers: 4 N, 2 N, 2 N
     8, 9, 10  float16, float32, float64 of one magnitude: the magnitude as float64, and a sign bit each: 8 + N / 8
+    11 to 13  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as those of
+              entries do that were selected for it: w bits and a sign each, in 64-bit words, one to spare; then the
+              least magnitude and w: at most 32 + N (w + 1) / 8
 
 To make values fit a shorter format is `mpicomp.compressors.Quantised`: there the sender gets the error back.
 """
 
+import struct
 from functools import reduce
 from operator import and_, or_
 from typing import Any, Protocol
@@ -15,22 +19,38 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES, to_numpy
+from mpicomp.arrays import VALUE_DTYPES, kernels_for, namespace, read_fields, to_numpy, write_fields
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 
 _SAMPLE = 8  # values that are looked at before all of them are
+_LEAST_AND_WIDTH = struct.Struct("<qq")  # what offsets end with
+_OFFSETS = 11  # the first of their numbers
+_FEW = 32  # values: below, offsets spare next to nothing
 
 
 class ValueFormat(Protocol):
-    """One way to write values of a dtype."""
+    """One way to write values of a dtype; its number says which in a message."""
 
+    number: int
     dtype: np.dtype[Any]
 
     def nbytes(self, count: int) -> int:
         """Return the bytes that so many values take."""
         ...
+
+    def write(self, values: Array, section: Buffer) -> None:
+        """Fill the section with values that fit."""
+        ...
+
+    def read(self, section: Buffer, count: int) -> Array:
+        """Return so many values from a section of the right size; a view of it where that is possible."""
+        ...
+
+
+class FixedFormat(ValueFormat, Protocol):
+    """A format that is the same for all values."""
 
     def may_fit(self, one_has: int, all_have: int) -> bool:
         """Say whether values may fit, of which some have these bits: most that do not are found out at no cost.
@@ -43,21 +63,13 @@ class ValueFormat(Protocol):
         """Say whether values (1-d, of the dtype) come back to the bit."""
         ...
 
-    def write(self, values: Array, section: Buffer) -> None:
-        """Fill the section with values that fit."""
-        ...
-
-    def read(self, section: Buffer, count: int) -> Array:
-        """Return so many values from a section of the right size; a view of it where that is possible."""
-        ...
-
 
 class Stored:
     """Formats 0 to 7: the values of one dtype, stored as numbers of another one."""
 
-    def __init__(self, dtype: Any, stored: Any, precision: int | None = None) -> None:
+    def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
         """Take the dtype of the values, that in which they are stored, and how many bits of a fraction it holds."""
-        self.dtype, self.stored = np.dtype(dtype), np.dtype(stored)
+        self.number, self.dtype, self.stored = number, np.dtype(dtype), np.dtype(stored)
         cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
         self._lost = (1 << cut) - 1
 
@@ -97,8 +109,8 @@ class Stored:
 class StoredBfloat16(Stored):
     """Formats 4 and 7: bfloat16 is the upper half of a float32, and NumPy has no name for it."""
 
-    def __init__(self, dtype: Any) -> None:
-        super().__init__(dtype, np.uint16, precision=7)
+    def __init__(self, number: int, dtype: Any) -> None:
+        super().__init__(number, dtype, np.uint16, precision=7)
 
     def _shortened(self, values: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -113,8 +125,8 @@ class StoredBfloat16(Stored):
 class Signs:
     """Formats 8 to 10."""
 
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(self, number: int, dtype: Any) -> None:
+        self.number, self.dtype = number, np.dtype(dtype)
         self._magnitude = (1 << 8 * self.dtype.itemsize - 1) - 1
 
     def nbytes(self, count: int) -> int:
@@ -145,33 +157,86 @@ class Signs:
         return values
 
 
-VALUE_FORMATS: tuple[ValueFormat, ...] = (
-    *(Stored(dtype, dtype) for dtype in VALUE_DTYPES),
-    Stored(np.float32, np.float16),
-    StoredBfloat16(np.float32),
-    Stored(np.float64, np.float32),
-    Stored(np.float64, np.float16),
-    StoredBfloat16(np.float64),
-    *(Signs(dtype) for dtype in VALUE_DTYPES),
+class Offsets:
+    """Formats 11 to 13: how far the bits of a magnitude are above those of the least one."""
+
+    def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
+        """Take the bits of the least magnitude, and how many bits hold the distance to the largest."""
+        self.number, self.dtype = _OFFSETS + VALUE_DTYPES.index(dtype), dtype
+        self.least, self.width = least, width
+
+    @classmethod
+    def of(cls, values: Array) -> "Offsets":
+        """Return the format for values (1-d, some)."""
+        least, largest = kernels_for(values).magnitude_range(values)
+        return cls(values.dtype, least, (largest - least).bit_length())
+
+    def nbytes(self, count: int) -> int:
+        """See `ValueFormat.nbytes`."""
+        return 8 * (-(-count * (self.width + 1) // 64) + 1) + _LEAST_AND_WIDTH.size
+
+    def write(self, values: Array, section: Buffer) -> None:
+        """See `ValueFormat.write`."""
+        section[:] = 0
+        words = section[: -_LEAST_AND_WIDTH.size].view(np.uint64)
+        kernels_for(values).to_offsets(values, self.least, self.width, words)
+        write_fields(section[-_LEAST_AND_WIDTH.size :], _LEAST_AND_WIDTH, self.least, self.width)
+
+    def read(self, section: Buffer, count: int) -> Array:
+        """See `ValueFormat.read`."""
+        values: Array = namespace(section).empty(count, self.dtype)
+        words = section[: -_LEAST_AND_WIDTH.size].view(np.uint64)
+        kernels_for(section).from_offsets(words, self.least, self.width, values)
+        return values
+
+
+_HALF, _SINGLE, _DOUBLE = VALUE_DTYPES
+VALUE_FORMATS: tuple[FixedFormat, ...] = (
+    *(Stored(number, dtype, dtype) for number, dtype in enumerate(VALUE_DTYPES)),
+    Stored(3, _SINGLE, _HALF),
+    StoredBfloat16(4, _SINGLE),
+    Stored(5, _DOUBLE, _SINGLE),
+    Stored(6, _DOUBLE, _HALF),
+    StoredBfloat16(7, _DOUBLE),
+    *(Signs(number, dtype) for number, dtype in enumerate(VALUE_DTYPES, 8)),
 )
 
-_FORMATS_FOR = {
-    dtype: [(number, form) for number, form in enumerate(VALUE_FORMATS) if form.dtype == dtype]
-    for dtype in VALUE_DTYPES
-}
+_FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}
 
 
-def as_they_are(values: Array) -> int:
+def format_of(number: int, message: Buffer) -> ValueFormat | None:
+    """Return the format of a number, of which the end of a message may say more; None where there is no such."""
+    if number < _OFFSETS:
+        return VALUE_FORMATS[number]
+    if number >= _OFFSETS + len(VALUE_DTYPES) or message.size < _LEAST_AND_WIDTH.size:
+        return None
+    dtype = VALUE_DTYPES[number - _OFFSETS]
+    least, width = read_fields(message[-_LEAST_AND_WIDTH.size :], _LEAST_AND_WIDTH)
+    return Offsets(dtype, least, width) if least >= 0 and 0 <= width < 8 * dtype.itemsize else None
+
+
+def as_they_are(values: Array) -> ValueFormat:
     """Return the format that stores values in their own dtype."""
-    return VALUE_DTYPES.index(values.dtype)
+    return VALUE_FORMATS[VALUE_DTYPES.index(values.dtype)]
 
 
-def smallest(values: Array) -> int:
+def smallest(values: Array) -> ValueFormat:
     """Return the format that stores values (1-d) in the fewest bytes, to the bit."""
+    shortest = _shortest(values)
+    if values.size < _FEW or shortest.nbytes(values.size) < values.nbytes:
+        return shortest
+    offsets = Offsets.of(values)
+    return offsets if offsets.nbytes(values.size) < values.nbytes else shortest
+
+
+def _shortest(values: Array) -> ValueFormat:
+    """Return the fixed format that stores values in the fewest bytes."""
     some = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
     one_has, all_have = reduce(or_, some, 0), reduce(and_, some, -1)
-    candidates = [number for number, form in _FORMATS_FOR[values.dtype] if form.may_fit(one_has, all_have)]
-    for number in sorted(candidates, key=lambda number: VALUE_FORMATS[number].nbytes(values.size)):
-        if VALUE_FORMATS[number].fits(values):
-            return number
+    candidates = [form for form in _FORMATS_FOR[values.dtype] if form.may_fit(one_has, all_have)]
+    if len(candidates) == 1:
+        return candidates[0]
+    for form in sorted(candidates, key=lambda form: form.nbytes(values.size)):
+        if form.fits(values):
+            return form
     return as_they_are(values)

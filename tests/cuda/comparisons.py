@@ -349,6 +349,21 @@ def elias_fano(device, cupy):
                 compare_in_place(device, cupy, "from_elias_fano", lows, highs, 5, low_bits, out, written=[4])
 
 
+def offsets(device, cupy):
+    rng = np.random.default_rng(9)
+    for dtype in DTYPES:
+        for size in (1, 64, 700):
+            for values in (1 + rng.random(size), rng.standard_normal(size), np.zeros(size)):
+                values = np.copysign(values, rng.standard_normal(size)).astype(dtype)
+                compare(device, cupy, "magnitude_range", values)
+                least, largest = host.magnitude_range(values)
+                width = (largest - least).bit_length()
+                words = np.zeros(-(-size * (width + 1) // 64) + 1, np.uint64)
+                compare_in_place(device, cupy, "to_offsets", values, least, width, words, written=[3])
+                host.to_offsets(values, least, width, words)
+                compare_in_place(device, cupy, "from_offsets", words, least, width, np.zeros(size, dtype), written=[3])
+
+
 ALL = [
     top_k_at_the_edges_of_tiles,
     top_k_of_hostile_data,
@@ -373,4 +388,5 @@ ALL = [
     disorder,
     bitmaps,
     elias_fano,
+    offsets,
 ]

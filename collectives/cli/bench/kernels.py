@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from collectives.cli.bench.data import FAMILIES
 from collectives.cli.bench.floor import read_once
 from collectives.cli.bench.timing import Call, Row, compare
-from mpicomp.codec import Coding, decode, encode, plain
-from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO
+from mpicomp.codec import Coding, decode, encode, plain, quick
+from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, RANGE
+from mpicomp.codec.values import Offsets
+from mpicomp.compressors import TopK
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 
@@ -32,6 +34,7 @@ def rows(length: int, repeats: int) -> Iterator[Row]:
     yield from accumulate_rows(rng, repeats)
     yield from dense_rows(rng, length, repeats)
     yield from coding_rows(rng, length, repeats)
+    yield from value_rows(rng, length, repeats)
 
 
 def top_k_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
@@ -169,6 +172,22 @@ def coding_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator
             against: dict[str, Call] = {"a copy of the plain indices": baseline}
             yield from compare(f"encode {what}", write, against, repeats, entries=indices.size)
             yield from compare(f"decode {what}", read, against, repeats, entries=indices.size)
+
+
+def value_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """Offsets of what Top-k selects of normal values, against copying it. The name says the bits a value."""
+    gradient = rng.standard_normal(length, np.float32)
+    for density in (0.001, 0.01, 0.125):
+        values = TopK(density=density).compress(gradient).values
+        vector = SparseVector(np.arange(values.size), values, values.size)
+        coding = Coding(RANGE, Offsets.of(values))
+        out, message = np.empty(8 * values.size + 4096, np.uint8), encode(vector, coding=coding)
+        against: dict[str, Call] = {"a copy of the values": partial(encode, vector, out, quick(vector))}
+        what = f"offsets of the largest {density:g}, {8 * message.size / values.size:.2f} bits"
+        yield from compare(
+            f"encode {what}", partial(encode, vector, out, coding), against, repeats, entries=values.size
+        )
+        yield from compare(f"decode {what}", partial(decode, message), against, repeats, entries=values.size)
 
 
 def argpartition(values: Array, k: int) -> Array:

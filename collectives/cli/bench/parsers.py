@@ -71,7 +71,7 @@ MPI's dense sum follows an untimed one of the same, as in a loop of steps.
              10 entries in a twentieth of the length
   dense /    time of MPI's own sum of the dense vector over this time
   kB sent    by the busiest rank, as the library counts; for a call of MPI's, the least that it can send
-  / bound    those bytes over the least that a rank has to send on average, with indices at their entropy
+  / bound    those bytes over the least that a rank has to send on average: signs, fractions, the entropy of indices
   predicted  ms by the model of `mpicomp explain`, from the profile that `mpicomp tune` wrote for these ranks, or for
              --network; "-" without either; with --from-gradient, with the measured time of the selection alone
   / meas.    predicted over measured

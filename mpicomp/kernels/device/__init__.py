@@ -9,10 +9,18 @@ and stream. Importing this package imports CuPy.
 ``statistics``  sums over a gradient, in one read
 ``surveying``   sums in one fast read, and the values that what comes next is expected to need
 ``merging``     sums of sparse vectors, and what goes between sparse and dense
-``coding``      indices as bitmaps, and at the fewest bits
+``coding``      indices as bitmaps, indices and values at the fewest bits
 """
 
-from mpicomp.kernels.device.coding import from_bitmap, from_elias_fano, to_bitmap, to_elias_fano
+from mpicomp.kernels.device.coding import (
+    from_bitmap,
+    from_elias_fano,
+    from_offsets,
+    magnitude_range,
+    to_bitmap,
+    to_elias_fano,
+    to_offsets,
+)
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
@@ -57,11 +65,13 @@ __all__ = [
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",
+    "from_offsets",
     "gather",
     "histogram",
     "kth_largest",
     "largest",
     "magnitude_keys",
+    "magnitude_range",
     "merge",
     "moments",
     "raise_not_finite",
@@ -72,5 +82,6 @@ __all__ = [
     "survey",
     "to_bitmap",
     "to_elias_fano",
+    "to_offsets",
     "top_k",
 ]

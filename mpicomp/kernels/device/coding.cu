@@ -1,4 +1,4 @@
-// Sets of indices as bitmaps, and at the fewest bits: see mpicomp/kernels/host/bits.py and coding.py.
+// Sets of indices as bitmaps, indices and values at the fewest bits: see mpicomp/kernels/host/bits.py and coding.py.
 #include "common.cuh"
 
 constexpr int WORDS = 4;  // that a thread takes
@@ -35,16 +35,43 @@ __device__ inline void to_bitmap(const Index* indices, i64 size, i64 first, u64*
     atomicOr(words + place / 64, 1ull << place % 64);
 }
 
+// Write bits at a place in words that are zeros there. Two shifts, here and below: one by 64 is not defined.
+__device__ inline void put(u64 bits, u64 place, u64* words) {
+    u64 shift = place % 64, rest = (bits >> 1) >> (63 - shift);
+    atomicOr(words + place / 64, bits << shift);
+    if (rest) atomicOr(words + place / 64 + 1, rest);
+}
+
+// Return the 64 bits at a place in words; there is one word more behind the last field.
+__device__ inline u64 taken(const u64* words, u64 place) {
+    u64 shift = place % 64;
+    return words[place / 64] >> shift | (words[place / 64 + 1] << 1) << (63 - shift);
+}
+
 template <typename Index>
 __device__ inline void to_elias_fano(const Index* indices, i64 size, i64 first, u64 low_bits, u64* lows, u64* highs) {
     i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (i >= size) return;
     u64 number = (u64)(indices[i] - first), place = (number >> low_bits) + (u64)i;
     atomicOr(highs + place / 64, 1ull << place % 64);
-    u64 at = (u64)i * low_bits, shift = at % 64, low = number & ((1ull << low_bits) - 1);
-    atomicOr(lows + at / 64, low << shift);
-    u64 rest = (low >> 1) >> (63 - shift);  // two shifts: one by 64 is not defined
-    if (rest) atomicOr(lows + at / 64 + 1, rest);
+    put(number & ((1ull << low_bits) - 1), (u64)i * low_bits, lows);
+}
+
+template <typename Key>
+__device__ inline void to_offsets(const Key* bits, i64 size, u64 mask, u64 sign, u64 least, u64 width, u64* words) {
+    i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= size) return;
+    u64 offset = (u64)(bits[i] & mask) - least, negative = (u64)bits[i] >> sign;
+    put(offset | negative << width, (u64)i * (width + 1), words);
+}
+
+template <typename Key>
+__device__ inline void from_offsets(const u64* words, u64 mask, u64 sign, u64 least, u64 width, Key* bits, i64 size) {
+    i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= size) return;
+    u64 field = taken(words, (u64)i * (width + 1)), negative = field >> width & 1;
+    u64 magnitude = (field & ((1ull << width) - 1)) + least & mask;
+    bits[i] = (Key)(magnitude | negative << sign);
 }
 
 #define CODING(index, Index)                                                                                     \
@@ -67,8 +94,7 @@ __device__ inline void to_elias_fano(const Index* indices, i64 size, i64 first, 
         u64* ticket, u64* states, i64 tiles) {                                                                      \
         walk_bits(highs, size, total, ticket, states, tiles, [=](u64 number, u64 place) {                           \
             if (number >= (u64)room) return;                                                                        \
-            u64 at = number * low_bits, shift = at % 64;                                                            \
-            u64 low = lows[at / 64] >> shift | (lows[at / 64 + 1] << 1) << (63 - shift);                            \
+            u64 low = taken(lows, number * low_bits);                                                               \
             u64 high = (place - number) << low_bits;                                                                \
             indices[number] = (Index)((i64)(high | (low & ((1ull << low_bits) - 1))) + first);                      \
         });                                                                                                         \
@@ -76,3 +102,17 @@ __device__ inline void to_elias_fano(const Index* indices, i64 size, i64 first, 
 
 CODING(i4, i32)
 CODING(i8, i64)
+
+#define OFFSETS(key, Key)                                                                                           \
+    KERNEL to_offsets_##key(                                                                                        \
+        const Key* bits, i64 size, u64 mask, u64 sign, u64 least, u64 width, u64* words) {                          \
+        to_offsets(bits, size, mask, sign, least, width, words);                                                    \
+    }                                                                                                               \
+    KERNEL from_offsets_##key(                                                                                      \
+        const u64* words, u64 mask, u64 sign, u64 least, u64 width, Key* bits, i64 size) {                          \
+        from_offsets(words, mask, sign, least, width, bits, size);                                                  \
+    }
+
+OFFSETS(u2, u16)
+OFFSETS(u4, u32)
+OFFSETS(u8, u64)

@@ -1,8 +1,10 @@
-"""Sets of indices as bitmaps, and at the fewest bits: the same words as the host's."""
+"""Sets of indices as bitmaps, indices and values at the fewest bits: the same words as the host's."""
 
 from collections.abc import Sequence
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.device.selection import magnitude_keys
+from mpicomp.kernels.host.bits import FORMATS
 
 _WORDS = 4 * THREADS  # that a block reads
 
@@ -29,6 +31,28 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
     """Fill `indices` with what `to_elias_fano` wrote, as `mpicomp.kernels.host.from_elias_fano` does."""
     found = _walk("from_elias_fano", highs, (lows, highs, highs.size, first, low_bits), indices)
     return min(found, int(indices.size) + 1)
+
+
+def magnitude_range(values: Array) -> tuple[int, int]:
+    """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
+    keys, _ = magnitude_keys(values)
+    return int(keys.min()), int(keys.max())
+
+
+def to_offsets(values: Array, least: int, width: int, words: Array) -> None:
+    """Write `values` into `words`, zeros, as `mpicomp.kernels.host.to_offsets` does."""
+    if values.size:
+        form = FORMATS[values.dtype]
+        args = values.view(form.keys), values.size, form.mask, form.width, least, width, words
+        launch("to_offsets", [form.keys], in_tiles(values.size, THREADS), *args)
+
+
+def from_offsets(words: Array, least: int, width: int, values: Array) -> None:
+    """Fill `values` with what `to_offsets` wrote, as `mpicomp.kernels.host.from_offsets` does."""
+    if values.size:
+        form = FORMATS[values.dtype]
+        args = words, form.mask, form.width, least, width, values.view(form.keys), values.size
+        launch("from_offsets", [form.keys], in_tiles(values.size, THREADS), *args)
 
 
 def _walk(name: str, words: Array, args: Sequence[Array | int], indices: Array) -> int:

@@ -10,12 +10,12 @@ are the same in every run.
 ``merging``       sums of sparse vectors, and what goes between sparse and dense
 ``streaming``     passes over dense vectors that are longer than the cache
 ``bits``          magnitudes as integers; indices as bitmaps
-``coding``        indices at the fewest bits
+``coding``        indices and values at the fewest bits
 ``instructions``  what a processor does at once, and Numba has no word for
 """
 
-from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, to_bitmap
-from mpicomp.kernels.host.coding import from_elias_fano, to_elias_fano
+from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, magnitude_range, to_bitmap
+from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.merging import (
     accumulate,
     consecutive,
@@ -57,11 +57,13 @@ __all__ = [
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",
+    "from_offsets",
     "gather",
     "histogram",
     "kth_largest",
     "largest",
     "magnitude_keys",
+    "magnitude_range",
     "merge",
     "moments",
     "raise_not_finite",
@@ -72,5 +74,6 @@ __all__ = [
     "survey",
     "to_bitmap",
     "to_elias_fano",
+    "to_offsets",
     "top_k",
 ]

@@ -43,6 +43,13 @@ def magnitude_keys(values: Array) -> tuple[Array, int]:
     return values.view(form.keys) & form.keys.type(form.mask), form.width
 
 
+def magnitude_range(values: Array) -> tuple[int, int]:
+    """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
+    form = FORMATS[values.dtype]
+    least, largest = extremes(values.view(form.signed), form.mask)
+    return int(least), int(largest)
+
+
 def to_bitmap(indices: Array, first: int, words: Array) -> None:
     """Set the bits of increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
     _set_bits(indices, first, words)
@@ -54,6 +61,16 @@ def from_bitmap(words: Array, first: int, indices: Array) -> int:
     Returns how many are set; `indices` holds the first of them, as many as it has room for.
     """
     return int(_find_bits(words, first, indices))
+
+
+@jit
+def extremes(bits, mask):  # type: ignore[no-untyped-def]
+    """Return the least and the largest magnitude."""
+    least, largest = mask, mask ^ mask
+    for i in range(bits.size):
+        key = bits[i] & mask
+        least, largest = min(least, key), max(largest, key)
+    return least, largest
 
 
 @jit

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, Format, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, Format, extremes, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
 Search = Generator[Array, Array, tuple[int, int, int]]
@@ -229,7 +229,7 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
     Bins of equal width between the least and the largest leave few of what is all alike, as selected entries are.
     """
     while bits.size > _FEW:
-        least, largest = _extremes(bits, form.mask)
+        least, largest = extremes(bits, form.mask)
         shift = max(0, (int(largest) - int(least)).bit_length() - _DIGIT)
         counts = np.zeros(1 << _DIGIT, np.int64)
         _head_counts(bits, form.mask, least, shift, counts)
@@ -355,16 +355,6 @@ def _store(bits, first, start, found, positions, kept, count):  # type: ignore[n
         count += np.uint64(1)
         found &= found - np.uint64(1)
     return count
-
-
-@jit
-def _extremes(bits, mask):  # type: ignore[no-untyped-def]
-    """Return the least and the largest magnitude."""
-    least, largest = mask, mask ^ mask
-    for i in range(bits.size):
-        key = bits[i] & mask
-        least, largest = min(least, key), max(largest, key)
-    return least, largest
 
 
 @jit
