@@ -20,7 +20,8 @@ from collectives import deadline, failure
 from collectives.channel import Channel
 from collectives.messages import Arrival, Pending, Steps
 from collectives.transport import Endpoint, attached
-from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError, RankFailedError
+from collectives.waiting import asked_timeout, seconds
+from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError, RankFailedError
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Request(Generic[T]):
 
     def __init__(self, steps: Steps[T], channel: Channel, engine: "Engine") -> None:
         self._steps, self._engine = steps, engine
-        self.endpoint, self._operation, self._round = channel.endpoint, channel.terms.operation, 0
+        self.endpoint, self.operation, self._round = channel.endpoint, channel.terms.operation, 0
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
@@ -95,14 +96,14 @@ class Request(Generic[T]):
         endpoint = self.endpoint
         endpoint.abandoned += self._pending
         if endpoint.revoked is None:
-            doing = f"{self._operation} was interrupted in round {self._round}"
+            doing = f"{self.operation} was interrupted in round {self._round}"
             endpoint.revoked, endpoint.revoked_as = failure.found(endpoint.comm, doing), RankFailedError
         return endpoint.refusal()
 
     def waits(self) -> dict[str, Any]:
         """Return in which operation and round it waits, and for which ranks."""
         ranks = {one.source for one in self._pending if isinstance(one, Arrival) and not one.test()}
-        return {"operation": self._operation, "round": self._round, "for": sorted(ranks)}
+        return {"operation": self.operation, "round": self._round, "for": sorted(ranks)}
 
     def fail(self, error: Exception) -> None:
         """End with an error, whatever is still in flight."""
@@ -134,7 +135,7 @@ class Engine:
     def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
         self._abandoned: list[Pending] = []  # what nobody waits for any more: MPI still owns its buffers
-        self.timeout = seconds(os.environ.get("MPICOMP_TIMEOUT"), "the environment variable MPICOMP_TIMEOUT")
+        self.timeout = asked_timeout()
         self._one_thread = OneThread()
 
     def start(self, steps: Steps[T], channel: Channel) -> Request[T]:
@@ -147,6 +148,7 @@ class Engine:
             request = Request(steps, channel, self)
             if not request.done:
                 self._in_flight.append(request)
+                channel.endpoint.on_free = self.freed
         return request
 
     def poll(self) -> bool:
@@ -217,6 +219,15 @@ class Engine:
             request.fail(endpoint.refusal())
         self._in_flight = [request for request in self._in_flight if not request.done]
 
+    def freed(self, endpoint: Endpoint) -> None:
+        """End what is in flight on an endpoint whose communicator is being freed: MPI lets go of it later."""
+        left = [request for request in self._in_flight if request.endpoint is endpoint]
+        if left:
+            endpoint.revoked = f"the communicator was freed with {left[0].operation} in flight: complete requests first"
+            endpoint.revoked_as = CollectiveError
+            self.end_all(endpoint)
+            self._abandoned += endpoint.abandoned
+
     def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
         with self._one_thread:
             moved = [request.advance(block=block) for request in requests]
@@ -234,17 +245,6 @@ def configure(*, timeout: float | None) -> None:
     Raises ValueError for another value.
     """
     _engine().timeout = seconds(timeout, "timeout")
-
-
-def seconds(value: Any, name: str) -> float | None:
-    """Return a number of seconds; None stays None. ValueError for what is no time to wait."""
-    try:
-        timeout = None if value is None else float(value)
-    except (TypeError, ValueError):
-        timeout = 0.0
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None")
-    return timeout
 
 
 def start(steps: Steps[T], channel: Channel) -> Request[T]:

@@ -107,6 +107,7 @@ class Endpoint:
         self.revoked_as: type[CollectiveError] = CollectiveTimeoutError
         self.gave_up: set[int] = set()  # the other ranks that were heard to give up as well
         self.abandoned: list[Pending] = []  # what was in flight then: MPI still owns its buffers
+        self.on_free: Callable[[Endpoint], None] | None = None  # what to do before the communicator is gone
 
     def refusal(self) -> CollectiveError:
         """Return what an operation on this communicator raises, now that it is revoked."""
@@ -209,8 +210,9 @@ def _checked(comm: "MPI.Intracomm") -> bool:
 def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     """Return the endpoint of a communicator. The first call on it is collective, and waits by `wait_for`.
 
-    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null; ProfileError, a ValueError,
-    on all ranks when rank 0 finds a broken profile (see `tuning.agreed_tuner`).
+    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null; ValueError on all ranks for
+    a bad environment variable on any (`waiting`, `checking`); ProfileError, a ValueError, on all ranks when rank 0
+    finds a broken profile (see `tuning.agreed_tuner`).
     """
     from mpi4py import MPI
 
@@ -225,18 +227,24 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
             unmade, request = comm.Idup()
             wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
             duplicate = unmade  # to revoke it before would crash Open MPI
-            return Endpoint(comm, duplicate)
+            return _made(comm, duplicate)
         except MPI.Exception as error:
             if not is_failure(error, comm):
                 raise
             for each in (comm, duplicate):  # others may wait in either
                 said = found(each, "the first call on a communicator was interrupted")
             raise RankFailedError(said) from None
-        except ValueError:  # on all ranks: the profile that they were to agree on
-            duplicate.Free()
-            raise
 
     return attached(comm, _endpoint_key(), make)
+
+
+def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm") -> Endpoint:
+    """Return the endpoint of a communicator with a duplicate; without one, that is freed."""
+    try:
+        return Endpoint(comm, duplicate)
+    except ValueError:  # on all ranks: what they were to agree on is broken
+        duplicate.Free()
+        raise
 
 
 def endpoint_if_any(comm: "MPI.Intracomm") -> Endpoint | None:
@@ -269,6 +277,8 @@ def _endpoint_key() -> int:
     from mpi4py import MPI
 
     def free(comm: "MPI.Comm", key: int, endpoint: Endpoint) -> None:
+        if endpoint.on_free is not None:
+            endpoint.on_free(endpoint)
         if endpoint.revoked is None:  # else messages may be in flight on it, or ranks be dead
             endpoint.comm.Free()
 

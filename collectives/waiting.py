@@ -1,4 +1,4 @@
-"""How a rank waits: inside MPI, or with naps.
+"""How a rank waits: inside MPI, or with naps; and for how long.
 
 Inside MPI a rank looks for messages without a pause, which is right where it has a core of its own. Where ranks share
 cores, one that waits keeps a core from one that computes, unless its MPI gives the core away between two looks, as
@@ -7,28 +7,49 @@ Open MPI does. Under another MPI a rank naps there; a nap ends up to a fifth of 
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 VARIABLE = "MPICOMP_WAIT"  # "nap" or "block"; "auto", the default, is as told above
 SETTINGS = ("auto", "nap", "block")
+TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
 def naps(comm: "MPI.Intracomm", nodes: Sequence[int]) -> bool:
-    """Return whether this rank waits with naps. Collective, blocks; ValueError on all ranks for a setting unknown.
+    """Return whether this rank waits with naps. Collective, blocks; ValueError on all ranks for a bad variable.
 
     nodes: for each rank, the first rank that shares its memory.
     """
-    said = comm.allgather((os.environ.get(VARIABLE, "auto"), cores()))
-    for rank, (setting, _) in enumerate(said):
+    said = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
+    for rank, (setting, time, _) in enumerate(said):
         if setting not in SETTINGS:
             said_by = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
             raise ValueError(f"{said_by}: expected one of {list(SETTINGS)}")
-    here = [mask for (_, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
-    setting, _ = said[comm.rank]
+        seconds(time or None, f"the environment variable {TIMEOUT} on rank {rank}")
+    here = [mask for (_, _, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
+    setting = said[comm.rank][0]
     return crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "nap"
+
+
+def asked_timeout() -> float | None:
+    """Return the seconds that the environment asks for; None where it does not, or `naps` raises for what it says."""
+    try:
+        return seconds(os.environ.get(TIMEOUT) or None, TIMEOUT)
+    except ValueError:
+        return None
+
+
+def seconds(value: Any, name: str) -> float | None:
+    """Return a number of seconds; None stays None. ValueError for what is no time to wait."""
+    try:
+        timeout = None if value is None else float(value)
+    except (TypeError, ValueError):
+        timeout = 0.0
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None")
+    return timeout
 
 
 def gives_the_core_away() -> bool:

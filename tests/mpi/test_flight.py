@@ -146,6 +146,19 @@ def test_the_librarys_duplicate_goes_with_the_communicator(comm):
         assert endpoint.comm == MPI.COMM_NULL
 
 
+@pytest.mark.at_least(2)
+def test_a_communicator_that_is_freed_with_an_operation_in_flight_takes_no_other_one_with_it(comm):
+    doomed, vector = comm.Dup(), bring("random", comm.rank, comm.size)
+    endpoint_of(doomed, wait_for)
+    left = [sparse_iallreduce(vector, doomed, algorithm="recursive_doubling"), gtopk_iallreduce(vector, doomed)]
+    doomed.Free()
+    assert_same_bits(comm, gtopk_allreduce(vector, comm)[0])
+    for request in left:
+        assert request.test()
+        with pytest.raises(CollectiveError, match="freed with sparse_allreduce in flight: complete requests first"):
+            request.wait()
+
+
 def test_the_first_use_of_a_communicator_while_another_has_an_operation_in_flight(comm):
     """Rank 0 waits for the first operation before it starts the second one; the others after they did."""
     one, other = comm.Dup(), comm.Dup()

@@ -1,7 +1,7 @@
 """How ranks wait, as the environment and the cores say; and that both ways give the same bits."""
 
 import pytest
-from cases import bits, bring
+from cases import assert_same_bits, bits, bring
 from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_allreduce, waiting
@@ -57,6 +57,20 @@ def test_both_ways_give_the_same_bits(comm, monkeypatch):
 def test_a_setting_unknown_on_one_rank_raises_on_all(comm, monkeypatch):
     with pytest.raises(ValueError, match=f"MPICOMP_WAIT is 'spin' on rank {comm.size - 1}: expected"):
         asking(comm, monkeypatch, "spin" if comm.rank == comm.size - 1 else "block", 1)
+
+
+@pytest.mark.parametrize("said", ["60s", "-3", "0", "nan", "inf"])
+def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, monkeypatch, said):
+    own, last = comm.Dup(), comm.size - 1
+    if comm.rank == last:
+        monkeypatch.setenv(waiting.TIMEOUT, said)
+    assert waiting.asked_timeout() is None
+    with pytest.raises(ValueError, match=f"MPICOMP_TIMEOUT on rank {last} is '{said}': expected seconds above 0"):
+        sparse_allreduce(bring("random", comm.rank, comm.size), own)
+    own.Barrier()
+    monkeypatch.setenv(waiting.TIMEOUT, "")
+    assert_same_bits(comm, sparse_allreduce(bring("random", comm.rank, comm.size), own))
+    own.Free()
 
 
 def test_the_cores_of_this_process_are_some():
