@@ -290,8 +290,8 @@ def typical_kernels() -> dict[str, Curve]:
         "unpack": (6e-6, 1e12),
         "pack_bitmap": (11e-6, 7e8),
         "unpack_bitmap": (6e-6, 9e8),
-        "pack_coded": (26e-6, 3e8),
-        "unpack_coded": (13e-6, 3e8),
+        "pack_coded": (25e-6, 4e8),
+        "unpack_coded": (12e-6, 5e8),
     }
     return {name: Curve.line(start, rate) for name, (start, rate) in starts_and_rates.items()}
 

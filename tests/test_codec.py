@@ -57,6 +57,14 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     same(decode(message), vector)
 
 
+@pytest.mark.parametrize("form", range(len(INDEX_FORMATS)))
+def test_the_last_positions_of_the_longest_vector_come_back(form):
+    length = 2**63 - 1
+    vector = SparseVector(length - 1 - np.arange(60_000, -1, -10_000), np.ones(7), length)
+    if INDEX_FORMATS[form].nbytes(vector) is not None:
+        same(decode(encode(vector, coding=Coding(form, plain(vector).values))), vector)
+
+
 def test_formats_know_their_numbers():
     assert [form.number for form in VALUE_FORMATS] == list(range(11))
     assert [Offsets.of(np.ones(1, dtype)).number for dtype in DTYPES] == [11, 12, 13]
@@ -117,20 +125,20 @@ def test_values_that_were_selected_take_the_bits_by_which_they_differ(dtype, bit
     rng = np.random.default_rng(0)
     values = (np.sign(rng.standard_normal(1000)) * (1.6 + 2.3 * rng.random(1000))).astype(dtype)
     vector = SparseVector(np.arange(1000), values, 1000)
-    assert encoded_nbytes(vector, smallest(vector)) == HEADER_NBYTES + 8 + 8 * (-(-1000 * bits // 64) + 1) + 16
+    assert encoded_nbytes(vector, smallest(vector)) == HEADER_NBYTES + 8 + 1000 * (bits // 8) + 128 * (bits % 8) + 16
     same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
 def test_the_layout_of_offsets_is_the_documented_one():
     values = np.array([1, -1.25, 1.75, -1], np.float16)  # 0x3c00, 0xbd00, 0x3f00, 0xbc00
     message = encode(SparseVector(range(4), values, 4), coding=Coding(RANGE, Offsets.of(values))).tobytes()
-    fields = 0x000 | (0x100 | 1 << 10) << 11 | 0x300 << 22 | (1 << 10) << 33
+    bytes_and_bits = bytes(8), 0b0110, 0b0100, 0b1010  # of 0x000, 0x500, 0x300, 0x400: bits 8, 9 and 10
     assert message == (
         b"MV"
         + bytes([1, RANGE | 11 << 4, 0, 0, 0, 0])
-        + struct.pack("<qqq", 4, 4, 72)
+        + struct.pack("<qqq", 4, 4, 88)
         + struct.pack("<q", 0)
-        + struct.pack("<QQ", fields, 0)
+        + struct.pack("<8sQQQ", *bytes_and_bits)
         + struct.pack("<qq", 0x3C00, 10)
     )
 

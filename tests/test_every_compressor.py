@@ -23,6 +23,7 @@ from mpicomp import (
     Threshold,
     TopK,
     WarmUp,
+    quantise,
 )
 from mpicomp.codec import CODECS, encode
 
@@ -224,6 +225,78 @@ def test_random_k_is_the_same_on_all_ranks_and_another_in_every_step():
     assert np.unique(blocks.indices // 50).size == 2
 
 
+@pytest.mark.parametrize(
+    ("compressor", "length"),
+    [
+        (RandomK(k=3, unbiased=True), 10),
+        (RandomK(k=100, unbiased=True), 10),
+        (BlockRandomK(k=10, block=4, unbiased=True), 50),
+        (BlockRandomK(0.001, unbiased=True), 2048),
+    ],
+)
+def test_what_is_drawn_without_bias_is_the_vector_on_average(compressor, length):
+    total, draws = np.zeros(length), 4000
+    for _ in range(draws):
+        total += compressor.compress(np.ones(length)).to_dense()
+    assert (total / draws).mean() == pytest.approx(1, rel=0.05)
+    spread = np.sqrt((1 / compressor.probability(length) - 1) / draws)
+    assert (np.abs(total / draws - 1) <= 6 * spread).all()
+
+
+@pytest.mark.parametrize(("quota", "k"), [(0.75, 1), (0.75, 2), (0.0, 1), (0.75, 4), (0.99, 3)])
+def test_below_a_quota_of_one_nothing_starves(quota, k):
+    compressor, feedback = AggregationAware(k=k, metric="quota", quota=quota), ErrorFeedback()
+    rng, sent = np.random.default_rng(1), set()
+    for _ in range(300):
+        corrected = feedback.correct(1 + rng.random(20))
+        vector = compressor.compress(corrected)
+        feedback.keep(corrected, vector, None)
+        compressor.observe(vector)
+        sent |= set(vector.indices.tolist())
+    assert sent == set(range(20))
+
+
+@pytest.mark.parametrize("metric", ["support", "recency", "magnitude", "quota"])
+def test_a_sum_that_was_filled_up_with_zeros_says_the_same_as_a_sparse_one(metric):
+    sums = SparseVector([2, 7], [4.0, -3.0], 10), SparseVector([1, 7], [2.0, 1.0], 10)
+    gradient, sent = np.arange(10, 0, -1.0), []
+    for filled in False, True:
+        compressor = AggregationAware(k=3, metric=metric, weight=9.0)
+        for each in sums:
+            compressor.observe(SparseVector(range(10), each.to_dense(), 10) if filled else each)
+        sent.append(compressor.compress(gradient).indices.tolist())
+    assert sent[0] == sent[1]
+    assert 7 in sent[0]
+
+
+def test_an_aggregate_may_be_as_large_as_its_dtype():
+    compressor = AggregationAware(k=1, metric="magnitude", weight=0.0)
+    compressor.observe(SparseVector([1], [1e300], 3))
+    assert compressor.compress(np.array([3.0, 1, 2])).indices.tolist() == [0]
+
+
+def test_adacomp_sends_an_entry_where_the_new_gradient_undoes_the_largest():
+    assert AdaComp(50).compress(np.array([1.0, 0, 0]), gradient=np.array([-1.0, 0, 0])).indices.tolist() == [0]
+    assert AdaComp(50).compress(np.zeros(3), gradient=np.ones(3)).nnz == 0
+
+
+def test_bfloat16_of_float64_is_rounded_once():
+    vector = SparseVector(range(5), [1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8, -1e300, 3e-320], 5)
+    quantised, _ = quantise(vector, "bfloat16")
+    largest = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
+    assert quantised.values.tolist() == [1 + 2.0**-7, 1.0, 1 + 2.0**-6, -largest, 0.0]
+
+
+def test_signs_of_the_largest_numbers_have_a_finite_magnitude():
+    quantised, _ = quantise(SparseVector(range(4), [1.5e308, -1.5e308, 1.5e308, 1.5e308], 4), "sign")
+    np.testing.assert_allclose(quantised.values, [1.5e308, -1.5e308, 1.5e308, 1.5e308])
+
+
+@pytest.mark.parametrize("threshold", [np.float32(0.5), np.int64(1), 2])
+def test_a_threshold_is_any_number_above_zero(threshold):
+    assert Threshold(threshold).compress(np.array([0.25, 3.0])).indices.tolist() == [1]
+
+
 @pytest.mark.parametrize(("bin_size", "entries", "rate"), [(50, 5.0, 40), (500, 6.4, 128)])
 def test_adacomp_in_the_steady_state(bin_size, entries, rate):
     """Independent Gaussian steps 40 to 60: entries a bin, and at least the rate that the paper's wire format gets.
@@ -303,6 +376,9 @@ def test_a_magnitude_metric_prefers_what_was_large():
         (lambda: AdaComp(0), "bin_size is 0: expected an integer from 1 to 16384"),
         (lambda: AggregationAware(0.1, metric="age"), "metric is 'age': expected one of"),
         (lambda: AggregationAware(0.1, decay=2), "decay=2"),
+        (lambda: TopK(k=2**63), "k is 9223372036854775808: expected an integer of at least 1, below 2^63"),
+        (lambda: Threshold(np.inf), "threshold is inf: expected a number above 0"),
+        (lambda: Threshold(np.nan), "threshold is nan: expected a number above 0"),
         (lambda: WarmUp(TopK(k=3)), "expected at least one density"),
         (lambda: RedSync(), "got density=None and k=None: expected exactly one of them"),
     ],

@@ -12,6 +12,7 @@ from numba.core.errors import TypingError
 from strategies import DTYPES, finite_values
 
 from mpicomp import ErrorFeedback, TopK, codec
+from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
@@ -556,13 +557,14 @@ def test_values_come_back_from_their_offsets(mode, dtype, size, spread):
     keys, _ = host.magnitude_keys(values)
     assert (least, largest) == (keys.min(), keys.max())
     width = (largest - least).bit_length()
-    words = np.zeros(-(-size * (width + 1) // 64) + 2, np.uint64)
-    words[-1] = ~np.uint64(0)
-    host.to_offsets(values, least, width, words[:-1])
+    nbytes = Offsets(values.dtype, least, width).nbytes(size) - 16
+    planes = np.full(nbytes + 8, 255, np.uint8)
+    planes[:nbytes] = 0
+    host.to_offsets(values, least, width, planes[:nbytes])
     back = np.empty_like(values)
-    host.from_offsets(words[:-1], least, width, back)
+    host.from_offsets(planes[:nbytes], least, width, back)
     assert back.tobytes() == values.tobytes()
-    assert words[-1] == ~np.uint64(0)
+    assert (planes[nbytes:] == 255).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -177,6 +177,16 @@ def test_exact_zeros_leave_the_fit_as_it_is(million, distribution, share):
     assert thinned.report.threshold == pytest.approx(alone.report.threshold, rel=1e-6)
 
 
+def test_the_controller_does_not_ask_for_more_than_there_is():
+    """It would wind up while a gradient is nearly empty, and send half of the first full one."""
+    compressor, rng = SIDCo(0.01), np.random.default_rng(0)
+    for _ in range(30):
+        few = np.zeros(100_000)
+        few[rng.choice(100_000, 100, replace=False)] = rng.laplace(size=100)
+        compressor.compress(few)
+    assert compressor.compress(rng.laplace(size=100_000)).nnz < 3000
+
+
 def test_more_than_there_are_non_zeros():
     values = np.where(np.arange(1000) < 50, np.arange(1000), 0.0)
     assert SIDCo(0.1).compress(values).indices.tolist() == list(range(1, 50))

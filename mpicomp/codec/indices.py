@@ -139,7 +139,9 @@ class Blocks:
             return
         indices, (first, last) = vector.indices, self._blocks(vector)
         write_fields(section, _PAIR, first, last)
-        edges = np.searchsorted(indices, namespace(indices).arange(first, last + 2, dtype=np.int64) << _BLOCK)
+        edges = namespace(indices).empty(last - first + 2, np.int64)  # the end of the last block may be 2^63
+        edges[0], edges[-1] = 0, indices.size
+        edges[1:-1] = np.searchsorted(indices, namespace(indices).arange(first + 1, last + 1, dtype=np.int64) << _BLOCK)
         section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = edges[1:] - edges[:-1]
         offsets = 16 + _padded(4 * (last - first + 1))
         section[offsets : offsets + 2 * indices.size].view(np.uint16)[:] = indices & 0xFFFF

@@ -5,8 +5,8 @@
     5, 6, 7   float64 that are all float32, float16, or bfloat16, numbers: 4 N, 2 N, 2 N
     8, 9, 10  float16, float32, float64 of one magnitude: the magnitude as float64, and a sign bit each: 8 + N / 8
     11 to 13  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as those of
-              entries do that were selected for it: w bits and a sign each, in 64-bit words, one to spare; then the
-              least magnitude and w: at most 32 + N (w + 1) / 8
+              entries do that were selected for it: w bits and a sign each, in planes of 8 bits and of one, each a
+              multiple of 8 bytes; then the least magnitude and w: 16 + N (w + 1) / 8, and up to 7 a plane
 
 To make values fit a shorter format is `mpicomp.compressors.Quantised`: there the sender gets the error back.
 """
@@ -26,7 +26,7 @@ Buffer = NDArray[np.uint8]
 
 _SAMPLE = 8  # values that are looked at before all of them are
 _LEAST_AND_WIDTH = struct.Struct("<qq")  # what offsets end with
-_OFFSETS = 11  # the first of their numbers
+_OFFSETS_OF = {dtype: number for number, dtype in enumerate(VALUE_DTYPES, 11)}
 _FEW = 32  # values: below, offsets spare next to nothing
 
 
@@ -162,7 +162,7 @@ class Offsets:
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
         """Take the bits of the least magnitude, and how many bits hold the distance to the largest."""
-        self.number, self.dtype = _OFFSETS + VALUE_DTYPES.index(dtype), dtype
+        self.number, self.dtype = _OFFSETS_OF[dtype], dtype
         self.least, self.width = least, width
 
     @classmethod
@@ -173,20 +173,19 @@ class Offsets:
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
-        return 8 * (-(-count * (self.width + 1) // 64) + 1) + _LEAST_AND_WIDTH.size
+        octets, bits = divmod(self.width + 1, 8)
+        return 8 * (octets * -(-count // 8) + bits * -(-count // 64)) + _LEAST_AND_WIDTH.size
 
     def write(self, values: Array, section: Buffer) -> None:
         """See `ValueFormat.write`."""
         section[:] = 0
-        words = section[: -_LEAST_AND_WIDTH.size].view(np.uint64)
-        kernels_for(values).to_offsets(values, self.least, self.width, words)
+        kernels_for(values).to_offsets(values, self.least, self.width, section[: -_LEAST_AND_WIDTH.size])
         write_fields(section[-_LEAST_AND_WIDTH.size :], _LEAST_AND_WIDTH, self.least, self.width)
 
     def read(self, section: Buffer, count: int) -> Array:
         """See `ValueFormat.read`."""
         values: Array = namespace(section).empty(count, self.dtype)
-        words = section[: -_LEAST_AND_WIDTH.size].view(np.uint64)
-        kernels_for(section).from_offsets(words, self.least, self.width, values)
+        kernels_for(section).from_offsets(section[: -_LEAST_AND_WIDTH.size], self.least, self.width, values)
         return values
 
 
@@ -206,11 +205,11 @@ _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] f
 
 def format_of(number: int, message: Buffer) -> ValueFormat | None:
     """Return the format of a number, of which the end of a message may say more; None where there is no such."""
-    if number < _OFFSETS:
+    if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
-    if number >= _OFFSETS + len(VALUE_DTYPES) or message.size < _LEAST_AND_WIDTH.size:
+    dtype = next((dtype for dtype, its_own in _OFFSETS_OF.items() if its_own == number), None)
+    if dtype is None or message.size < _LEAST_AND_WIDTH.size:
         return None
-    dtype = VALUE_DTYPES[number - _OFFSETS]
     least, width = read_fields(message[-_LEAST_AND_WIDTH.size :], _LEAST_AND_WIDTH)
     return Offsets(dtype, least, width) if least >= 0 and 0 <= width < 8 * dtype.itemsize else None
 

@@ -7,7 +7,8 @@ With the residue R and the new gradient dW: G = R + dW, H = G + dW; an entry tra
 All that travel have one magnitude, the mean of the bins' maxima, and the sign of G: with `codec="smallest"` a value
 takes a bit. What that loses stays in the residual.
 
-Differences from the paper: a bin of zeros sends nothing; messages are those of `mpicomp.codec`, where an index takes
+Differences from the paper: a bin of zeros sends nothing, but of a vector that is not zero the largest entry travels
+where no other does; messages are those of `mpicomp.codec`, where an index takes
 about 5.3 bits at five entries in a bin of 50, and not the paper's 8 bits for an offset in its bin and a sign.
 """
 
@@ -26,6 +27,8 @@ class AdaComp:
     bin_size: entries in a bin, 1 to 16384, else ValueError. The paper takes 50 for convolutions and 500 for fully
     connected and recurrent layers.
     """
+
+    looks_at_gradient = True
 
     def __init__(self, bin_size: int = 50) -> None:
         if isinstance(bin_size, bool) or not isinstance(bin_size, int | np.integer) or not 1 <= bin_size <= 16384:
@@ -50,6 +53,8 @@ class AdaComp:
         padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
         chosen = (padded.reshape(bins, self.bin_size) >= largest[:, None]) & (largest[:, None] > 0)
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
+        if not positions.size:  # the new gradient undoes what was the largest of every bin
+            positions, _ = kernels_for(dense).largest(dense, 1)
         moments = kernels_for(largest).moments(largest)
         scale = dense.dtype.type(moments.absolute / moments.nonzeros if positions.size else 0)
         values = np.copysign(scale, dense[positions])

@@ -61,9 +61,9 @@ class AggregationAware(Density):
         of its entries, 0 to 1, one for each; ValueError without it.
         """
         values = aggregate.values
-        zeros = namespace(values).zeros(aggregate.length, np.float32)
+        zeros = namespace(values).zeros(aggregate.length, np.promote_types(values.dtype, np.float32))
         before = zeros if self._bonus is None else beside(self._bonus, values)
-        bonus = before * np.float32(self.decay if self.metric == "recency" else 0)
+        bonus = before * zeros.dtype.type(self.decay if self.metric == "recency" else 0)
         if self.metric == "votes":
             if votes is None or len(votes) != aggregate.nnz:
                 raise ValueError(
@@ -71,9 +71,14 @@ class AggregationAware(Density):
                     "take sparse_allgather, or partial(sparse_allreduce, votes=True)"
                 )
             bonus[aggregate.indices] = beside(votes, values)
-        else:
-            bonus[aggregate.indices] = np.abs(values) if self.metric == "magnitude" else 1
+        else:  # a sum that was filled up has zeros where nothing came
+            there = np.flatnonzero(values)
+            bonus[aggregate.indices[there]] = np.abs(values[there]) if self.metric == "magnitude" else 1
         self._bonus = bonus
+
+    def reset(self) -> None:
+        """Forget the aggregates."""
+        self._bonus = None
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k entries of the largest scores; see `Compressor.compress`."""
@@ -82,6 +87,10 @@ class AggregationAware(Density):
             raise ValueError(f"corrected has {dense.size} values: expected {self._bonus.size} as in the last aggregate")
         return self.reported(at_positions(dense, self._positions(dense)))
 
+    def _inside(self, k: int) -> int:
+        """Return how many places are for what was in the last aggregate: below a quota of 1 not all of them."""
+        return k if self.quota == 1 else min(round(self.quota * k), k - 1)
+
     def _positions(self, dense: Array) -> Array:
         k = self.count(dense.size)
         scores = np.abs(dense).astype(np.float32 if dense.dtype == np.float16 else dense.dtype)
@@ -89,10 +98,9 @@ class AggregationAware(Density):
             return _largest(scores, k)
         bonus = beside(self._bonus, dense)
         if self.metric == "quota":
-            inside = _largest(np.where(bonus > 0, scores, 0), max(1, round(self.quota * k)))
+            inside = _largest(np.where(bonus > 0, scores, 0), self._inside(k))
             scores[inside] = 0
-            rest = _largest(scores, k - inside.size) if k > inside.size else inside[:0]
-            return np.sort(np.concatenate([inside, rest]))
+            return np.sort(np.concatenate([inside, _largest(scores, k - inside.size)]))
         if self.metric == "magnitude":
             scores += np.where(scores > 0, scores.dtype.type(self.weight) * bonus, 0).astype(scores.dtype)
         else:

@@ -42,8 +42,8 @@ class Density:
             raise ValueError(
                 f"density is {density!r}: expected 0 < density <= 1 (0.001 sends a thousandth; or give k=)"
             )
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1):
-            raise ValueError(f"k is {k!r}: expected an integer of at least 1")
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k < 2**63):
+            raise ValueError(f"k is {k!r}: expected an integer of at least 1, below 2^63")
         self.density, self.k = density, k
         self.report: Report | None = None
 

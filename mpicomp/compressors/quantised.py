@@ -7,6 +7,7 @@ The quantised values keep their dtype, so what the ranks add up is added up exac
 that they fit a shorter format and writes them in it. Sums of quantised values need not fit: they travel in full.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,28 @@ def _to_float16(values: Array) -> Array:
 
 def _to_bfloat16(values: Array) -> Array:
     limit = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
-    bits = np.clip(values, -limit, limit).astype(np.float32).view(np.uint32)
+    bits = _rounded_to_odd(np.clip(values, -limit, limit)).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
     nearest: Array = np.clip(rounded.view(np.float32), -limit, limit).astype(values.dtype)
     return nearest
 
 
+def _rounded_to_odd(values: Array) -> Array:
+    """Return values as float32, the last bit set where that is not exact: so rounding once more rounds once."""
+    short: Array = values.astype(np.float32)
+    if values.dtype != np.float64:
+        return short
+    away = np.abs(short) > np.abs(values)
+    bits = short.view(np.uint32) - away.astype(np.uint32)
+    return (bits | (short != values)).view(np.float32)  # type: ignore[no-any-return]
+
+
 def _to_signs(values: Array) -> Array:
-    scale = kernels_for(values).moments(values.reshape(-1)).absolute / max(1, values.size)
+    flat, size = values.reshape(-1), max(1, values.size)
+    scale = kernels_for(values).moments(flat).absolute / size
+    if not math.isfinite(scale):  # the sum is out of range, the mean is not
+        scale = kernels_for(values).moments(flat / size).absolute
     signed: Array = np.copysign(values.dtype.type(scale), values)
     return signed
 

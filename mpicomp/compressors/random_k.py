@@ -20,8 +20,9 @@ from mpicomp.vector import SparseVector
 class RandomK(Density):
     """Select k positions at random, the same ones on all ranks.
 
-    density or k: see `Density`. seed: the same on all ranks. unbiased: multiply the values by n / k, so that what
-    travels is the gradient on average; for use without error feedback only, which keeps the rest anyway. aligned: send
+    density or k: see `Density`. seed: the same on all ranks. unbiased: divide the values by the probability with which
+    their position is drawn, so that what travels is the gradient on average; for use without error feedback only,
+    which keeps the rest anyway. aligned: send
     exact zeros too, so that the supports are the same on all ranks.
 
     `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
@@ -48,9 +49,13 @@ class RandomK(Density):
         vector = (all_at if self.aligned else at_positions)(dense, positions)
         self.step += 1
         if self.unbiased and vector.nnz:
-            values = vector.values * vector.values.dtype.type(dense.size / self.count(dense.size))
+            values = vector.values * vector.values.dtype.type(1 / self.probability(dense.size))
             vector = SparseVector(vector.indices, values, vector.length)
         return self.reported(vector)
+
+    def probability(self, length: int) -> float:
+        """Return with which probability a position is drawn, each alike."""
+        return self.share(length)
 
     def positions(self, length: int) -> Array:
         """Return the positions of this step, increasing; in main memory."""
@@ -80,9 +85,18 @@ class BlockRandomK(RandomK):
             raise ValueError(f"block is {block!r}: expected an integer of at least 1")
         self.block = block
 
+    def probability(self, length: int) -> float:
+        """Return with which probability a block is drawn, and so each of its positions."""
+        blocks, wanted = self._blocks(length)
+        return wanted / blocks if blocks else 0.0
+
+    def _blocks(self, length: int) -> tuple[int, int]:
+        """Return how many blocks there are, and how many of them are drawn."""
+        return -(-length // self.block), -(-min(length, self.count(length)) // self.block)
+
     def positions(self, length: int) -> Array:
         """Return the positions of this step, increasing: of its blocks, the last of which may be short."""
-        blocks, wanted = -(-length // self.block), -(-min(length, self.count(length)) // self.block)
+        blocks, wanted = self._blocks(length)
         rng = np.random.default_rng([self.seed, self.step])
         starts = np.sort(rng.choice(blocks, wanted, replace=False, shuffle=False)) * self.block
         positions = (starts[:, None] + np.arange(self.block)).reshape(-1)

@@ -98,33 +98,35 @@ class SIDCo:
         ImportError when the distribution is "gamma" and SciPy is missing.
         """
         dense = to_vector(corrected)
-        positions, values, threshold, stages = self._select(dense)
+        positions, values, threshold, stages, nonzeros = self._select(dense)
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
         self.report = Report(self.density, vector.density, vector.nbytes, threshold, stages)
         if values.size:
-            self._adapt(values.size / self.count(dense.size))
+            self._adapt(
+                values.size / min(nonzeros, self.count(dense.size))
+            )  # there are no more, whatever the threshold
         return vector
 
     def __repr__(self) -> str:
         return f"SIDCo({self.density}, {self.distribution!r}, stages={self.stages}, adaptation={self.adaptation!r})"
 
-    def _select(self, dense: Array) -> tuple[Array, Array, float, int]:
-        """Return positions, values, the threshold and the number of stages that gave it."""
+    def _select(self, dense: Array) -> tuple[Array, Array, float, int, int]:
+        """Return positions, values, the threshold, the number of stages that gave it, and how many are not zero."""
         kernels, fit = kernels_for(dense), self._first_fit(dense)
         survey = kernels.survey(dense, *self._foreseen(dense, fit), _ROOM)
         sums = survey.all()
         if not math.isfinite(sums.total):
             kernels.raise_not_finite(dense)
         if not sums.entries:
-            return namespace(dense).empty(0, np.intp), dense[:0].copy(), 0.0, 0
+            return namespace(dense).empty(0, np.intp), dense[:0].copy(), 0.0, 0, 0
         if not math.isfinite(sums.squares):
             positions, values = kernels.largest(dense, self.count(dense.size))
-            return positions, values, float(np.abs(values).min()), 0
+            return positions, values, float(np.abs(values).min()), 0, int(sums.entries)
         shares = self._shares(dense.size, sums.entries)
         positions, values, threshold = _peaks(dense, survey, fit(sums)(shares[0]), shares[1:], self.distribution)
         if not values.size:
             positions, values = kernels.largest(dense, 1)
-        return positions, values, threshold, len(shares)
+        return positions, values, threshold, len(shares), int(sums.entries)
 
     def _first_fit(self, dense: Array) -> Fit:
         """Return how the first stage is fitted to sums; only the gamma distribution has to look at the vector."""

@@ -9,6 +9,8 @@ nothing reaches the threshold the largest entry travels: an empty message hung p
 
 from typing import Any
 
+import numpy as np
+
 from mpicomp.compressors.common import Report, at_or_above, finite_vector
 from mpicomp.vector import SparseVector
 
@@ -17,7 +19,7 @@ class Threshold:
     """Select |x| >= threshold. threshold: a number above 0, else ValueError."""
 
     def __init__(self, threshold: float) -> None:
-        if not (isinstance(threshold, int | float) and threshold > 0):
+        if not (isinstance(threshold, int | float | np.number) and 0 < threshold < np.inf):
             raise ValueError(f"threshold is {threshold!r}: expected a number above 0")
         self.threshold = threshold
         self.report: Report | None = None

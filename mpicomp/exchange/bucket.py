@@ -58,10 +58,9 @@ class Bucket:
         finally:  # else an error, its traceback and this frame hold each other, and the gradient with them
             del error, flats, flat, vectors
 
-    def test(self) -> None:
-        """Move on what is in flight, without waiting."""
-        if hasattr(self._outcome, "test"):
-            self._outcome.test()
+    def test(self) -> bool:
+        """Move on what is in flight, without waiting; return whether it has ended."""
+        return bool(self._outcome.test()) if hasattr(self._outcome, "test") else True
 
     def settle(self, comm: Any, *, average: bool) -> None:
         """Wait for the sum, and hand every pipeline its part of the mean, or of the sum; raises on all ranks alike."""

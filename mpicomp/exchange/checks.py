@@ -1,5 +1,7 @@
 """Are the parts of an exchange what they should be: errors in the caller's words, before any message."""
 
+from functools import partial
+from numbers import Integral
 from typing import Any
 
 from mpicomp.exchange.bucket import Collective
@@ -10,7 +12,8 @@ def check_part(name: str, part: Any, attributes: tuple[str, ...], expected: str)
     """Raise TypeError unless `part` is an object with these attributes."""
     if isinstance(part, type):
         raise TypeError(f"{name} is the class {part.__name__}: expected an object, {expected}")
-    if not all(hasattr(part, attribute) for attribute in attributes):
+    known = dir(type(part))  # a property may raise: that of a null communicator does, and its first use says it better
+    if not all(attribute in known or hasattr(part, attribute) for attribute in attributes):
         raise TypeError(f"{name} is {part!r}: expected {expected}")
 
 
@@ -20,6 +23,28 @@ def check_pair(compressor: Any, feedback: Any, dense: Collective | None) -> None
     check_part("feedback", feedback, ("correct", "keep", "result"), "ErrorFeedback() or NoFeedback()")
     if getattr(feedback, "averaging_period", None) and dense is None:
         raise TypeError(f"{type(feedback).__name__} averages residuals: give dense=dense_allreduce")
+
+
+def check_collective(collective: Any) -> None:
+    """Raise TypeError unless this may be a collective that gives every rank the sum."""
+    check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
+    call = collective
+    while isinstance(call, partial):
+        call = call.func
+    if not getattr(call, "sums_everywhere", True):
+        raise TypeError(
+            f"collective is {call.__name__}, which does not give every rank the sum of all: expected gtopk_allreduce, "
+            "sparse_allreduce or sparse_allgather"
+        )
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise TypeError or ValueError unless these are integers of at least 0."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"{name} is {size!r}: expected an integer")
+        if size < 0:
+            raise ValueError(f"{name} is {size}: expected at least 0")
 
 
 def each_its_own(stations: list[Station]) -> list[Station]:

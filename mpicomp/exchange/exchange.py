@@ -14,9 +14,9 @@ from mpicomp.compressors.protocol import chain, failed
 from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
 from mpicomp.exchange.checked import CheckedBucket, balance, in_step
-from mpicomp.exchange.checks import check_pair, check_part, each_its_own
+from mpicomp.exchange.checks import check_collective, check_pair, check_part, check_sizes, each_its_own
 from mpicomp.exchange.flat import flattened, sound
-from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, described
+from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, check_same, described
 from mpicomp.exchange.pipeline import Pipeline
 from mpicomp.exchange.statistics import Statistics
 from mpicomp.feedback import Feedback
@@ -44,9 +44,10 @@ class GradientExchange:
     (compressor, feedback) for a tensor; without it each gets copies of the two that are given. small: tensors with
     fewer numbers are not compressed one by one. bucket_nbytes: the gradients of a bucket have about as many bytes.
 
-    The object holds the residuals, so use one for each model, for one vector or for named tensors, and the same calls
-    on every rank. `statistics` tells what the last step did. Raises TypeError for a part that is none. What `log`
-    raises comes out of a step that is done.
+    The object holds the residuals, so use one for each model, for one vector or for named tensors, and the same
+    settings and calls on every rank: for named tensors the settings are compared, in the debug mode always.
+    `statistics` tells what the last step did. Raises TypeError for a part that is none, ValueError for sizes out of
+    range. What `log` raises comes out of a step that is done.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class GradientExchange:
     ) -> None:
         check_part("comm", comm, ("size",), "an mpi4py communicator")
         check_pair(compressor, feedback, dense)
-        check_part("collective", collective, ("__call__",), "a collective such as gtopk_allreduce")
+        check_collective(collective)
+        check_sizes(small=small, bucket_nbytes=bucket_nbytes)
         if downlink is not None:
             check_part("downlink", downlink, ("compress", "keep"), "TwoWay(TopK(density=0.01))")
         self.comm, self.compressor, self.feedback = comm, compressor, feedback
@@ -154,7 +156,8 @@ class GradientExchange:
     def progress(self) -> None:
         """Move on what is in flight, without waiting, as `start` does: messages advance inside of calls only."""
         for station in self._stations[: self._started]:
-            station.bucket.test()
+            if not station.bucket.test():
+                break  # what is in flight moves on together: to test each would look at all for each
 
     def finish(self) -> dict[str, Any]:
         """Wait for the sums of this step, and return the means by name, as the kinds of array that came at first.
@@ -204,7 +207,8 @@ class GradientExchange:
         """Return copies of all that this rank's exchange remembers: arrays by name, which np.savez can store.
 
         Each rank saves its own. Settings are not in it, nor is the order of named tensors: `register` them in the same
-        order before `load_state_dict`. A run that is taken up so continues bit for bit. RuntimeError within a step.
+        order before `load_state_dict`. A run that is taken up so continues bit for bit. For each vector `holds` names
+        what was saved, so that nothing goes missing unnoticed. RuntimeError within a step.
         """
         self._check_between_steps()
         return {
@@ -214,12 +218,11 @@ class GradientExchange:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; ValueError when it does not fit, and nothing changes then."""
+        """Take up what `state_dict` returned, all of it; ValueError when it does not fit, and nothing changes then."""
         self._check_between_steps()
-        vectors = self._vectors()
-        if {key.rpartition("/")[0] for key in state} - vectors.keys():
-            got = sorted({key.rpartition("/")[0] for key in state})
-            raise ValueError(f"the state is of {got}: expected {sorted(vectors)}; register named tensors first")
+        vectors, got = self._vectors(), {key.rpartition("/")[0] for key in state}
+        if got != vectors.keys():
+            raise ValueError(f"the state is of {sorted(got)}: expected {sorted(vectors)}; register named tensors first")
         before = [pipeline.state_dict() for pipeline in vectors.values()]
         try:
             for vector, pipeline in vectors.items():
@@ -231,7 +234,7 @@ class GradientExchange:
             for pipeline, held in zip(vectors.values(), before, strict=True):
                 pipeline.load_state_dict(held)
             raise
-        self._one = not self._stations and bool(state)
+        self._one = not self._stations and len(state) > len(vectors)
 
     def continue_on(self, comm: Any) -> None:
         """Go on with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
@@ -267,23 +270,30 @@ class GradientExchange:
             ) from None
 
     def reset(self) -> None:
-        """Forget what is owed, on this rank: its mass is lost. RuntimeError within a step."""
+        """Forget what is owed, on this rank: its mass is lost; and what a compressor knows of the ranks' sums.
+
+        RuntimeError within a step.
+        """
         self._check_between_steps()
         for pipeline in self._pipelines():
-            for part in (pipeline.feedback, pipeline.downlink):
-                if part is not None:
-                    part.reset()
+            pipeline.reset()
 
     def rescale(self, factor: float) -> None:
         """Multiply what is owed in gradient units by `factor`, the old learning rate over the new one.
 
-        Raises RuntimeError within a step.
+        Raises RuntimeError within a step; what a feedback's `rescale` does, and nothing has changed then.
         """
         self._check_between_steps()
-        for pipeline in self._pipelines():
-            pipeline.feedback.rescale(factor)
-            if pipeline.downlink is not None and not hasattr(pipeline.feedback, "ahead"):  # else it owes updates
-                pipeline.downlink.rescale(factor)
+        before = [pipeline.state_dict() for pipeline in self._pipelines()]
+        try:
+            for pipeline in self._pipelines():
+                pipeline.feedback.rescale(factor)
+                if pipeline.downlink is not None and not hasattr(pipeline.feedback, "ahead"):  # else it owes updates
+                    pipeline.downlink.rescale(factor)
+        except Exception:
+            for pipeline, held in zip(self._pipelines(), before, strict=True):
+                pipeline.load_state_dict(held)
+            raise
 
     def _exchange_named(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -297,11 +307,15 @@ class GradientExchange:
         means = self.finish()
         return {name: means[name] for name in arrays} | means
 
-    def _register(self, tensors: Mapping[str, Any]) -> None:
+    def _settings(self) -> dict[str, str]:
+        """Return what all ranks must have set alike, as text."""
         settings = {"small": self._small, "bucket_nbytes": self._bucket_nbytes, "average": self.average}
         settings |= {"dense": self.dense is not None, "downlink": self._own.downlink is not None}
+        return {name: repr(value) for name, value in settings.items()}
+
+    def _register(self, tensors: Mapping[str, Any]) -> None:
         found = self._meet(lambda: self._found(tensors))
-        order = agreed(found, settings, self.comm)
+        order = agreed(found, self._settings(), self.comm)
         make = partial(self._pipeline, tensors)
         rules = Rules(make, self.collective, self.dense, self._small, self._bucket_nbytes, self._bucket)
         self._stations = self._meet(lambda: each_its_own(build(order, rules)))
@@ -441,15 +455,23 @@ class GradientExchange:
         self.steps += 1
         for pipeline in (pipeline for bucket in buckets for pipeline in bucket.pipelines):
             if getattr(pipeline.feedback, "averaging_due", False):
-                total = self.dense(pipeline.feedback.residual, self.comm)  # type: ignore[misc]
-                total = total.wait() if hasattr(total, "wait") else total
-                pipeline.feedback.averaged(total / self.comm.size)  # type: ignore[attr-defined]
+                self._average(pipeline.feedback)
         self._tell(buckets)
+
+    def _average(self, feedback: Any) -> None:
+        """Give every rank the mean of the residuals; where their sum is out of range all keep their own for now."""
+        own = feedback.residual
+        total = self.dense(own.astype(wide(own.dtype), copy=False), self.comm)  # type: ignore[misc]
+        total = total.wait() if hasattr(total, "wait") else total
+        if np.isfinite(total).all():
+            feedback.averaged((total / self.comm.size).astype(own.dtype, copy=False))
 
     def _balance(self, buckets: Sequence[Any]) -> None:
         """Let all ranks compare what left them with what came, each through calls that move on what is in flight."""
         accounts = self._meet(lambda: [account for bucket in buckets for account in bucket.accounts])
-        balance(self.comm.allgather(accounts), self.steps)
+        settings, brought = zip(*self.comm.allgather((self._settings(), accounts)), strict=True)
+        check_same("settings", settings)
+        balance(brought, self.steps)
 
     def _tell(self, buckets: Sequence[Bucket]) -> None:
         self.statistics = Statistics(

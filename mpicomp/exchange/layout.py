@@ -114,9 +114,10 @@ class Station:
     def check_lengths(self) -> None:
         """Raise ValueError where what a feedback keeps is not as long as its vector: it was loaded from elsewhere."""
         for vector, group, pipeline in zip(self.bucket.vectors, self.groups, self.bucket.pipelines, strict=True):
-            kept, size = getattr(pipeline.feedback, "residual", None), sum(tensor.size for tensor in group)
-            if kept is not None and kept.size != size:
-                raise ValueError(f"the state of {vector!r} has {kept.size} numbers: expected {size}")
+            size = sum(tensor.size for tensor in group)
+            for kept in (getattr(part, "size", None) for part in (pipeline.feedback, pipeline.downlink)):
+                if kept not in (None, size):
+                    raise ValueError(f"the state of {vector!r} has {kept} numbers: expected {size}")
 
     def restore(self, results: Sequence[Array]) -> dict[str, Any]:
         """Return what the caller gets, by name."""
@@ -134,14 +135,19 @@ def divided(flat: Array, sizes: Sequence[int]) -> list[Array]:
 
 def build(tensors: Sequence[Tensor], rules: Rules) -> list[Station]:
     """Return the buckets of tensors, in the order in which they start."""
-    small = [tensor for tensor in tensors if rules.dense is not None and tensor.size < rules.small]
+    small: list[Tensor] = []
     stations: list[Station] = []
     waiting: list[Tensor] = []
-    for tensor in (tensor for tensor in tensors if tensor not in small):
-        if waiting and (tensor.dtype != waiting[0].dtype or _nbytes([*waiting, tensor]) > rules.bucket_nbytes):
+    nbytes = 0  # of those that wait
+    for tensor in tensors:
+        if rules.dense is not None and tensor.size < rules.small:
+            small.append(tensor)
+            continue
+        if waiting and (tensor.dtype != waiting[0].dtype or nbytes + tensor.nbytes > rules.bucket_nbytes):
             stations.append(_station(waiting, rules))
-            waiting = []
+            waiting, nbytes = [], 0
         waiting.append(tensor)
+        nbytes += tensor.nbytes
     if waiting:
         stations.append(_station(waiting, rules))
     for dtype in dict.fromkeys(tensor.dtype for tensor in small):
@@ -170,10 +176,6 @@ def _without_plus(name: str) -> str:
     return name.replace("\\", "\\\\").replace("+", "\\+")
 
 
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def _joined(group: Sequence[Tensor], arrays: Mapping[str, Any]) -> Array | Exception:
     try:
         parts = [tensor.flat(arrays.get(tensor.name)) for tensor in group]
@@ -182,21 +184,22 @@ def _joined(group: Sequence[Tensor], arrays: Mapping[str, Any]) -> Array | Excep
         return error
 
 
-def agreed(tensors: Sequence[Tensor], settings: Mapping[str, Any], comm: Any) -> list[Tensor]:
+def agreed(tensors: Sequence[Tensor], settings: Mapping[str, str], comm: Any) -> list[Tensor]:
     """Return this rank's tensors in the order of rank 0, once all ranks have said what they have: one allgather.
 
     settings: what else the buckets go by. Raises CollectiveError on every rank when names, shapes, dtypes or settings
     differ.
     """
     kinds = {tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors}
-    everyone = comm.allgather((kinds, {name: repr(value) for name, value in settings.items()}))
+    everyone = comm.allgather((kinds, settings))
     for what, brought in zip(("tensors", "settings"), zip(*everyone, strict=True), strict=True):
-        _check_same(what, brought)
+        check_same(what, brought)
     here = {tensor.name: tensor for tensor in tensors}
     return [here[name] for name in everyone[0][0]]
 
 
-def _check_same(what: str, brought: Sequence[dict[str, str]]) -> None:
+def check_same(what: str, brought: Sequence[dict[str, str]]) -> None:
+    """Raise CollectiveError where what the ranks brought, by name, is not the same; alike on all that have it."""
     for rank, theirs in enumerate(brought):
         for name in brought[0] | theirs:
             first, here = brought[0].get(name, "missing"), theirs.get(name, "missing")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.protocol import Compressor, chain, innermost, load_state_dict, state_dict
@@ -15,6 +16,8 @@ from mpicomp.feedback import Feedback
 from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
+
+HOLDS = "holds"  # in a state: the names of what else is in it, so that what is lost is missed
 
 
 class Pipeline:
@@ -47,8 +50,15 @@ class Pipeline:
             if self.talks:
                 innermost(self.compressor).fail(error)
             raise
-        self._sent = self.compressor.compress(self._corrected, gradient=flat)
+        self._sent = self.compressor.compress(self._corrected, gradient=self._added(flat))
         return self._sent
+
+    def _added(self, flat: Array) -> Array:
+        """Return the new gradient, in the units of what is compressed: learning rate and momentum may be in those."""
+        if not getattr(innermost(self.compressor), "looks_at_gradient", False):
+            return flat
+        kept = getattr(self.feedback, "residual", None)
+        return self._corrected if kept is None else self._corrected - kept
 
     def receive(self, mean: SparseVector, rejected: SparseVector | None, votes: Array | None) -> None:
         """Take the ranks' mean (or sum), what came back of what was sent, and each entry's share of the votes."""
@@ -67,6 +77,12 @@ class Pipeline:
         self.forget()
         return result
 
+    def reset(self) -> None:
+        """Forget what is owed, and what a compressor took note of position by position."""
+        for part in (self.feedback, self.downlink, *chain(self.compressor)):
+            if hasattr(part, "reset"):
+                part.reset()
+
     def roll_back(self) -> None:
         """Be as before `send`."""
         for state, before in self._held:
@@ -81,14 +97,19 @@ class Pipeline:
         self._held = []
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of all that outlives a step, by the part that holds it."""
+        """Return copies of all that outlives a step, by the part that holds it; `holds` has the names of them."""
         states = {"compressor": state_dict(self.compressor), "feedback": self.feedback.state_dict()}
         if self.downlink is not None:
             states |= {"downlink": self.downlink.state_dict(), "down": state_dict(self.downlink.compressor)}
-        return {f"{part}.{name}": array for part, state in states.items() for name, array in state.items()}
+        held = {f"{part}.{name}": array for part, state in states.items() for name, array in state.items()}
+        return held | {HOLDS: np.array(sorted(held), np.str_)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; ValueError when it does not fit."""
+        """Take up what `state_dict` returned; ValueError when it does not fit, or some of it is missing."""
+        named, state = state.get(HOLDS), {key: state[key] for key in state if key != HOLDS}
+        missing = {HOLDS} if named is None else {str(name) for name in np.ravel(named)} - state.keys()
+        if missing:
+            raise ValueError(f"the state has no {sorted(missing)}: expected all that state_dict() returned")
         loaders: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "compressor": partial(load_state_dict, self.compressor),
             "feedback": self.feedback.load_state_dict,

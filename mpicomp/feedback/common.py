@@ -47,6 +47,11 @@ class Kept:
         """What this rank owes, shape (n,): a read-only view that holds until the next call; None before any."""
         return self._view("residual")
 
+    @property
+    def size(self) -> int | None:
+        """For how many numbers it keeps something; None before any."""
+        return math.prod(self._shape()) if self._begun else None
+
     def result(self, mean: SparseVector) -> Array:
         """Return the mean as a dense vector, shape (n,)."""
         return mean.to_dense()
@@ -59,13 +64,15 @@ class Kept:
         """
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor!r}: expected the old learning rate over the new one, a number above 0")
-        for name in self._in_gradient_units if self._begun else ():
+        names = self._in_gradient_units if self._begun else ()
+        self._staged = False
+        for name in names:
             with np.errstate(over="ignore"):
                 scaled = np.multiply(self._arrays[name], float(factor), out=self._spare(name))
             if not np.isfinite(scaled).all():
                 raise OverflowError(f"the {name} times {factor} leaves the range of {scaled.dtype}")
-            self._swap(name, scaled)
-        self._staged = False
+        for name in names:
+            self._swap(name, self._spares[name])
 
     def reset(self) -> None:
         """Forget everything kept: its mass is lost, as after a change of the model."""

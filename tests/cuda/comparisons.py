@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kernel_cases import draw_sparse, families
 
+from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, np.float32, np.float64)]
@@ -358,10 +359,10 @@ def offsets(device, cupy):
                 compare(device, cupy, "magnitude_range", values)
                 least, largest = host.magnitude_range(values)
                 width = (largest - least).bit_length()
-                words = np.zeros(-(-size * (width + 1) // 64) + 1, np.uint64)
-                compare_in_place(device, cupy, "to_offsets", values, least, width, words, written=[3])
-                host.to_offsets(values, least, width, words)
-                compare_in_place(device, cupy, "from_offsets", words, least, width, np.zeros(size, dtype), written=[3])
+                planes = np.zeros(Offsets(dtype, least, width).nbytes(size) - 16, np.uint8)
+                compare_in_place(device, cupy, "to_offsets", values, least, width, planes, written=[3])
+                host.to_offsets(values, least, width, planes)
+                compare_in_place(device, cupy, "from_offsets", planes, least, width, np.zeros(size, dtype), written=[3])
 
 
 ALL = [

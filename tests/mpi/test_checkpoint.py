@@ -127,7 +127,10 @@ def test_tensors_with_a_plus_in_their_names_keep_states_of_their_own(comm):
     second.load_state_dict(through_a_file(first.state_dict()))
     expected, got = first(tensors), second(tensors)
     assert all(expected[name].tobytes() == got[name].tobytes() for name in tensors)
-    assert sorted(first.state_dict()) == [r"a+b/feedback.residual", r"a\+b/feedback.residual"]
+    assert [name for name in sorted(first.state_dict()) if "holds" not in name] == [
+        r"a+b/feedback.residual",
+        r"a\+b/feedback.residual",
+    ]
 
 
 def test_a_compressors_state_is_whole(comm):
@@ -139,6 +142,79 @@ def test_a_compressors_state_is_whole(comm):
         with pytest.raises(ValueError, match=r"the state has .* as 0.step: expected one such as 0"):
             random.load_state_dict(plain.state_dict() | more)
     assert random(gradient(comm.rank, 0)).shape == SHAPES["weight"]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_state_of_which_something_is_missing_changes_nothing(comm, maker):
+    exchange = MAKERS[maker](comm)
+    exchange({name: gradient(comm.rank, 0, name) for name in SHAPES})
+    before = exchange.state_dict()
+    for name in before:
+        with pytest.raises(ValueError, match=r"the state (has no|is of)"):
+            exchange.load_state_dict({key: before[key] for key in before if key != name})
+    for vector in ("weight/", "bias+scale/", ""):
+        with pytest.raises(ValueError, match=r"the state is of .*: expected \['bias\+scale', 'weight'\]"):
+            exchange.load_state_dict({key: before[key] for key in before if not key.startswith(vector)})
+    after = exchange.state_dict()
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_the_state_of_an_exchange_that_has_kept_nothing_is_one_too(comm):
+    fresh, used = (MAKERS["error feedback"](comm) for _ in range(2))
+    used(gradient(comm.rank, 0))
+    used.load_state_dict(through_a_file(fresh.state_dict()))
+    assert used.residual_norm == 0
+    used({name: gradient(comm.rank, 0, name) for name in SHAPES})  # it is as good as new
+
+
+@pytest.mark.parametrize("maker", ["EF21", "two-way"])
+def test_the_length_of_every_state_is_looked_at(comm, maker):
+    first, second = (MAKERS[maker](comm) for _ in range(2))
+    first({"weight": gradient(comm.rank, 0)[:39]})
+    second.register({"weight": gradient(0, 0)})
+    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 numbers: expected 2000"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_a_rescaling_that_fails_changes_nothing(comm):
+    exchange = GradientExchange(comm, TopK(k=1), MomentumCorrection(0.5), sparse_allreduce, small=0)
+    own = np.zeros((comm.size, 2), np.float16)
+    own[comm.rank] = 3e4
+    exchange({"a": np.ones(5, np.float16), "b": own})
+    before = exchange.state_dict()
+    with pytest.raises(OverflowError, match=r"the residual times 3(\.0)? leaves the range of float16"):
+        exchange.rescale(3)
+    after = exchange.state_dict()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+
+
+def test_a_mean_of_residuals_may_be_in_range_where_their_sum_is_not(comm):
+    settings = StepAhead(1.0, averaging_period=1), sparse_allreduce
+    exchange = GradientExchange(comm, TopK(k=1), *settings, dense=dense_allreduce)
+    gradient = np.zeros(1 + comm.size, np.float16)
+    gradient[0], gradient[1 + comm.rank] = 40_000, 60_000
+    exchange(gradient)
+    assert exchange.feedback.residual.tolist() == [40_000] + [0] * comm.size
+    assert exchange.feedback.since_averaging == 0
+
+
+def test_residuals_whose_sum_is_out_of_range_stay(comm):
+    settings = StepAhead(1.0, averaging_period=1), sparse_allreduce
+    exchange = GradientExchange(comm, TopK(k=1), *settings, dense=dense_allreduce)
+    gradient = np.zeros(1 + comm.size)
+    gradient[0], gradient[1 + comm.rank] = 1e308, 1.5e308
+    exchange(gradient)
+    assert exchange.feedback.residual.tolist() == [1e308] + [0] * comm.size
+    assert exchange.feedback.since_averaging == (comm.size > 1)
+
+
+def test_after_a_reset_a_gradient_may_have_another_length(comm):
+    exchange = MAKERS["two-way"](comm)
+    for _ in range(2):
+        exchange(gradient(comm.rank, 0))
+    exchange.reset()
+    assert exchange(gradient(comm.rank, 0)[:7]).shape == (7, 50)
 
 
 def test_the_norm_of_halves_does_not_overflow(comm):

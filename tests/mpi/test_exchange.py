@@ -6,9 +6,29 @@ from functools import partial
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from collectives import gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
-from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, NoFeedback, Quantised, TopK
+from collectives import (
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_ireduce_scatter,
+    sparse_reduce,
+    sparse_reduce_scatter,
+    traffic,
+)
+from mpicomp import (
+    AdaComp,
+    CollectiveError,
+    ErrorFeedback,
+    GradientExchange,
+    MomentumCorrection,
+    NoFeedback,
+    Quantised,
+    StepAhead,
+    TopK,
+)
 
 COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
 LENGTH = 301
@@ -48,6 +68,42 @@ def test_quantised_gradients_lose_nothing_either(comm, collective, form):
         given += sum(gradients(rank, step, np.float64) / 7 for rank in range(comm.size))
         owed = sum(comm.allgather(exchange.feedback.residual))
         np.testing.assert_allclose(applied + owed, given, rtol=0, atol=1e-13 * comm.size)
+
+
+@pytest.mark.parametrize("call", [sparse_reduce_scatter, sparse_ireduce_scatter, sparse_reduce, sparse_bcast])
+def test_a_collective_that_does_not_give_all_ranks_the_sum_is_refused(comm, call):
+    for each in call, partial(partial(call, codec="plain"), algorithm="auto"):
+        with pytest.raises(TypeError, match=f"collective is {call.__name__}, which does not give every rank the sum"):
+            GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), each)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"small": None}, TypeError, "small is None: expected an integer"),
+        ({"small": -3}, ValueError, "small is -3: expected at least 0"),
+        ({"bucket_nbytes": 1.5}, TypeError, "bucket_nbytes is 1.5: expected an integer"),
+    ],
+)
+def test_sizes_are_looked_at_first(comm, settings, error, message):
+    with pytest.raises(error, match=message):
+        GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), sparse_allreduce, **settings)
+
+
+def test_a_null_communicator_is_told(comm):
+    exchange = GradientExchange(MPI.COMM_NULL, TopK(density=0.1), ErrorFeedback(), sparse_allreduce)
+    with pytest.raises(TypeError, match="comm is Comm: expected an mpi4py intracommunicator"):
+        exchange(gradients(comm.rank, 0))
+
+
+@pytest.mark.parametrize("feedback", [ErrorFeedback, partial(StepAhead, 0.01, 0.9), partial(MomentumCorrection, 0.5)])
+def test_adacomp_sees_what_a_step_added_in_the_units_of_the_feedback(comm, feedback):
+    """In the units of the gradient, a step ahead at a small rate would send half of everything."""
+    exchange = GradientExchange(comm, AdaComp(50), feedback(), sparse_allreduce)
+    rng = np.random.default_rng(comm.rank)
+    for _ in range(12):
+        exchange(rng.standard_normal(5000).astype(np.float32))
+    assert 100 < exchange.statistics.sent < 1000
 
 
 def test_the_mean_is_the_sum_over_the_ranks_divided(comm):

@@ -35,43 +35,48 @@ __device__ inline void to_bitmap(const Index* indices, i64 size, i64 first, u64*
     atomicOr(words + place / 64, 1ull << place % 64);
 }
 
-// Write bits at a place in words that are zeros there. Two shifts, here and below: one by 64 is not defined.
-__device__ inline void put(u64 bits, u64 place, u64* words) {
-    u64 shift = place % 64, rest = (bits >> 1) >> (63 - shift);
-    atomicOr(words + place / 64, bits << shift);
-    if (rest) atomicOr(words + place / 64 + 1, rest);
-}
-
-// Return the 64 bits at a place in words; there is one word more behind the last field.
-__device__ inline u64 taken(const u64* words, u64 place) {
-    u64 shift = place % 64;
-    return words[place / 64] >> shift | (words[place / 64 + 1] << 1) << (63 - shift);
-}
-
 template <typename Index>
 __device__ inline void to_elias_fano(const Index* indices, i64 size, i64 first, u64 low_bits, u64* lows, u64* highs) {
     i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (i >= size) return;
     u64 number = (u64)(indices[i] - first), place = (number >> low_bits) + (u64)i;
     atomicOr(highs + place / 64, 1ull << place % 64);
-    put(number & ((1ull << low_bits) - 1), (u64)i * low_bits, lows);
+    u64 at = (u64)i * low_bits, shift = at % 64, low = number & ((1ull << low_bits) - 1);
+    atomicOr(lows + at / 64, low << shift);
+    u64 rest = (low >> 1) >> (63 - shift);  // two shifts: one by 64 is not defined
+    if (rest) atomicOr(lows + at / 64 + 1, rest);
+}
+
+// Planes of `room` bytes, one for each 8 bits of a field; behind them planes of `row` words, one for each bit left.
+struct Planes {
+    i64 octets, room, bits, row;
+    __device__ inline Planes(u64 width, i64 size)
+        : octets((width + 1) / 8), room((size + 7) / 8 * 8), bits((width + 1) % 8), row((size + 63) / 64) {}
+    __device__ inline i64 word(i64 bit, i64 i) const { return octets * room / 8 + bit * row + i / 64; }
+};
+
+template <typename Key>
+__device__ inline void to_offsets(const Key* values, i64 size, u64 mask, u64 sign, u64 least, u64 width, u8* bytes) {
+    i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= size) return;
+    const Planes planes(width, size);
+    u64 field = ((u64)values[i] & mask) - least | (u64)values[i] >> sign << width;
+    for (i64 j = 0; j < planes.octets; ++j, field >>= 8) bytes[j * planes.room + i] = (u8)field;
+    for (i64 bit = 0; bit < planes.bits; ++bit, field >>= 1)
+        if (field & 1) atomicOr((u64*)bytes + planes.word(bit, i), 1ull << i % 64);
 }
 
 template <typename Key>
-__device__ inline void to_offsets(const Key* bits, i64 size, u64 mask, u64 sign, u64 least, u64 width, u64* words) {
+__device__ inline void from_offsets(const u8* bytes, u64 mask, u64 sign, u64 least, u64 width, Key* values, i64 size) {
     i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (i >= size) return;
-    u64 offset = (u64)(bits[i] & mask) - least, negative = (u64)bits[i] >> sign;
-    put(offset | negative << width, (u64)i * (width + 1), words);
-}
-
-template <typename Key>
-__device__ inline void from_offsets(const u64* words, u64 mask, u64 sign, u64 least, u64 width, Key* bits, i64 size) {
-    i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= size) return;
-    u64 field = taken(words, (u64)i * (width + 1)), negative = field >> width & 1;
+    const Planes planes(width, size);
+    u64 field = 0;
+    for (i64 j = 0; j < planes.octets; ++j) field |= (u64)bytes[j * planes.room + i] << 8 * j;
+    for (i64 bit = 0; bit < planes.bits; ++bit)
+        field |= (((const u64*)bytes)[planes.word(bit, i)] >> i % 64 & 1) << (8 * planes.octets + bit);
     u64 magnitude = (field & ((1ull << width) - 1)) + least & mask;
-    bits[i] = (Key)(magnitude | negative << sign);
+    values[i] = (Key)(magnitude | (field >> width & 1) << sign);
 }
 
 #define CODING(index, Index)                                                                                     \
@@ -94,7 +99,8 @@ __device__ inline void from_offsets(const u64* words, u64 mask, u64 sign, u64 le
         u64* ticket, u64* states, i64 tiles) {                                                                      \
         walk_bits(highs, size, total, ticket, states, tiles, [=](u64 number, u64 place) {                           \
             if (number >= (u64)room) return;                                                                        \
-            u64 low = taken(lows, number * low_bits);                                                               \
+            u64 at = number * low_bits, shift = at % 64;                                                            \
+            u64 low = lows[at / 64] >> shift | (lows[at / 64 + 1] << 1) << (63 - shift);                            \
             u64 high = (place - number) << low_bits;                                                                \
             indices[number] = (Index)((i64)(high | (low & ((1ull << low_bits) - 1))) + first);                      \
         });                                                                                                         \
@@ -105,12 +111,12 @@ CODING(i8, i64)
 
 #define OFFSETS(key, Key)                                                                                           \
     KERNEL to_offsets_##key(                                                                                        \
-        const Key* bits, i64 size, u64 mask, u64 sign, u64 least, u64 width, u64* words) {                          \
-        to_offsets(bits, size, mask, sign, least, width, words);                                                    \
+        const Key* values, i64 size, u64 mask, u64 sign, u64 least, u64 width, u8* bytes) {                         \
+        to_offsets(values, size, mask, sign, least, width, bytes);                                                  \
     }                                                                                                               \
     KERNEL from_offsets_##key(                                                                                      \
-        const u64* words, u64 mask, u64 sign, u64 least, u64 width, Key* bits, i64 size) {                          \
-        from_offsets(words, mask, sign, least, width, bits, size);                                                  \
+        const u8* bytes, u64 mask, u64 sign, u64 least, u64 width, Key* values, i64 size) {                         \
+        from_offsets(bytes, mask, sign, least, width, values, size);                                                \
     }
 
 OFFSETS(u2, u16)

@@ -39,19 +39,19 @@ def magnitude_range(values: Array) -> tuple[int, int]:
     return int(keys.min()), int(keys.max())
 
 
-def to_offsets(values: Array, least: int, width: int, words: Array) -> None:
-    """Write `values` into `words`, zeros, as `mpicomp.kernels.host.to_offsets` does."""
+def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
+    """Write `values` into `planes`, zeros, as `mpicomp.kernels.host.to_offsets` does."""
     if values.size:
         form = FORMATS[values.dtype]
-        args = values.view(form.keys), values.size, form.mask, form.width, least, width, words
+        args = values.view(form.keys), values.size, form.mask, form.width, least, width, planes
         launch("to_offsets", [form.keys], in_tiles(values.size, THREADS), *args)
 
 
-def from_offsets(words: Array, least: int, width: int, values: Array) -> None:
+def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
     """Fill `values` with what `to_offsets` wrote, as `mpicomp.kernels.host.from_offsets` does."""
     if values.size:
         form = FORMATS[values.dtype]
-        args = words, form.mask, form.width, least, width, values.view(form.keys), values.size
+        args = planes, form.mask, form.width, least, width, values.view(form.keys), values.size
         launch("from_offsets", [form.keys], in_tiles(values.size, THREADS), *args)
 
 

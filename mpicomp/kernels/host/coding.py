@@ -6,13 +6,14 @@ J. ACM 21(2), 1974; R. M. Fano, MIT memorandum 61, 1971. With N increasing numbe
 the other's; its high bits are the number of zeros before its one in a second string of bits.
 
 Values: what is selected for its magnitude lies close together, so a value is its sign and how far the bits of its
-magnitude are above the least: fewer bits than those of the exponent and the fraction.
+magnitude are above the least: fewer bits than those of the exponent and the fraction. They stand in planes, as what is
+in bytes can be written and read many at a time.
 """
 
 import numpy as np
 
 from mpicomp.kernels.host.bits import FORMATS, Array, jit
-from mpicomp.kernels.host.instructions import lowest
+from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
 
 def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs: Array) -> None:
@@ -31,19 +32,23 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
     return int(_from_elias_fano(lows, highs, first, low_bits, indices))
 
 
-def to_offsets(values: Array, least: int, width: int, words: Array) -> None:
-    """Write `values` into `words` (uint64, zeros; low bits first) as fields of `width` bits and a sign.
+def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
+    """Write `values` into `planes` (uint8, zeros): `width` bits each, and a sign above them.
 
-    The bits are how far those of the magnitude are above `least`. words has one more than the fields fill.
+    The bits are how far those of the magnitude are above `least`. There is a plane for each 8 of all these bits, the
+    lowest first, with a byte of each value, then one for each bit that is left, with a bit of each value, low bits
+    first; every plane is a multiple of 8 bytes.
     """
     form = FORMATS[values.dtype]
-    _to_offsets(values.view(form.keys), form.keys.type(form.mask), form.width, least, width, words)
+    fields = np.zeros(-(-values.size // WORD) * WORD, form.keys)
+    same = fields.view(form.signed)
+    _to_offsets(values.view(form.keys), form.mask, least, width, fields, same, planes, planes.view(np.uint64))
 
 
-def from_offsets(words: Array, least: int, width: int, values: Array) -> None:
-    """Fill `values` with what `to_offsets` wrote; whatever the words hold, nothing is read out of range."""
+def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
+    """Fill `values` with what `to_offsets` wrote; whatever the planes hold, nothing is read out of range."""
     form = FORMATS[values.dtype]
-    _from_offsets(words, form.keys.type(form.mask), form.width, least, width, values.view(form.keys))
+    _from_offsets(planes, planes.view(np.uint64), form.mask, least, width, values.view(form.keys))
 
 
 @jit
@@ -53,7 +58,7 @@ def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-un
     one, six, last, none = np.uint64(1), np.uint64(6), np.uint64(63), np.uint64(0)
     width = np.uint64(low_bits)
     mask = (one << width) - one
-    low, place_of_low = none, none
+    low, word, shift = none, none, none
     high, at = none, none
     for i in range(indices.size):
         number = np.uint64(indices[i] - first)
@@ -61,14 +66,18 @@ def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-un
         high = (high if place >> six == at else none) | one << (place & last)
         at = place >> six
         highs[at] = high
-        low = _put(number & mask, width, place_of_low, low, lows)
-        place_of_low += width
-    lows[place_of_low >> six] = low
+        bits = number & mask
+        low |= bits << shift
+        lows[word] = low
+        low = (bits >> one) >> (last - shift) if shift + width > last else low  # two shifts: one by 64 is not defined
+        word += (shift + width) >> six
+        shift = (shift + width) & last
+    lows[word] = low
 
 
 @jit
 def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-untyped-def]
-    one, six = np.uint64(1), np.uint64(6)
+    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
     width, size = np.uint64(low_bits), np.uint64(indices.size)
     mask = (one << width) - one
     i, at = np.uint64(0), np.uint64(0)
@@ -78,7 +87,8 @@ def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-
             if i == size:
                 return i + one
             place = (np.uint64(w) << six) + lowest(ones)
-            low = _taken(lows, at) & mask
+            word, shift = at >> six, at & last
+            low = ((lows[word] >> shift) | ((lows[word + one] << one) << (last - shift))) & mask
             indices[i] = np.int64(((place - i) << width) | low) + first
             ones &= ones - one
             at += width
@@ -87,42 +97,42 @@ def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-
 
 
 @jit
-def _to_offsets(bits, mask, sign, least, width, words):  # type: ignore[no-untyped-def]
-    none, bits_of_one = np.uint64(0), np.uint64(width) + np.uint64(1)
-    word, place = none, none
-    for i in range(bits.size):
-        offset = np.uint64(bits[i] & mask) - np.uint64(least)
-        negative = np.uint64(bits[i]) >> np.uint64(sign)
-        word = _put(offset | negative << np.uint64(width), bits_of_one, place, word, words)
-        place += bits_of_one
-    words[place >> np.uint64(6)] = word
+def _to_offsets(bits, mask, least, width, fields, same, planes, words):  # type: ignore[no-untyped-def]
+    """Write planes by way of `fields`: zeros, as many as fill whole words; `same` is a view of them, signed."""
+    size, sign = bits.size, np.uint64(8 * bits.itemsize - 1)
+    for i in range(size):
+        offset = (np.uint64(bits[i]) & np.uint64(mask)) - np.uint64(least)
+        fields[i] = offset | np.uint64(bits[i]) >> sign << np.uint64(width)
+    octets, room, row = (width + 1) // 8, (size + 7) // 8 * 8, (size + 63) // 64
+    for j in range(octets):
+        shift, plane = np.uint64(8 * j), planes[j * room : j * room + size]
+        for i in range(size):
+            plane[i] = np.uint64(fields[i]) >> shift & np.uint64(255)
+    for bit in range(8 * octets, width + 1):
+        one, at = same.dtype.type(1 << bit), octets * room // 8 + (bit - 8 * octets) * row
+        for w in range(row):
+            words[at + w] = reaching(same, 64 * w, one, one)
 
 
 @jit
-def _from_offsets(words, mask, sign, least, width, bits):  # type: ignore[no-untyped-def]
-    one, place = np.uint64(1), np.uint64(0)
-    for i in range(bits.size):
-        field = _taken(words, place)
-        offset, negative = field & ((one << np.uint64(width)) - one), (field >> np.uint64(width)) & one
-        magnitude = (offset + np.uint64(least)) & np.uint64(mask)
-        bits[i] = magnitude | negative << np.uint64(sign)
-        place += np.uint64(width) + one
-
-
-@jit
-def _put(field, width, place, word, words):  # type: ignore[no-untyped-def]
-    """Write a field of `width` bits at a place in words of which `word` is the last so far; return what is it now."""
-    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
-    shift = place & last
-    word |= field << shift
-    words[place >> six] = word
-    after = (field >> one) >> (last - shift)  # two shifts: one by 64 is not defined
-    return after if shift + width > last else word
-
-
-@jit
-def _taken(words, place):  # type: ignore[no-untyped-def]
-    """Return the 64 bits at a place in words; there is one word more behind the last field."""
-    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
-    at, shift = place >> six, place & last
-    return (words[at] >> shift) | ((words[at + one] << one) << (last - shift))
+def _from_offsets(planes, words, mask, least, width, bits):  # type: ignore[no-untyped-def]
+    size, one, sign = bits.size, np.uint64(1), np.uint64(8 * bits.itemsize - 1)
+    octets, room, row = (width + 1) // 8, (size + 7) // 8 * 8, (size + 63) // 64
+    bits[:] = 0
+    for j in range(octets):
+        shift, plane = np.uint64(8 * j), planes[j * room : j * room + size]
+        for i in range(size):
+            bits[i] |= np.uint64(plane[i]) << shift
+    for bit in range(8 * octets, width + 1):
+        shift, at = np.uint64(bit), octets * room // 8 + (bit - 8 * octets) * row
+        for w in range(size // 64):
+            word, some = words[at + w], bits[64 * w : 64 * w + 64]
+            for i in range(64):
+                some[i] |= (word >> np.uint64(i) & one) << shift
+        for i in range(size // 64 * 64, size):
+            bits[i] |= (words[at + i // 64] >> np.uint64(i % 64) & one) << shift
+    below = (one << np.uint64(width)) - one
+    for i in range(size):
+        field = np.uint64(bits[i])
+        magnitude = ((field & below) + np.uint64(least)) & np.uint64(mask)
+        bits[i] = magnitude | (field >> np.uint64(width) & one) << sign

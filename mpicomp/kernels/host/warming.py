@@ -41,7 +41,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
     values, indices = long[:64], np.arange(64, dtype=index_dtype)
     keys, width = host.magnitude_keys(values)
     words, room = np.zeros(4, np.uint64), np.empty(64, index_dtype)
-    fields = np.zeros(long.nbytes // 8 + 1, np.uint64)
+    planes = np.zeros(long.nbytes, np.uint8)
     return [
         lambda: host.raise_not_finite(values),
         lambda: host.top_k(long, 9),
@@ -70,6 +70,6 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.to_elias_fano(indices, 0, 0, np.zeros(2, np.uint64), np.zeros(4, np.uint64)),
         lambda: host.from_elias_fano(np.zeros(2, np.uint64), words, 0, 0, room),
         lambda: host.magnitude_range(values),
-        lambda: host.to_offsets(long, 0, 8 * long.itemsize - 1, fields),
-        lambda: host.from_offsets(fields, 0, 8 * long.itemsize - 1, np.empty_like(long)),
+        lambda: host.to_offsets(long, 0, 8 * long.itemsize - 1, planes),
+        lambda: host.from_offsets(planes, 0, 8 * long.itemsize - 1, np.empty_like(long)),
     ]
