@@ -483,26 +483,50 @@ def begun(operation: str, model: Model) -> Cost:
 
 
 def lower_bound(operation: str, case: Case, profile: Profile) -> Cost:
-    """Return what no algorithm can beat: ceil(lg P) rounds, and the least bytes that a rank has to send or receive.
+    """Return the least that messages at the rates of a profile take: seconds, bytes of a rank, and rounds.
+
+    Rounds: ceil(lg P) of one message each, but one of several messages in a reduce-scatter. Seconds: those bytes over
+    the faster of the two links, or what has to leave a node over the link between nodes, whichever takes longer.
+    """
+    ranks, nodes = case.ranks, case.nodes
+    if ranks == 1:
+        return Cost()
+    model, nbytes = Model(case, profile), least_nbytes(operation, case)
+    rounds = 1 if operation == "sparse_reduce_scatter" else upper(ranks)
+    start, seconds = min((model.link(0, far=far), model.link(nbytes, far=far)) for far in links(case))
+    if 1 < nodes < ranks:
+        seconds = max(seconds, model.link(least_nbytes(operation, as_nodes(operation, case)), far=True))
+    return Cost(rounds * start + max(0.0, seconds - start), nbytes, rounds)
+
+
+def links(case: Case) -> list[bool]:
+    """Return which links a rank has: one to the other nodes (True), one inside its own."""
+    return [far for far, there in ((True, case.nodes > 1), (False, case.per_node > 1)) if there]
+
+
+def as_nodes(operation: str, case: Case) -> Case:
+    """Return the case of the nodes as if each were one rank: with the entries of which something has to leave it."""
+    own, inside = case.union(1), case.union(case.per_node)
+    entries = {"sparse_allgather": case.per_node * own, "gtopk_allreduce": own}.get(operation, inside)
+    together = case.overlap * own / entries if entries else 0.0
+    return replace(case, ranks=case.nodes, entries=entries, overlap=together)
+
+
+def least_nbytes(operation: str, case: Case) -> float:
+    """Return the least bytes that a rank has to send, or to receive, on average.
 
     Exact sums: k + K (P-2)/P entries, K those of the union; gTop-k: 2 (P-1)/P k; reduce-scatter: (P-1)/P k;
     allgather: (P-1) k; dense: 2 (P-1)/P n values. An entry: the entropy of its index, and a sign and a fraction.
     """
     ranks, part, own = case.ranks, 1 - 1 / case.ranks, case.union(1)
-    if ranks == 1:
-        return Cost()
     entry, sums = entry_nbytes(case, own), entry_nbytes(case, case.union(ranks))
-    nbytes = {
+    return {
         "sparse_allreduce": own * entry + case.union(ranks) * (ranks - 2) / ranks * sums,
         "gtopk_allreduce": 2 * part * own * entry,
         "sparse_reduce_scatter": part * own * entry,
         "sparse_allgather": (ranks - 1) * own * entry,
         "dense_allreduce": 2 * part * case.span * case.value_nbytes,
     }[operation]
-    model = Model(case, profile)
-    far = case.nodes > 1
-    start = model.link(0, far=far)
-    return Cost(upper(ranks) * start + model.link(nbytes, far=far) - start, nbytes, upper(ranks))
 
 
 def entry_nbytes(case: Case, entries: float) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from collectives.cli import bench, explain, info, train, tune
 from collectives.cli.parser import Parser
+from mpicomp import __version__
 
 EXAMPLES = """
 mpicomp info
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser(subjects: Iterable[Any]) -> Parser:
     """Return the parser of the command line."""
     found = Parser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.", examples=EXAMPLES)
+    found.add_argument("--version", action="version", version=f"mpicomp {__version__}")
     commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for subject in subjects:
         subject.add_to(commands)

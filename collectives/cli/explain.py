@@ -13,8 +13,9 @@ from collectives.profiles import NETWORKS, Profile
 from collectives.tuning import Tuner
 
 ABOUT = """\
-Predict the seconds, the bytes that the busiest rank sends, and the rounds of every algorithm, beside what none can beat
-(the entropy of what has to travel, and ceil(lg P) rounds). The model is that of algorithm="auto"; it starts no MPI.
+Predict the seconds, the bytes that the busiest rank sends, and the rounds of every algorithm, beside a lower bound: the
+entropy of what has to travel, and ceil(lg P) rounds, in messages of this library. (Where all ranks share memory, MPI's
+own sums may have faster ones.) The model is that of algorithm="auto"; it starts no MPI.
 
 --network takes typical cores on a typical network, --profile what `mpicomp tune` measured. Where neither is given it is
 1gbit. A profile that was measured with more ranks than cores has that in its figures.

@@ -20,6 +20,8 @@ from mpicomp.vector import SparseVector, add_up, index_dtype
 Array = NDArray[Any]
 Collective = Callable[[Any, Any], Any]
 
+_ALONE = "gradient"  # what the one vector of an exchange without names is called
+
 
 class Bucket:
     """Pipelines whose vectors, of these lengths and of one dtype, travel together.
@@ -31,7 +33,7 @@ class Bucket:
         self, pipelines: Sequence[Pipeline], lengths: Sequence[int], collective: Collective, *, dense: bool = False
     ) -> None:
         self.pipelines, self.collective, self.dense = pipelines, collective, dense
-        self.vectors = ["gradient"] * len(pipelines)  # what they are called in errors, and in what is saved
+        self.vectors = [_ALONE] * len(pipelines)  # what they are called in errors, and in what is saved
         self.bounds = [0, *accumulate(lengths)]
         self.sent = self.received = self.rejected = self.nbytes = 0
         self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0
@@ -44,10 +46,12 @@ class Bucket:
         """
         began, error, told = perf_counter(), None, False
         vectors = []
-        for pipeline, flat in zip(self.pipelines, flats, strict=True):
+        for name, pipeline, flat in zip(self.vectors, self.pipelines, flats, strict=True):
             try:
                 vectors.append(pipeline.send(flat if error is None else error))
             except Exception as raised:
+                if error is None and raised is not flat and name != _ALONE:
+                    named(raised, [name])
                 error = error or raised
                 told = told or pipeline.talks
         self.compress_seconds = perf_counter() - began
@@ -162,6 +166,12 @@ class Bucket:
             [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
         )
         return total, sum(part.nnz for part in parts), rejected, votes
+
+
+def named(error: Exception, vectors: Sequence[str]) -> None:
+    """Put the tensors in front of what an error says, unless they stand there."""
+    if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("in "):
+        error.args = (f"in {', '.join(vectors)}: {error.args[0]}", *error.args[1:])
 
 
 def _check_sent(compressor: Any, vector: Any, flat: Array) -> None:

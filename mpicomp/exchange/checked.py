@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpicomp.checking import Mass, dense_mass, mass, tolerance
 from mpicomp.errors import CheckError
-from mpicomp.exchange.bucket import Bucket
+from mpicomp.exchange.bucket import Bucket, named
 from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
@@ -92,8 +92,7 @@ class CheckedBucket(Bucket):
         try:
             yield
         except Exception as error:
-            if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("in "):
-                error.args = (f"in {', '.join(self.vectors)}: {error.args[0]}", *error.args[1:])
+            named(error, self.vectors)
             raise
 
 

@@ -90,6 +90,14 @@ def test_sizes_are_looked_at_first(comm, settings, error, message):
         GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), sparse_allreduce, **settings)
 
 
+@pytest.mark.exactly(2)
+def test_a_residual_that_overflows_is_told_in_the_next_step(comm):
+    exchange = GradientExchange(comm, TopK(k=2), ErrorFeedback(), partial(gtopk_allreduce, k=1))
+    exchange(np.array([[40_000, 50_000, 0], [45_000, 0, 0]][comm.rank], np.float16))
+    with pytest.raises((ValueError, CollectiveError), match=r"values\[0\] is inf: expected finite values"):
+        exchange(np.zeros(3, np.float16))
+
+
 def test_a_null_communicator_is_told(comm):
     exchange = GradientExchange(MPI.COMM_NULL, TopK(density=0.1), ErrorFeedback(), sparse_allreduce)
     with pytest.raises(TypeError, match="comm is Comm: expected an mpi4py intracommunicator"):

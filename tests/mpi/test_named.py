@@ -478,3 +478,10 @@ def test_an_interrupt_leaves_all_as_it_was(comm):
         assert {name: array.tobytes() for name, array in after.items()} == {
             name: array.tobytes() for name, array in before.items()
         }
+
+
+def test_a_value_that_is_not_finite_is_told_with_its_tensor(comm):
+    exchange = GradientExchange(comm, TopK(density=0.5), ErrorFeedback(), sparse_allreduce, small=0)
+    bad = np.array([1, np.nan], np.float32) if comm.rank == comm.size - 1 else np.ones(2, np.float32)
+    with pytest.raises((ValueError, CollectiveError), match=r"in b: values\[1\] is nan: expected finite values"):
+        exchange({"a": np.ones(3, np.float32), "b": bad})
