@@ -5,7 +5,7 @@ what a server sends out is the union of the ranks' supports, and large gradients
 formula of the paper is public; the weights here are our own.
 
 A rank knows the support A of the last aggregate, its magnitudes, and how long each index has been out of it. The k
-largest scores travel; feedback keeps the rest, so nothing starves for ever.
+largest scores travel; feedback keeps the rest, so nothing starves for ever, but for what a quota of 1 leaves out.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class AggregationAware(Density):
         recency    x (1 + weight decay^age), age in aggregates since it was there
         votes      x (1 + weight votes / ranks), of how many ranks sent it last
         magnitude  x + weight |A|
-        quota      the share `quota` of k inside the last aggregate, the rest anywhere
+        quota      the share `quota` of k inside the last aggregate, the rest, at least one below a quota of 1, anywhere
 
     weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object for one vector; call `observe`
     with every aggregate. Before the first one it is exact top-k.

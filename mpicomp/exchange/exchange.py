@@ -107,6 +107,8 @@ class GradientExchange:
             flat, self._arrays = _not_named(), {}
         bucket = self._bucket([self._own], [flat.size if not isinstance(flat, Exception) else 0], self.collective)
         try:
+            if self._own.talks and not self._one:  # before it talks: a rank with named tensors meets the others here
+                self._meet(lambda: None, _ONE_VECTOR)
             bucket.start([flat], self.comm)
             bucket.settle(self.comm, average=self.average)
             self._agree_to_keep()
@@ -330,8 +332,8 @@ class GradientExchange:
             self._check_kind_of(name)
         return [described(name, array)[0] for name, array in tensors.items()]
 
-    def _meet(self, prepare: Callable[[], T]) -> T:
-        """Return what `prepare` does, on all ranks, or raise on all: by a sum of nothing.
+    def _meet(self, prepare: Callable[[], T], length: int = 0) -> T:
+        """Return what `prepare` does, on all ranks, or raise on all: by a sum of nothing, of a length.
 
         By the collective, not by the communicator: so ranks that call something else are told, and deadlines hold.
         """
@@ -340,7 +342,7 @@ class GradientExchange:
         except Exception as error:
             outcome = failed(self.collective, error, self.comm)
         else:
-            outcome = self.collective(SparseVector.empty(0, np.float64), self.comm)
+            outcome = self.collective(SparseVector.empty(length, np.float64), self.comm)
         try:
             if hasattr(outcome, "wait"):
                 outcome.wait()
@@ -482,6 +484,8 @@ class GradientExchange:
         if self.log:
             self.log(self.statistics)
 
+
+_ONE_VECTOR = 1  # the length of the sum of nothing by which ranks meet whose exchange has no named tensors
 
 _SUMMED = (
     "sent",

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import (
+    SupportPlan,
+    aligned_allreduce,
     dense_allreduce,
     dense_iallreduce,
     gtopk_allreduce,
@@ -16,8 +18,10 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
+from collectives.progress import Engine
 from mpicomp import (
     CollectiveError,
+    CyclicLeader,
     ErrorFeedback,
     GradientExchange,
     NoFeedback,
@@ -485,3 +489,26 @@ def test_a_value_that_is_not_finite_is_told_with_its_tensor(comm):
     bad = np.array([1, np.nan], np.float32) if comm.rank == comm.size - 1 else np.ones(2, np.float32)
     with pytest.raises((ValueError, CollectiveError), match=r"in b: values\[1\] is nan: expected finite values"):
         exchange({"a": np.ones(3, np.float32), "b": bad})
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allreduce, aligned_allreduce])
+def test_a_dict_on_one_rank_and_arrays_on_the_others_raise_on_all_where_the_compressor_talks(comm, collective):
+    exchange = GradientExchange(comm, CyclicLeader(comm, SupportPlan, 0.5), ErrorFeedback(), collective)
+    gradient = np.arange(9, dtype=np.float32)
+    with pytest.raises(CollectiveError, match="length"):
+        exchange({"w": gradient} if comm.rank == 0 else gradient)
+
+
+def test_progress_looks_at_what_is_in_flight_once_and_again_for_each_that_ended(comm, monkeypatch):
+    tensors, polls = {f"t{number}": np.ones(9, np.float32) for number in range(12)}, []
+    exchange = GradientExchange(comm, TopK(density=0.5), ErrorFeedback(), sparse_iallreduce, small=0, bucket_nbytes=0)
+    exchange.register(tensors)
+    whole = Engine.poll
+    monkeypatch.setattr(Engine, "poll", lambda engine: polls.append(engine) or whole(engine))
+    for name, array in tensors.items():
+        exchange.start(name, array)
+    for _ in range(5):
+        exchange.progress()
+    assert len(polls) <= len(tensors) + 5 + len(tensors)
+    exchange.finish()
