@@ -44,7 +44,8 @@ class SparseVector:
     `width` values: the gradient of an embedding, say. length: 0 to 2^63 - 1, in numbers or in rows.
 
     Both live in main memory (NumPy) or on one device (CuPy), and so does whatever is made of them. Arrays of the right
-    dtype are kept as they are, without a copy: do not change them afterwards.
+    dtype are kept as they are, without a copy: do not change them afterwards, nor those of a vector that comes from
+    another one or from a collective, as they may be the same.
 
     Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index);
     `validate` looks at every entry, and every sparse collective calls it on what it is given.

@@ -280,6 +280,13 @@ def test_adacomp_sends_an_entry_where_the_new_gradient_undoes_the_largest():
     assert AdaComp(50).compress(np.zeros(3), gradient=np.ones(3)).nnz == 0
 
 
+def test_adacomp_takes_the_largest_numbers():
+    gradient = np.full(200, 1e308)
+    vector = AdaComp(50).compress(gradient, gradient=gradient)
+    assert vector.nnz == 200
+    np.testing.assert_allclose(vector.values, gradient)
+
+
 def test_bfloat16_of_float64_is_rounded_once():
     vector = SparseVector(range(5), [1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8, -1e300, 3e-320], 5)
     quantised, _ = quantise(vector, "bfloat16")

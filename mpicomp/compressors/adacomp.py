@@ -12,6 +12,7 @@ where no other does; messages are those of `mpicomp.codec`, where an index takes
 about 5.3 bits at five entries in a bin of 50, and not the paper's 8 bits for an offset in its bin and a sign.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ import numpy as np
 from mpicomp.arrays import kernels_for, namespace
 from mpicomp.compressors.common import Report, finite_vector
 from mpicomp.vector import SparseVector, index_dtype
+
+
+def _mean(largest: Any) -> float:
+    """Return the mean of the bins' maxima that are not zero, of which there are some; their sum may be out of range."""
+    moments = kernels_for(largest).moments(largest)
+    mean = moments.absolute / moments.nonzeros
+    return mean if math.isfinite(mean) else kernels_for(largest).moments(largest / moments.nonzeros).absolute
 
 
 class AdaComp:
@@ -50,13 +58,13 @@ class AdaComp:
         padded = namespace(dense).zeros(bins * self.bin_size, np.float64)
         padded[: dense.size] = np.abs(dense)
         largest = padded.reshape(bins, self.bin_size).max(axis=1)
-        padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
+        with np.errstate(over="ignore"):  # what is beyond the range is beyond any largest one too
+            padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
         chosen = (padded.reshape(bins, self.bin_size) >= largest[:, None]) & (largest[:, None] > 0)
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
         if not positions.size:  # the new gradient undoes what was the largest of every bin
             positions, _ = kernels_for(dense).largest(dense, 1)
-        moments = kernels_for(largest).moments(largest)
-        scale = dense.dtype.type(moments.absolute / moments.nonzeros if positions.size else 0)
+        scale = dense.dtype.type(_mean(largest) if positions.size else 0)
         values = np.copysign(scale, dense[positions])
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
         self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))
