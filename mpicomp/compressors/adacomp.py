@@ -25,8 +25,8 @@ from mpicomp.vector import SparseVector, index_dtype
 def _mean(largest: Any) -> float:
     """Return the mean of the bins' maxima that are not zero, of which there are some; their sum may be out of range."""
     moments = kernels_for(largest).moments(largest)
-    mean = moments.absolute / moments.nonzeros
-    return mean if math.isfinite(mean) else kernels_for(largest).moments(largest / moments.nonzeros).absolute
+    mean = float(moments.absolute) / moments.nonzeros
+    return mean if math.isfinite(mean) else float(kernels_for(largest).moments(largest / moments.nonzeros).absolute)
 
 
 class AdaComp:
