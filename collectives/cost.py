@@ -19,6 +19,7 @@ from collectives.schedule import core_size
 
 LINE = 64  # bytes: messages are padded to it, see `collectives.transport`
 HEADERS = 64  # bytes of a block before its entries: the envelope and the codec's header
+CLOSE_HEAD = 28  # bytes: what stands behind values that are close together, and the ends of their planes
 CLOSE = 7 / 8  # of the bits of a value: those of 16 octaves instead of the 256 of a float32, say
 FRACTION_BITS = {2: 10, 4: 23, 8: 52}  # of a value of so many bytes
 HISTOGRAM = 256 * 8  # bytes of a digit of the exact gTop-k's search
@@ -253,7 +254,7 @@ def value_section(entries: float, value_nbytes: int, codec: str, *, everywhere: 
     everywhere: values of all positions have zeros among them.
     """
     plain = entries * value_nbytes
-    return plain if codec != "smallest" or everywhere else min(plain, 28 + plain * CLOSE)
+    return plain if codec != "smallest" or everywhere else min(plain, CLOSE_HEAD + plain * CLOSE)
 
 
 # The algorithms of sparse_allreduce. `told`: whether samples of the indices travel in the survey.

@@ -10,7 +10,7 @@ from strategies import DTYPES, sparse_vectors
 
 from mpicomp import CodecError, SparseVector
 from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, encoded_nbytes, plain, quick, smallest
-from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, RANGE
+from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, INT64, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets
 
 
@@ -57,12 +57,12 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     same(decode(message), vector)
 
 
-@pytest.mark.parametrize("form", range(len(INDEX_FORMATS)))
+@pytest.mark.parametrize("form", [INT64, BITMAP, BLOCKS, ELIAS_FANO])
 def test_the_last_positions_of_the_longest_vector_come_back(form):
     length = 2**63 - 1
     vector = SparseVector(length - 1 - np.arange(60_000, -1, -10_000), np.ones(7), length)
-    if INDEX_FORMATS[form].nbytes(vector) is not None:
-        same(decode(encode(vector, coding=Coding(form, plain(vector).values))), vector)
+    back = decode(encode(vector, coding=Coding(form, plain(vector).values)))
+    assert back.indices.tolist() == vector.indices.tolist()
 
 
 def test_formats_know_their_numbers():

@@ -8,25 +8,17 @@ All that travel have one magnitude, the mean of the bins' maxima, and the sign o
 takes a bit. What that loses stays in the residual.
 
 Differences from the paper: a bin of zeros sends nothing, but of a vector that is not zero the largest entry travels
-where no other does; messages are those of `mpicomp.codec`, where an index takes
-about 5.3 bits at five entries in a bin of 50, and not the paper's 8 bits for an offset in its bin and a sign.
+where no other does; messages are those of `mpicomp.codec`, where an index takes about 5.3 bits at five entries in a bin
+of 50, and not the paper's 8 bits for an offset in its bin and a sign.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import kernels_for, namespace
-from mpicomp.compressors.common import Report, finite_vector
+from mpicomp.compressors.common import Report, finite_vector, mean_magnitude
 from mpicomp.vector import SparseVector, index_dtype
-
-
-def _mean(largest: Any) -> float:
-    """Return the mean of the bins' maxima that are not zero, of which there are some; their sum may be out of range."""
-    moments = kernels_for(largest).moments(largest)
-    mean = float(moments.absolute) / moments.nonzeros
-    return mean if math.isfinite(mean) else float(kernels_for(largest).moments(largest / moments.nonzeros).absolute)
 
 
 class AdaComp:
@@ -64,7 +56,7 @@ class AdaComp:
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
         if not positions.size:  # the new gradient undoes what was the largest of every bin
             positions, _ = kernels_for(dense).largest(dense, 1)
-        scale = dense.dtype.type(_mean(largest) if positions.size else 0)
+        scale = dense.dtype.type(mean_magnitude(largest, int(np.count_nonzero(largest))) if positions.size else 0)
         values = np.copysign(scale, dense[positions])
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
         self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))

@@ -1,5 +1,6 @@
 """What several compressors share: the density that is asked for, and picking entries of a dense vector."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,13 @@ class Density:
     def __repr__(self) -> str:
         asked = f"density={self.density}" if self.k is None else f"k={self.k}"
         return f"{type(self).__name__}({asked})"
+
+
+def mean_magnitude(values: Array, count: int) -> float:
+    """Return the sum of magnitudes over `count`; it may be in range where the sum is not."""
+    moments = kernels_for(values).moments
+    mean = float(moments(values).absolute) / count
+    return mean if math.isfinite(mean) else float(moments(values / count).absolute)
 
 
 def finite_vector(corrected: Any) -> Array:

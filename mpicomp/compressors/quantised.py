@@ -7,13 +7,12 @@ The quantised values keep their dtype, so what the ranks add up is added up exac
 that they fit a shorter format and writes them in it. Sums of quantised values need not fit: they travel in full.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for
+from mpicomp.compressors.common import mean_magnitude
 from mpicomp.compressors.protocol import Compressor
 from mpicomp.vector import SparseVector
 
@@ -45,10 +44,7 @@ def _rounded_to_odd(values: Array) -> Array:
 
 
 def _to_signs(values: Array) -> Array:
-    flat, size = values.reshape(-1), max(1, values.size)
-    scale = kernels_for(values).moments(flat).absolute / size
-    if not math.isfinite(scale):  # the sum is out of range, the mean is not
-        scale = kernels_for(values).moments(flat / size).absolute
+    scale = mean_magnitude(values.reshape(-1), max(1, values.size))
     signed: Array = np.copysign(values.dtype.type(scale), values)
     return signed
 

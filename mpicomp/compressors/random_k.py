@@ -22,8 +22,7 @@ class RandomK(Density):
 
     density or k: see `Density`. seed: the same on all ranks. unbiased: divide the values by the probability with which
     their position is drawn, so that what travels is the gradient on average; for use without error feedback only,
-    which keeps the rest anyway. aligned: send
-    exact zeros too, so that the supports are the same on all ranks.
+    which keeps the rest anyway. aligned: send exact zeros too, so that the supports are the same on all ranks.
 
     `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
     """

@@ -102,9 +102,8 @@ class SIDCo:
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
         self.report = Report(self.density, vector.density, vector.nbytes, threshold, stages)
         if values.size:
-            self._adapt(
-                values.size / min(nonzeros, self.count(dense.size))
-            )  # there are no more, whatever the threshold
+            wanted = min(nonzeros, self.count(dense.size))  # there are no more, whatever the threshold
+            self._adapt(values.size / wanted)
         return vector
 
     def __repr__(self) -> str:
