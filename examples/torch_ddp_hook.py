@@ -41,11 +41,11 @@ class HookState:
         self.buckets = set()  # the parameters of each bucket so far, to see that they change
 
     def complete(self):
-        """Wait for the means, and put them where DDP takes them from, and where it takes none."""
-        means, waiting, self.waiting = self.exchange.finish(), self.waiting, []
+        """Wait for the means, which are then where DDP takes them from, and put them where it takes none."""
+        self.exchange.finish()
+        waiting, self.waiting = self.waiting, []
         for future, buffer, parts in waiting:
             for parameter, part in parts:
-                part.copy_(means[self.names[parameter]])
                 if parameter.grad is not None:
                     parameter.grad.copy_(part)
                 else:  # not used here; if on no rank, DDP leaves it None
@@ -59,7 +59,7 @@ def exchange_hook(state, bucket):
     state.waiting.append((future, bucket.buffer(), parts))
     state.buckets.add(tuple(state.names[parameter] for parameter, _ in parts))
     for parameter, part in parts:
-        state.exchange.start(state.names[parameter], part)
+        state.exchange.start(state.names[parameter], part, out=part)
     if bucket.is_last():
         state.complete()
     return future

@@ -3,7 +3,8 @@
     mpirun -n 2 python -m mpi4py examples/torch_manual.py
 
 A hook on each parameter hands its gradient to the exchange as soon as it is there (`start`); a bucket that is full
-leaves at once, and `finish` waits for the sums after the backward pass. Three rules do the rest:
+leaves at once, and `finish` waits for the sums after the backward pass, and writes the means over the gradients
+(`out=`). Three rules do the rest:
 
 * order: `register` names the tensors once, in the order of the backward pass; buckets leave in that order everywhere;
 * a parameter that a step did not use is not started on this rank, and counts as zero. Its mean need not be zero: other
@@ -123,7 +124,7 @@ def train(case, data, comm, steps):
     model, early = new_network(), 0
     exchange, optimizer = new_exchange(model, comm), torch.optim.SGD(model.parameters(), RATE)
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: exchange.start(name, p.grad))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: exchange.start(name, p.grad, out=p.grad))
     for step in range(steps):
         optimizer.zero_grad()
         if step < case.batches(comm.rank, steps):

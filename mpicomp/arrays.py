@@ -107,6 +107,31 @@ def beside(array: Any, other: Any) -> Any:
     return to_numpy(array) if on_device(array) else namespace(other).asarray(array)
 
 
+def set_to_zero(array: Array) -> None:
+    """Make all values zero; byte by byte where they lie behind each other: NumPy does that at twice the speed."""
+    plain = on_device(array) or not array.flags.c_contiguous
+    (array if plain else array.view(np.uint8))[:] = 0
+
+
+def room_in(out: Any) -> Array:
+    """Return an array that is to be written to as one vector (1-d), a view.
+
+    Raises what `to_values` does, and TypeError for bfloat16; ValueError where writing to the view would not write to
+    the array: it is read-only, as JAX's are, or its values do not lie behind each other in C order.
+    """
+    if _is_bfloat16(out):
+        raise TypeError("got bfloat16, which is exchanged as float32: expected float16, float32 or float64")
+    values = to_values(out)
+    if not (on_device(values) or values.flags.writeable):
+        raise ValueError(
+            f"NumPy may not write to {_kind(out)}: expected one that can be changed (none of JAX is; NumPy before "
+            "2.1 takes none that comes through DLPack for such)"
+        )
+    if not values.flags.c_contiguous:
+        raise ValueError("its values do not lie behind each other in C order: expected a contiguous array")
+    return values.reshape(-1)
+
+
 def first_and_last(array: Array) -> tuple[Any, Any]:
     """Return the first and the last of a vector that has any, as Python's numbers: from a device in one copy."""
     ends = array if not on_device(array) else to_numpy(array[:: max(1, array.size - 1)])

@@ -18,6 +18,7 @@ from mpicomp.arrays import (
     kernels_for,
     namespace,
     on_device,
+    set_to_zero,
     to_numpy,
     to_values,
     to_vector,
@@ -124,7 +125,7 @@ class SparseVector:
         elif out.shape != shape or out.dtype != self.values.dtype:
             raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
         else:
-            out[:] = 0
+            set_to_zero(out)
         return self._written_to(out)
 
     def _written_to(self, out: Array, first: int = 0) -> Array:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpicomp import SparseVector
-from mpicomp.arrays import like, to_array
+from mpicomp.arrays import like, room_in, set_to_zero, to_array
 
 
 class Foreign:
@@ -146,3 +146,30 @@ def test_bfloat16_of_jax():
     back = like(np.ones(2, np.float32), array)
     assert isinstance(back, jax.Array)
     assert back.dtype == jax.numpy.bfloat16
+
+
+def test_room_in_a_torch_tensor_is_its_memory():
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(2, 3)
+    room_in(tensor)[:] = 1
+    assert tensor.sum() == 6
+    with pytest.raises(TypeError, match="bfloat16"):
+        room_in(tensor.bfloat16())
+    with pytest.raises(ValueError, match="C order"):
+        room_in(tensor.T)
+
+
+def test_there_is_no_room_in_a_jax_array():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(ValueError, match="may not write"):
+        room_in(jax.numpy.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_set_to_zero_leaves_no_bit_and_nothing_else(dtype, stride):
+    base = np.full((4, 6), -1, dtype)
+    set_to_zero(base[1:3, ::stride])
+    expected = np.full((4, 6), -1, dtype)
+    expected[1:3, ::stride] = 0
+    assert base.tobytes() == expected.tobytes()

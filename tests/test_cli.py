@@ -76,7 +76,7 @@ def test_bench_kernels_prints_a_table_and_writes_json(capsys, tmp_path):
 def test_bench_exchange_compares_with_the_dense_allreduce(capsys):
     assert main(["bench", "exchange", "--length", "50000", "--density", "0.1", "0.01", "--repeats", "2"]) == 0
     table = capsys.readouterr().out
-    assert table.count("MPI_Allreduce") == 12
+    assert table.count("MPI_Allreduce") == 14
     assert "0.01 selection, sparse_allreduce" in table
 
 

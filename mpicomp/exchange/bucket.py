@@ -5,7 +5,7 @@ that here and CollectiveError on the others, so nobody waits for ever.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -84,10 +84,13 @@ class Bucket:
             self._distribute(mean, rejected, shares)
         self.restore_seconds = perf_counter() - began
 
-    def commit(self) -> list[Array]:
-        """Let every pipeline keep what did not travel, and return what the caller gets of each."""
+    def commit(self, outs: Sequence[Array | None] = ()) -> list[Array]:
+        """Let every pipeline keep what did not travel, and return what the caller gets of each.
+
+        outs: for each pipeline the vector to write that to, or None for a new one; () for new ones everywhere.
+        """
         began = perf_counter()
-        results = [pipeline.commit() for pipeline in self.pipelines]
+        results = [pipeline.commit(out) for pipeline, out in zip_longest(self.pipelines, outs)]
         self.restore_seconds += perf_counter() - began
         return results
 

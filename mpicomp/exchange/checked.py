@@ -51,13 +51,13 @@ class CheckedBucket(Bucket):
             super().settle(comm, average=average)
         self._times, self._size = comm.size if average else 1, comm.size
 
-    def commit(self) -> list[Array]:
+    def commit(self, outs: Sequence[Array | None] = ()) -> list[Array]:
         """See `Bucket.commit`; `accounts` then tells of it."""
         held = [
             (pipeline._corrected.copy(), pipeline._sent, pipeline._rejected, pipeline._arrived)
             for pipeline in self.pipelines
         ]
-        results = super().commit()
+        results = super().commit(outs)
         self.accounts = [
             self._account(name, result, pipeline.feedback.residual, *before)
             for name, result, pipeline, before in zip(self.vectors, results, self.pipelines, held, strict=True)

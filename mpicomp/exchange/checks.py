@@ -1,5 +1,6 @@
 """Are the parts of an exchange what they should be: errors in the caller's words, before any message."""
 
+from collections.abc import Mapping
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -45,6 +46,14 @@ def check_sizes(**sizes: Any) -> None:
             raise TypeError(f"{name} is {size!r}: expected an integer")
         if size < 0:
             raise ValueError(f"{name} is {size}: expected at least 0")
+
+
+def check_outs(outs: Any, arrays: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError unless these are arrays for results, by the names of gradients."""
+    if not isinstance(outs, Mapping):
+        raise TypeError(f"out is {type(outs).__name__}: expected a dict by name, as the gradients are")
+    if unknown := [name for name in outs if name not in arrays]:
+        raise ValueError(f"out has {unknown[0]!r}: expected names of the gradients that are handed over")
 
 
 def each_its_own(stations: list[Station]) -> list[Station]:

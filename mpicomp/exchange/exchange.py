@@ -14,7 +14,7 @@ from mpicomp.compressors.protocol import chain, failed
 from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
 from mpicomp.exchange.checked import CheckedBucket, balance, in_step
-from mpicomp.exchange.checks import check_collective, check_pair, check_part, check_sizes, each_its_own
+from mpicomp.exchange.checks import check_collective, check_outs, check_pair, check_part, check_sizes, each_its_own
 from mpicomp.exchange.flat import flattened, sound
 from mpicomp.exchange.layout import Array, Rules, Station, Tensor, agreed, build, check_same, described
 from mpicomp.exchange.pipeline import Pipeline
@@ -84,9 +84,11 @@ class GradientExchange:
         self._names: set[str] = set()
         self._one = False  # it has exchanged one vector
         self._arrays: dict[str, Any] = {}  # of this step, from `start` to `finish`
+        self._outs: dict[str, Any] = {}  # where their means go
         self._started = 0  # stations of this step
+        self._spare: Array | None = None  # for the arrays of a list, and their mean, where `out` is given
 
-    def __call__(self, gradient: Any) -> Any:
+    def __call__(self, gradient: Any, *, out: Any = None) -> Any:
         """Return the mean over the ranks of what travelled of `gradient`, as the same kind of array.
 
         gradient: one array of any shape; or a list or tuple of arrays of one dtype (then a list comes back), which are
@@ -95,16 +97,21 @@ class GradientExchange:
         memory or on a CUDA device; see `mpicomp.arrays` for the kinds. The same shapes, in the same order, and dtypes
         on every rank (of an array or a list the total length and the dtype are compared).
 
-        Raises ValueError or TypeError for a bad gradient here, `CollectiveError` on the other ranks; OverflowError on
-        all of them when the sum leaves the range of the dtype. The residual is then as it was before the call.
+        out: as `gradient`, the arrays to write the mean to, which then come back: contiguous, of the same shapes and
+        dtypes, or the gradient itself. New memory costs more than a pass over it. For a list, whose arrays are put
+        together for a step, the exchange then keeps the memory for that as well. A dict may leave out some.
+
+        Raises ValueError or TypeError for a bad gradient or `out` here, `CollectiveError` on the other ranks;
+        OverflowError on all of them when the sum leaves the range of the dtype. The residual, and `out`, are then as
+        they were before the call.
         """
         if isinstance(gradient, Mapping):
-            return self._exchange_named(gradient)
+            return self._exchange_named(gradient, {} if out is None else out)
         if self._stations:
             self._fail(_not_named())
-        flat, restore = flattened(gradient)
+        flat, whole, restore = flattened(gradient, out, self._spare)
         if self._arrays:
-            flat, self._arrays = _not_named(), {}
+            flat, self._arrays, self._outs = _not_named(), {}, {}
         bucket = self._bucket([self._own], [flat.size if not isinstance(flat, Exception) else 0], self.collective)
         try:
             if self._own.talks and not self._one:  # before it talks: a rank with named tensors meets the others here
@@ -118,8 +125,8 @@ class GradientExchange:
             raise
         finally:  # an error may be held, and the gradient must not be with it
             del flat
-        (result,) = bucket.commit()
-        self._one = True
+        (result,) = bucket.commit([whole])
+        self._spare, self._one = whole if isinstance(gradient, list | tuple) else None, True
         self._end_step([bucket])
         return restore(result)
 
@@ -138,17 +145,19 @@ class GradientExchange:
             self._fail(RuntimeError("a step is under way: register the tensors before the first of them is started"))
         self._register(tensors)
 
-    def start(self, name: str, array: Any) -> None:
+    def start(self, name: str, array: Any, *, out: Any = None) -> None:
         """Hand over a tensor's gradient; its bucket leaves once it is full and those before it have left.
 
         name: of a tensor, once a step. array: of the shape and dtype it had at first, or None for zeros; do not change
         it before `finish`, which raises what is wrong with it. In the first step, without `register`, buckets leave in
-        `finish`.
+        `finish`. out: where `finish` writes the mean to, as in a call of the exchange; it may be `array`.
 
         Raises KeyError or ValueError at once for a name that is unknown, or was there in this step; the step goes on.
         """
         self._check_name(name)
         self._arrays[name] = array
+        if out is not None:
+            self._outs[name] = out
         try:
             self._leave(lambda station: station.names <= self._arrays.keys())
         except BaseException as error:
@@ -180,9 +189,9 @@ class GradientExchange:
             self._end_badly(error)
             raise
         means: dict[str, Any] = {}
-        self._arrays, self._started = {}, 0
+        self._arrays, self._outs, self._started = {}, {}, 0
         for station in self._stations:
-            means |= station.restore(station.bucket.commit())
+            means |= station.commit()
         self._end_step([station.bucket for station in self._stations])
         return means
 
@@ -192,7 +201,7 @@ class GradientExchange:
         parameters: as the gradients: an array, a list, or a dict by name.
         """
         if not isinstance(parameters, Mapping):
-            flat, restore = flattened(parameters)
+            flat, _, restore = flattened(parameters)
             return restore(_ahead(self._own, sound(flat)))
         points: dict[str, Any] = {}
         for station in self._stations:
@@ -297,15 +306,16 @@ class GradientExchange:
                 pipeline.load_state_dict(held)
             raise
 
-    def _exchange_named(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+    def _exchange_named(self, gradients: Mapping[str, Any], outs: Mapping[str, Any]) -> dict[str, Any]:
         try:
             arrays = dict(gradients.items())
             for name in arrays:
                 self._check_name(name)
+            check_outs(outs, arrays)
         except Exception as error:
             self._fail(error)
         for name, array in arrays.items():
-            self.start(name, array)
+            self.start(name, array, out=outs.get(name))
         means = self.finish()
         return {name: means[name] for name in arrays} | means
 
@@ -370,7 +380,7 @@ class GradientExchange:
         """Take part in a step as a failed rank; raises. Where all of it is in flight it goes on, to be finished."""
         try:
             if not self._stations:
-                self._arrays = {}
+                self._arrays, self._outs = {}, {}
                 try:
                     self._meet(partial(_throw, error))
                 finally:
@@ -419,14 +429,14 @@ class GradientExchange:
             if not ready(station):
                 break
             self._started += 1
-            station.bucket.start(station.flats(self._arrays), self.comm)
+            station.start(self._arrays, self._outs, self.comm)
         self.progress()
 
     def _abandon(self, *, wait: bool = True) -> None:
         """End a step that failed: all is as before it."""
         for station in reversed(self._stations):
-            station.bucket.abandon(wait=wait)
-        self._arrays, self._started = {}, 0
+            station.abandon(wait=wait)
+        self._arrays, self._outs, self._started = {}, {}, 0
 
     def _pipeline(self, tensors: Mapping[str, Any], tensor: Tensor | None) -> Pipeline:
         """Return the pipeline of a tensor, or of small ones together."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kind_of, namespace, to_values
+from mpicomp.arrays import kind_of, namespace, room_in, to_values
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import CollectiveError
 from mpicomp.exchange.bucket import Bucket, Collective
@@ -64,6 +64,24 @@ class Tensor:
             )
         return self.xp.ascontiguousarray(values).reshape(-1)  # type: ignore[no-any-return]
 
+    def room(self, out: Any) -> Array | None:
+        """Return the vector to write a mean to that is to be in `out`; None for None.
+
+        Raises ValueError or TypeError when it has another shape, dtype or memory, or cannot be written to.
+        """
+        if out is None:
+            return None
+        given, _ = described(f"out for {self.name}", out)
+        if (given.shape, given.dtype, given.xp) != (self.shape, self.dtype, self.xp):
+            raise ValueError(
+                f"out for {self.name} is {given.dtype} of shape {given.shape} in the memory of {given.xp.__name__}: "
+                f"expected {self.dtype} of shape {self.shape} in {self.xp.__name__}'s"
+            )
+        try:
+            return room_in(out)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"out for {self.name}: {error}") from error
+
     def restore(self, flat: Array) -> Any:
         """Return a vector in the shape of this tensor, and as its kind of array."""
         return self.back(flat.reshape(self.shape))
@@ -76,6 +94,33 @@ def described(name: str, array: Any) -> tuple[Tensor, Array]:
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from error
     return Tensor(name, values.shape, values.dtype, kind_of(array), namespace(values)), values
+
+
+class Destination:
+    """Where the mean of one vector goes: for each of its tensors to the array that is given, or for None to a new one.
+
+    Raises what `Tensor.room` does.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], outs: Sequence[Any]) -> None:
+        self.tensors, self.outs = tensors, outs
+        self._rooms = [tensor.room(out) for tensor, out in zip(tensors, outs, strict=True)]
+
+    @property
+    def whole(self) -> Array | None:
+        """The vector that can take all of the mean, if there is one."""
+        return self._rooms[0] if len(self._rooms) == 1 else None
+
+    def restore(self, result: Array) -> list[Any]:
+        """Return what the caller gets of each tensor, from the mean in `whole` or elsewhere."""
+        parts = divided(result, [tensor.size for tensor in self.tensors])
+        for room, part in zip(self._rooms, parts, strict=True):
+            if room is not None and room is not result:
+                room[:] = part
+        return [
+            tensor.restore(part) if out is None else out
+            for tensor, out, part in zip(self.tensors, self.outs, parts, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -106,6 +151,28 @@ class Station:
         lengths = [sum(tensor.size for tensor in group) for group in groups]
         self.bucket = bucket(pipelines, lengths, collective, **how)
         self.bucket.vectors = ["+".join(_without_plus(tensor.name) for tensor in group) for group in groups]
+        self._destinations: list[Destination] = []
+
+    def start(self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any) -> None:
+        """Start the bucket with the tensors' gradients, whose means go to `outs` where one is given; see `Bucket`."""
+        destinations = [_destination(group, outs) for group in self.groups]
+        self._destinations = [each for each in destinations if isinstance(each, Destination)]
+        pairs = zip(destinations, self.flats(arrays), strict=True)
+        self.bucket.start([flat if isinstance(to, Destination) else to for to, flat in pairs], comm)
+
+    def commit(self) -> dict[str, Any]:
+        """Let the bucket keep what did not travel, and return what the caller gets, by name."""
+        results = self.bucket.commit([destination.whole for destination in self._destinations])
+        means: dict[str, Any] = {}
+        for destination, result in zip(self._destinations, results, strict=True):
+            means |= zip((tensor.name for tensor in destination.tensors), destination.restore(result), strict=True)
+        self._destinations = []
+        return means
+
+    def abandon(self, *, wait: bool) -> None:
+        """See `Bucket.abandon`."""
+        self._destinations = []
+        self.bucket.abandon(wait=wait)
 
     def flats(self, arrays: Mapping[str, Any]) -> list[Array | Exception]:
         """Return the vector of each pipeline, or why there is none; a tensor without an array counts as zero."""
@@ -181,6 +248,13 @@ def _joined(group: Sequence[Tensor], arrays: Mapping[str, Any]) -> Array | Excep
         parts = [tensor.flat(arrays.get(tensor.name)) for tensor in group]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
     except Exception as error:  # whatever it is: the other ranks have to hear of it
+        return error
+
+
+def _destination(group: Sequence[Tensor], outs: Mapping[str, Any]) -> Destination | Exception:
+    try:
+        return Destination(group, [outs.get(tensor.name) for tensor in group])
+    except Exception as error:  # as for a bad gradient
         return error
 
 

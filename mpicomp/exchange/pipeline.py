@@ -6,6 +6,7 @@ before `send`. So a step that fails anywhere, on any rank, leaves all of them as
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,15 @@ class Pipeline:
         self._mean = mean if self.downlink is None else self.downlink.compress(mean)
         self._rejected = rejected
 
-    def commit(self) -> Array:
-        """Keep what did not travel, and return what the caller gets, 1-d."""
+    def commit(self, out: Array | None = None) -> Array:
+        """Keep what did not travel, and return what the caller gets, 1-d; in `out` where it is given."""
         self.feedback.keep(self._corrected, self._sent, self._rejected)
         if self.downlink is not None:
             self.downlink.keep()
-        result = self.feedback.result(self._mean)
+        writes = (
+            out is not None and "out" in signature(self.feedback.result).parameters
+        )  # else what it returns is copied
+        result = self.feedback.result(self._mean, out) if writes else self.feedback.result(self._mean)
         self.forget()
         return result
 

@@ -52,9 +52,9 @@ class Kept:
         """For how many numbers it keeps something; None before any."""
         return math.prod(self._shape()) if self._begun else None
 
-    def result(self, mean: SparseVector) -> Array:
-        """Return the mean as a dense vector, shape (n,)."""
-        return mean.to_dense()
+    def result(self, mean: SparseVector, out: Array | None = None) -> Array:
+        """Return the mean as a dense vector, shape (n,); `out` where it is given."""
+        return mean.to_dense(out)
 
     def rescale(self, factor: float) -> None:
         """Multiply what is owed in gradient units by `factor`, the old learning rate over the new one.

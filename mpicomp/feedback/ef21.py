@@ -77,11 +77,14 @@ class EF21(Kept):
         if self.momentum < 1:
             self._swap("target", self._spares["target"])
 
-    def result(self, mean: SparseVector) -> NDArray[Any]:
+    def result(self, mean: SparseVector, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Add the mean (or the sum) over the ranks to h; return a copy of h in the dtype of the mean, shape (n,)."""
         aggregate = self._arrays["aggregate"]
         kernels_for(aggregate).scatter_add(aggregate, mean.indices, mean.values)
-        return aggregate.astype(mean.dtype)
+        if out is None:
+            return aggregate.astype(mean.dtype)
+        out[:] = aggregate
+        return out
 
     def _blended(self, gradient: NDArray[Any]) -> NDArray[Any]:
         """Return (1 - b) v + b g, written as b ((1 - b) / b v + g), which needs no second buffer."""

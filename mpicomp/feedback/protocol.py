@@ -32,10 +32,12 @@ class Feedback(Protocol):
         """
         ...
 
-    def result(self, mean: SparseVector) -> NDArray[Any]:
+    def result(self, mean: SparseVector, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Return the dense vector that the exchange hands back, from the mean over the ranks of what arrived.
 
-        Called once after each `keep`. The array is the caller's: the feedback keeps no reference to it.
+        out: the array to write it to, and to return, where the caller of the exchange gave one; it may be the gradient
+        of the step. A method without it has its result copied there. Called once after each `keep`. The array is the
+        caller's: the feedback keeps no reference to it.
         """
         ...
 

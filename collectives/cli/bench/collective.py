@@ -36,6 +36,7 @@ from collectives.profiles import Profile
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
 from mpicomp import ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp.arrays import namespace
 from mpicomp.vector import add_up
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {
@@ -247,7 +248,8 @@ def contestants(comm: Any, plan: Plan, case: Case, vector: SparseVector) -> list
         run = partial(COLLECTIVES[plan.subject], algorithm=plan.algorithms[0], codec=plan.codecs[0])
         exchange = GradientExchange(comm, compressor, ErrorFeedback(), run)
         name = f"GradientExchange {plan.algorithms[0]}"
-        found.append(Contestant(name, plan.codecs[0], partial(exchange, gradient)))
+        into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
+        found.append(Contestant(name, plan.codecs[0], partial(exchange, gradient, out=into)))
     return [replace(each, call=until_done(each.call)) for each in found] if plan.device == "gpu" else found
 
 

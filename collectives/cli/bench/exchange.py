@@ -33,8 +33,12 @@ def rows(comm: Any, length: int, densities: Sequence[float], repeats: int) -> It
 
 
 def steps(comm: Any, gradient: Any, density: float) -> dict[str, Call]:
-    """Return what is timed: the selection, steps that end with a SparseVector, and one that ends with a dense mean."""
+    """Return what is timed: the selection, steps that end with a SparseVector, and two that end with a dense mean.
+
+    Of these one makes a new array for it, and one writes to an array that is there, as MPI_Allreduce does.
+    """
     compressor = TopK(density=density)
+    fresh, exchange = (GradientExchange(comm, compressor, ErrorFeedback(), gtopk_allreduce) for _ in range(2))
 
     def step(collective: Any, **options: Any) -> Any:
         return collective(compressor.compress(gradient), comm, **options)
@@ -47,9 +51,8 @@ def steps(comm: Any, gradient: Any, density: float) -> dict[str, Call]:
         ),
         "selection, gtopk_allreduce": partial(step, gtopk_allreduce),
         "selection, gtopk_allreduce exact": partial(step, gtopk_allreduce, algorithm="exact"),
-        "GradientExchange, feedback, dense mean": partial(
-            GradientExchange(comm, compressor, ErrorFeedback(), gtopk_allreduce), gradient
-        ),
+        "GradientExchange, feedback, new dense mean": partial(fresh, gradient),
+        "GradientExchange, feedback, mean in out=": partial(exchange, gradient, out=np.empty_like(gradient)),
     }
 
 

@@ -52,7 +52,7 @@ mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
 ABOUT_STEP = """\
 A step computes for a fixed time, in a busy loop, and then exchanges the gradient; efficiency is the time of computing
 over that of the step. Ways to exchange: MPI's dense allreduce; Top-k by MPI's Allgatherv; the gTop-k tree as published;
-ours, and GradientExchange, which keeps the residual and returns a dense mean as well. "/ dense" and "/ Top-k" are
+ours, and GradientExchange, which keeps the residual and writes a dense mean as well. "/ dense" and "/ Top-k" are
 ratios of efficiency. The seconds of computing of the models are assumed: give --compute for yours. What overlapping
 saves is in `mpicomp bench overlap`.
 """
@@ -214,7 +214,7 @@ def _add_what_is_timed(parser: argparse.ArgumentParser, subject: str) -> None:
         "--from-gradient",
         action="store_true",
         help="start from a dense gradient: each call selects first; also the selection alone and, where there is one, "
-        "GradientExchange with the first algorithm and codec",
+        "GradientExchange with the first algorithm and codec, which writes a dense mean to an array that is there",
     )
     parser.add_argument(
         "--network",
