@@ -287,6 +287,12 @@ def test_adacomp_takes_the_largest_numbers():
     np.testing.assert_allclose(vector.values, gradient)
 
 
+@pytest.mark.parametrize("selector", [MSTopK, RedSync])
+def test_a_searched_threshold_finds_the_largest_of_the_largest_numbers(selector):
+    gradient = 1.7e308 * np.random.default_rng(0).uniform(-1, 1, 1000)
+    assert selector(k=50).compress(gradient).indices.tolist() == TopK(k=50).compress(gradient).indices.tolist()
+
+
 def test_bfloat16_of_float64_is_rounded_once():
     vector = SparseVector(range(5), [1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8, -1e300, 3e-320], 5)
     quantised, _ = quantise(vector, "bfloat16")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, to_vector
-from mpicomp.compressors.common import Array, Density, at_or_above, at_positions, finite_vector, trimmed
+from mpicomp.compressors.common import Array, Density, at_or_above, at_positions, finite_vector, mean_magnitude, trimmed
 from mpicomp.vector import SparseVector, index_dtype
 
 _ROUNDS = 30  # halvings: then the bracket is narrower than float32 can tell
@@ -79,7 +79,7 @@ class MSTopK(Density):
         magnitudes = np.abs(candidates.values).astype(np.float64)
         low, high = mean, np.nextafter(largest, np.inf)
         for _ in range(self.rounds):
-            middle = (low + high) / 2
+            middle = low / 2 + high / 2  # the sum of both may leave the range
             if np.count_nonzero(magnitudes >= middle) >= k:
                 low = middle
             else:
@@ -123,7 +123,8 @@ def _mean_and_largest(dense: Array) -> tuple[float, float]:
     moments = kernels.moments(dense)
     if moments.not_finite >= 0:
         kernels.raise_not_finite(dense)
-    return moments.absolute / max(1, dense.size), moments.largest
+    mean = moments.absolute / max(1, dense.size)
+    return mean if math.isfinite(mean) else mean_magnitude(dense, dense.size), moments.largest
 
 
 def _mean_and_deviation(dense: Array) -> tuple[float, float]:
