@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
+from inspect import GEN_CLOSED, getgeneratorstate
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -80,6 +81,11 @@ class Request(Generic[T]):
                 error = self._rank_failed()
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True
+        except BaseException:  # an interrupt: between two rounds it leaves the operation as it was
+            if getgeneratorstate(self._steps) == GEN_CLOSED:
+                where = f"{self.operation} was interrupted in round {self._round} on this rank"
+                self.fail(CollectiveError(f"{where}, and cannot go on: the other ranks may wait for it"))
+            raise
         return True
 
     def _complete(self, block: bool) -> bool:
@@ -230,8 +236,10 @@ class Engine:
 
     def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
         with self._one_thread:
-            moved = [request.advance(block=block) for request in requests]
-            self._in_flight = [request for request in self._in_flight if not request.done]
+            try:
+                moved = [request.advance(block=block) for request in requests]
+            finally:
+                self._in_flight = [request for request in self._in_flight if not request.done]
         return any(moved)
 
 

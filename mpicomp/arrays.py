@@ -36,22 +36,22 @@ def to_array(array: Any) -> Array:
     speak DLPack (PyTorch, JAX, ...). A PyTorch tensor that requires grad is detached. bfloat16 becomes float32, a copy.
 
     Raises TypeError for anything else, for an array on a device of another kind, and for a masked array; for an array
-    on a CUDA device where CuPy is missing.
+    on a CUDA device where CuPy is missing. ValueError for one on another CUDA device than CuPy's current one.
     """
     if type(array) is np.ndarray and array.dtype in VALUE_DTYPES:
         return array  # the case that is everywhere, without the questions
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
-    if on_device(array):
-        return array  # type: ignore[no-any-return]
     if _is_bfloat16(array):
         array = _widened(array)
+    if on_device(array):
+        return _on_the_current(array)  # type: ignore[no-any-return]
     if isinstance(array, np.ndarray):
         return np.asarray(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
     if hasattr(array, "__cuda_array_interface__"):
-        return _cupy_for(array).asarray(array)  # type: ignore[no-any-return]
+        return _on_the_current(_cupy_for(array).asarray(array))  # type: ignore[no-any-return]
     if hasattr(array, "__dlpack_device__"):
         return _from_dlpack(array)
     if hasattr(array, "__array_interface__"):
@@ -65,10 +65,21 @@ def _from_dlpack(array: Any) -> Array:
     if kind not in _IN_MAIN_MEMORY + _ON_CUDA:
         raise TypeError(f"{_kind(array)} is on a device (DLPack type {kind}): copy it to main memory first")
     try:
-        return (_cupy_for(array) if kind in _ON_CUDA else np).from_dlpack(array)  # type: ignore[no-any-return]
+        return _on_the_current(_cupy_for(array).from_dlpack(array)) if kind in _ON_CUDA else np.from_dlpack(array)
     except (BufferError, RuntimeError) as error:
         dtype = getattr(array, "dtype", "an unknown dtype")
         raise TypeError(f"NumPy cannot take {_kind(array)} of {dtype}: convert it to float32 ({error})") from error
+
+
+def _on_the_current(array: Any) -> Any:
+    """Return a CuPy array; ValueError where it is on another device than the current one, which kernels run on."""
+    current = sys.modules["cupy"].cuda.Device().id
+    if array.device.id != current:
+        raise ValueError(
+            f"got an array on device {array.device.id}, and the current one is {current}: call "
+            f"cupy.cuda.Device({array.device.id}).use() first"
+        )
+    return array
 
 
 def _cupy_for(array: Any) -> ModuleType:
@@ -130,6 +141,13 @@ def room_in(out: Any) -> Array:
     if not values.flags.c_contiguous:
         raise ValueError("its values do not lie behind each other in C order: expected a contiguous array")
     return values.reshape(-1)
+
+
+def nonzero(values: Array) -> Array:
+    """Say of each value whether it is not zero: on a device by its bits, as CuPy takes subnormal numbers for zero."""
+    if not on_device(values):
+        return values != 0  # type: ignore[no-any-return]
+    return values.view(f"u{values.itemsize}") << 1 != 0  # type: ignore[no-any-return]
 
 
 def first_and_last(array: Array) -> tuple[Any, Any]:

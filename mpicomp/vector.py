@@ -17,6 +17,7 @@ from mpicomp.arrays import (
     first_and_last,
     kernels_for,
     namespace,
+    nonzero,
     on_device,
     set_to_zero,
     to_numpy,
@@ -84,7 +85,7 @@ class SparseVector:
     def from_dense(cls, array: Any) -> "SparseVector":
         """Return the non-zero entries of a dense array of any shape, in C order; see `mpicomp.arrays` for the kinds."""
         dense = to_vector(array)
-        positions = np.flatnonzero(dense)
+        positions = np.flatnonzero(nonzero(dense))
         return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
 
     @classmethod
@@ -261,7 +262,8 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
 
 def without_zeros(vector: SparseVector) -> SparseVector:
     """Return the entries of a vector of numbers that are not zero: the vector itself, if none is."""
-    return vector if vector.values.all() else vector.divide(np.flatnonzero(vector.values))[0]
+    kept = nonzero(vector.values)
+    return vector if kept.all() else vector.divide(np.flatnonzero(kept))[0]
 
 
 def within(vector: SparseVector, other: SparseVector) -> SparseVector:
@@ -327,7 +329,8 @@ def _checked_indices(indices: Array, length: int) -> Array:
     wanted = index_dtype(length)
     if indices.dtype != wanted:
         # A conversion reads every index anyway, and one that wrapped round would hide itself: look at all of them.
-        for index in indices[(indices < 0) | (indices >= length)][:1]:
+        wide = indices.astype(np.int64)  # a large uint64 becomes negative; CuPy compares no int32 with 2^31
+        for index in indices[(wide < 0) | (wide >= length)][:1]:
             raise _out_of_range(index, length)
         return indices.astype(wanted)
     return contiguous(indices)

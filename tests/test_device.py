@@ -1,5 +1,7 @@
 """What one rank does to a gradient on a device: the same bits as on the host. Without a GPU it is the stand-in's."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from devices import assert_same, back, cupy_for_tests, real_cupy, there
@@ -8,7 +10,7 @@ from test_every_compressor import EVERY, compress
 from mpicomp import EF21, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK, TwoWay
 from mpicomp.arrays import like, to_array
 from mpicomp.codec import CODECS, decode, encode
-from mpicomp.vector import add_up, join, merge, top_k
+from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 
 FEEDBACKS = {
     "none": NoFeedback,
@@ -148,3 +150,38 @@ def test_another_librarys_array_on_the_device(cupy, monkeypatch):
     assert isinstance(returned, Tensor)
     assert_same(TopK(k=2).compress(tensor), TopK(k=2).compress(np.arange(4, dtype=np.float32)))
     assert back(TopK(k=1).compress(tensor)).indices.tolist() == [3]
+
+
+@DTYPES
+def test_subnormal_numbers_are_not_lost(cupy, dtype):
+    """CuPy's own kernels take those of float32 for zero: so the bits are looked at, and sums are kernels of ours."""
+    least = np.finfo(dtype).smallest_subnormal
+    for small in (np.array([1, -1, 3, 1, -1, 1, 1, 1] * 6, dtype) * least, np.full(48, -least)):
+        dense = np.where(np.arange(48) % 5 == 0, 0, small).astype(dtype)
+        here, on_it = SparseVector.from_dense(dense), SparseVector.from_dense(cupy.asarray(dense))
+        assert_same(on_it, here)
+        assert_same(without_zeros(on_it), here)
+        for codec in CODECS:
+            message = encode(on_it, None, CODECS[codec](on_it))
+            assert message.get().tobytes() == encode(here, None, CODECS[codec](here)).tobytes()
+            assert_same(decode(message), here)
+        assert_same(merge(on_it, on_it), merge(here, here))
+        feedback = ErrorFeedback()
+        feedback.keep(feedback.correct(cupy.asarray(dense)), SparseVector.empty(48, dtype, beside=on_it.values), None)
+        assert feedback.correct(cupy.asarray(dense)).get().tobytes() == (dense + dense).tobytes()
+
+
+def test_an_array_on_another_device_than_the_current_one_is_refused(cupy, monkeypatch):
+    array = cupy.zeros(3, np.float32)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=1))
+    with pytest.raises(ValueError, match=r"on device 0, and the current one is 1: call cupy.cuda.Device\(0\).use\(\)"):
+        to_array(array)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint64])
+def test_indices_of_another_dtype_on_a_device(cupy, dtype):
+    indices = cupy.asarray(np.array([1, 200], dtype))
+    for length in (1000, 2**40):
+        assert SparseVector(indices, cupy.ones(2), length).indices.tolist() == [1, 200]
+    with pytest.raises(ValueError, match="index 200 is out of range"):
+        SparseVector(indices, cupy.ones(2), 200 if dtype != np.int32 else 150)

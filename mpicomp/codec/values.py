@@ -83,7 +83,7 @@ class Stored:
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
-        return self.dtype == self.stored or bool((self._back(self._shortened(values)) == values).all())
+        return self.dtype == self.stored or bool((_bits(self._back(self._shortened(values))) == _bits(values)).all())
 
     def write(self, values: Array, section: Buffer) -> None:
         """See `ValueFormat.write`."""
@@ -128,6 +128,10 @@ class Signs:
     def __init__(self, number: int, dtype: Any) -> None:
         self.number, self.dtype = number, np.dtype(dtype)
         self._magnitude = (1 << 8 * self.dtype.itemsize - 1) - 1
+        least = (
+            1 << np.finfo(self.dtype).nmant
+        )  # bits of the least number that is normal: a device may lose those below
+        self._normal = range(least, self._magnitude & -least)
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
@@ -139,7 +143,11 @@ class Signs:
 
     def fits(self, values: Array) -> bool:
         """See `ValueFormat.fits`."""
-        return bool(values.size and np.isfinite(values[:1]).all() and (np.abs(values) == np.abs(values[:1])).all())
+        if not values.size:
+            return False
+        magnitudes = _bits(values) & self._magnitude
+        first = magnitudes[:1].tolist()[0]
+        return (not first or first in self._normal) and bool((magnitudes == magnitudes[:1]).all())
 
     def write(self, values: Array, section: Buffer) -> None:
         """See `ValueFormat.write`."""
@@ -187,6 +195,10 @@ class Offsets:
         values: Array = namespace(section).empty(count, self.dtype)
         kernels_for(section).from_offsets(section[: -_LEAST_AND_WIDTH.size], self.least, self.width, values)
         return values
+
+
+def _bits(values: Array) -> Array:
+    return values.view(f"u{values.itemsize}")
 
 
 _HALF, _SINGLE, _DOUBLE = VALUE_DTYPES

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, to_vector
+from mpicomp.arrays import kernels_for, nonzero, to_vector
 from mpicomp.vector import SparseVector, index_dtype, top_k
 
 Array = NDArray[Any]
@@ -87,8 +87,9 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
     """
     kernels = kernels_for(dense)
     values = kernels.gather(dense, positions)
-    if not values.all():
-        positions, values = positions[values != 0], values[values != 0]
+    kept = nonzero(values)
+    if not kept.all():
+        positions, values = positions[kept], values[kept]
     if not positions.size:
         positions, values = kernels.largest(dense, 1)
     return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)

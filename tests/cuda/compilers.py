@@ -8,7 +8,8 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-OPTIONS = ["--std=c++17", "--fmad=false"]
+ADDED_BY_CUPY = "-ftz=true"  # behind all that it is given: cupy/cuda/compiler.py
+OPTIONS = ["--std=c++17", "--fmad=false", ADDED_BY_CUPY]
 
 
 def nvcc(source, architecture):
@@ -25,17 +26,31 @@ def nvcc(source, architecture):
 
 def nvrtc(source, architecture):
     """Return what the assembler tells of a source compiled by NVRTC, which is what CuPy compiles with."""
-    library = ctypes.CDLL(str(nvrtc_library()))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    return _by_nvrtc(source, [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"])[0]
+
+
+def instructions(source):
+    """Return the source as PTX, by NVRTC."""
+    return _by_nvrtc(source, [*OPTIONS, "--gpu-architecture=compute_80"])[1]
+
+
+def _by_nvrtc(source, options):
+    """Return the log and the PTX of a source."""
+    library, program = ctypes.CDLL(str(nvrtc_library())), ctypes.c_void_p()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
-    options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     error = library.nvrtcCompileProgram(program, len(options), given)
-    assert library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
-    log = ctypes.create_string_buffer(size.value)
-    assert library.nvrtcGetProgramLog(program, log) == 0
-    assert error == 0, log.value.decode()
-    return log.value.decode()
+    log = _text(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog)
+    assert error == 0, log
+    return log, _text(program, library.nvrtcGetPTXSize, library.nvrtcGetPTX)
+
+
+def _text(program, ask_size, ask):
+    size = ctypes.c_size_t()
+    assert ask_size(program, ctypes.byref(size)) == 0
+    text = ctypes.create_string_buffer(size.value)
+    assert ask(program, text) == 0
+    return text.value.decode()
 
 
 def nvrtc_library():

@@ -4,7 +4,7 @@ import importlib
 import re
 
 import pytest
-from compilers import available, spills
+from compilers import available, instructions, nvrtc_library, spills
 from devices import cupy_for_tests
 
 
@@ -17,6 +17,18 @@ def test_no_kernel_spills_registers(architecture):
         found = spills(compile_source(source, architecture))
         assert len(found) > 80
         assert {name: count for name, count in found.items() if count} == {}
+
+
+@pytest.mark.skipif(not nvrtc_library(), reason="the wheel nvidia-cuda-nvrtc is not installed")
+def test_no_instruction_takes_a_subnormal_number_for_zero():
+    """Most halves below 2^-14 are added up as subnormal floats times 2^112: with .ftz they would be lost."""
+    cupy_for_tests()
+    source = importlib.import_module("mpicomp.kernels.device.compiling").source()
+    text = instructions(source)
+    assert text.count(".entry") > 80
+    assert [line for line in text.splitlines() if ".ftz" in line] == []
+    careless = 'extern "C" __global__ void add(float* a, float* b) { *a += *b; }'
+    assert ".ftz" in instructions(careless), "as CuPy compiles, an operator of float does"
 
 
 def test_spills_are_seen():

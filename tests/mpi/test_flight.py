@@ -12,6 +12,7 @@ from cases import LENGTH, assert_equal, assert_same_bits, bits, bring, bring_all
 from mpi4py import MPI
 
 from collectives import (
+    allreduce,
     dense_iallreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
@@ -245,3 +246,26 @@ def test_a_thousand_rounds_in_flight_leave_memory_flat_and_nothing_open(comm):
     assert resident_bytes() - before < 4 << 20
     assert not _engine()._in_flight
     assert not endpoint_of(comm, wait_for).turns
+
+
+@pytest.mark.at_least(2)
+def test_an_operation_that_an_interrupt_ended_says_so_and_later_ones_go_on(comm, monkeypatch):
+    vectors = bring_all("random", comm.size)
+    add_up, culprit = allreduce.add_up, comm.rank == 0
+
+    def interrupted(parts):
+        monkeypatch.setattr(allreduce, "add_up", add_up)
+        raise KeyboardInterrupt
+
+    if culprit:
+        monkeypatch.setattr(allreduce, "add_up", interrupted)
+    request = sparse_iallreduce(vectors[comm.rank], comm, algorithm="allgather")
+    if culprit:
+        with pytest.raises(KeyboardInterrupt):
+            request.wait()
+        with pytest.raises(CollectiveError, match="sparse_allreduce was interrupted in round"):
+            request.wait()
+    else:
+        assert_equal(request.wait(), sum(window(vector) for vector in vectors))
+    total = sparse_iallreduce(vectors[comm.rank], comm, algorithm="allgather").wait()
+    assert_equal(total, sum(window(vector) for vector in vectors))

@@ -29,30 +29,76 @@ __device__ inline T lesser(T a, T b) { return b < a ? b : a; }
 template <typename T>
 __device__ inline T greater(T a, T b) { return b > a ? b : a; }
 
-// Formats. Half is one value of 16 bits; it is added, and compared with a float, as a float.
+// Formats. CuPy compiles with -ftz=true, whatever else is asked for: operators of `float` take subnormal numbers, and
+// with them most halves below 2^-14, for zero. An instruction that is written out does not. So no kernel works with
+// `float`, but with Single, which has the bits of one. Half is one value of 16 bits; it is added as a Single.
+
+#ifdef __CUDACC__
+#define INSTRUCTION(text, expression, result, a, b) asm(text : "=f"(result) : "f"(a), "f"(b))
+#define CONVERSION(text, expression, to, result, from, value) asm(text : to(result) : from(value))
+#else
+#define INSTRUCTION(text, expression, result, a, b) result = expression
+#define CONVERSION(text, expression, to, result, from, value) result = expression
+#endif
+
+struct Single {
+    float value;
+    Single() = default;
+    __device__ explicit Single(float of) : value(of) {}
+    __device__ explicit Single(double of) { CONVERSION("cvt.rn.f32.f64 %0, %1;", (float)of, "=f", value, "d", of); }
+    __device__ explicit operator double() const {
+        double wide;
+        CONVERSION("cvt.f64.f32 %0, %1;", (double)value, "=d", wide, "f", value);
+        return wide;
+    }
+};
+__device__ inline Single operator+(Single a, Single b) {
+    INSTRUCTION("add.rn.f32 %0, %1, %2;", a.value + b.value, a.value, a.value, b.value);
+    return a;
+}
+__device__ inline Single operator-(Single a, Single b) {
+    INSTRUCTION("sub.rn.f32 %0, %1, %2;", a.value - b.value, a.value, a.value, b.value);
+    return a;
+}
+__device__ inline Single operator*(Single a, Single b) {
+    INSTRUCTION("mul.rn.f32 %0, %1, %2;", a.value * b.value, a.value, a.value, b.value);
+    return a;
+}
+__device__ inline Single& operator+=(Single& a, Single b) { return a = a + b; }
+__device__ inline double operator+(double a, Single b) { return a + (double)b; }
+__device__ inline double operator+(Single a, double b) { return (double)a + b; }
+__device__ inline double& operator+=(double& a, Single b) { return a = a + b; }
+
+// The number if it is above zero, else zero.
+__device__ inline double positive(double a) { return a > 0 ? a : 0; }
+__device__ inline Single positive(Single a) {
+    INSTRUCTION("max.f32 %0, %1, %2;", a.value > 0 ? a.value : 0.0f, a.value, a.value, 0.0f);
+    return a;
+}
 
 struct Half { u16 bits; };
 
-__device__ inline float widened(float value) { return value; }
+__device__ inline Single widened(Single value) { return value; }
 __device__ inline double widened(double value) { return value; }
-__device__ inline float widened(Half value) {
+__device__ inline Single widened(Half value) {
     u32 magnitude = value.bits & 0x7fffu, sign = (u32)(value.bits & 0x8000u) << 16;
-    float scaled = __uint_as_float(magnitude << 13) * 5.192296858534828e33f;  // 2^112, exact for subnormal numbers too
-    return __uint_as_float(sign | (magnitude >= 0x7c00u ? 0x7f800000u | magnitude << 13 : __float_as_uint(scaled)));
+    Single scaled = Single(__uint_as_float(magnitude << 13)) * Single(5.192296858534828e33f);  // 2^112: this is exact
+    u32 finite = __float_as_uint(scaled.value);
+    return Single(__uint_as_float(sign | (magnitude >= 0x7c00u ? 0x7f800000u | magnitude << 13 : finite)));
 }
 
 // Round to nearest, ties to even.
-__device__ inline void narrow(float value, float& result) { result = value; }
+__device__ inline void narrow(Single value, Single& result) { result = value; }
 __device__ inline void narrow(double value, double& result) { result = value; }
-__device__ inline void narrow(double value, float& result) { result = (float)value; }
-__device__ inline void narrow(float value, Half& result) {
-    u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu, rounded;
+__device__ inline void narrow(double value, Single& result) { result = Single(value); }
+__device__ inline void narrow(Single value, Half& result) {
+    u32 bits = __float_as_uint(value.value), magnitude = bits & 0x7fffffffu, rounded;
     if (magnitude > 0x7f800000u)
         rounded = 0x7e00u | (magnitude >> 13 & 0x3ffu);
     else if (magnitude >= 0x47800000u)  // 2^16; what lies between the largest half and it, the carry makes infinite
         rounded = 0x7c00u;
     else if (magnitude < 0x38800000u)  // 2^-14: the last bit of 1/2 is the last one of a subnormal half
-        rounded = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
+        rounded = __float_as_uint((Single(__uint_as_float(magnitude)) + Single(0.5f)).value) - 0x3f000000u;
     else
         rounded = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
     result.bits = (u16)((bits >> 16 & 0x8000u) | rounded);
@@ -71,8 +117,8 @@ __device__ inline void narrow(double value, Half& result) {
 }
 
 template <typename T> struct Format;
-template <> struct Format<Half> { typedef float Wide; };
-template <> struct Format<float> { typedef float Wide; };
+template <> struct Format<Half> { typedef Single Wide; };
+template <> struct Format<Single> { typedef Single Wide; };
 template <> struct Format<double> { typedef double Wide; };
 
 // Sums within a warp. All 32 lanes take part.

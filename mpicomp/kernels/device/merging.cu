@@ -143,6 +143,13 @@ __device__ inline void gather(const Key* dense, const Index* indices, i64 size, 
 }
 
 
+// Write a + b, rounded once.
+template <typename Value>
+__device__ inline void add(const Value* a, const Value* b, i64 size, Value* out) {
+    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry < size) narrow(widened(a[entry]) + widened(b[entry]), out[entry]);
+}
+
 // Add to dense[indices], which are unique; the sum is rounded once to the format of `dense`.
 template <typename Dense, typename Index, typename Value>
 __device__ inline void scatter_add(Dense* dense, const Index* indices, const Value* values, i64 size) {
@@ -168,7 +175,7 @@ __device__ inline void first_disorder(const Index* indices, i64 size, i64 length
 
 #define MERGING(index, Index)                                                                                     \
     FOR_INDEX_AND_VALUE(index, Index, f2, Half)                                                                     \
-    FOR_INDEX_AND_VALUE(index, Index, f4, float)                                                                    \
+    FOR_INDEX_AND_VALUE(index, Index, f4, Single)                                                                   \
     FOR_INDEX_AND_VALUE(index, Index, f8, double)                                                                   \
     FOR_INDEX_AND_KEY(index, Index, u2, u16)                                                                        \
     FOR_INDEX_AND_KEY(index, Index, u4, u32)                                                                        \
@@ -194,7 +201,7 @@ __device__ inline void first_disorder(const Index* indices, i64 size, i64 length
         pack(sorted, sums, size, indices, values, total, ticket, states, tiles);                                    \
     }                                                                                                               \
     SCATTER_ADD(index, Index, value, Value, f2, Half)                                                               \
-    SCATTER_ADD(index, Index, value, Value, f4, float)                                                              \
+    SCATTER_ADD(index, Index, value, Value, f4, Single)                                                             \
     SCATTER_ADD(index, Index, value, Value, f8, double)
 
 #define SCATTER_ADD(index, Index, value, Value, dense_dtype, Dense)                                                 \
@@ -215,3 +222,7 @@ __device__ inline void first_disorder(const Index* indices, i64 size, i64 length
 
 MERGING(i4, i32)
 MERGING(i8, i64)
+
+KERNEL add_f2(const Half* a, const Half* b, i64 size, Half* out) { add(a, b, size, out); }
+KERNEL add_f4(const Single* a, const Single* b, i64 size, Single* out) { add(a, b, size, out); }
+KERNEL add_f8(const double* a, const double* b, i64 size, double* out) { add(a, b, size, out); }

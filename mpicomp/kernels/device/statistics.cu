@@ -62,7 +62,7 @@ __device__ inline void block_moments(const Value* values, i64 size, double* sums
 KERNEL block_moments_f2(const Half* values, i64 size, double* sums, i64* counts, i64 blocks) {
     block_moments(values, size, sums, counts, blocks);
 }
-KERNEL block_moments_f4(const float* values, i64 size, double* sums, i64* counts, i64 blocks) {
+KERNEL block_moments_f4(const Single* values, i64 size, double* sums, i64* counts, i64 blocks) {
     block_moments(values, size, sums, counts, blocks);
 }
 KERNEL block_moments_f8(const double* values, i64 size, double* sums, i64* counts, i64 blocks) {

@@ -7,13 +7,13 @@ constexpr int GROUP = 16;                                 // tiles
 constexpr int GROUP_LANES = 64;                           // that groups are dealt to
 constexpr int SUMS = 6 * COLUMNS;  // of a group: absolute, squares, excess, its squares, non-zeros, not above `high`
 
-__device__ inline float floating(u32 key) { return __uint_as_float(key); }
+__device__ inline Single floating(u32 key) { return Single(__uint_as_float(key)); }
 __device__ inline double floating(u64 key) { return __longlong_as_double((i64)key); }
-__device__ inline u32 key_of(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+__device__ inline u32 key_of(Single value) { return __float_as_uint(value.value) & 0x7fffffffu; }
 __device__ inline u64 key_of(double value) { return (u64)__double_as_longlong(value) & 0x7fffffffffffffffull; }
 
 template <typename Wide> struct Keys;
-template <> struct Keys<float> { typedef u32 Key; };
+template <> struct Keys<Single> { typedef u32 Key; };
 template <> struct Keys<double> { typedef u64 Key; };
 
 // What is to be written down of the tiles of each warp: a bit for each row of a column.
@@ -41,10 +41,10 @@ __device__ inline void survey(
     u64 counts[2] = {0, 0};
     for (int t = 0; t < GROUP; ++t) {
         i64 first = (group * GROUP + t) * COLUMNS * TILE_ROWS + lane();
-        Wide sum = 0, sum_squares = 0, sum_excess = 0, sum_excess_squares = 0;
+        Wide sum(0.0f), sum_squares(0.0f), sum_excess(0.0f), sum_excess_squares(0.0f);
         u32 rows_beyond = 0, rows_between = 0;
         for (int row = 0; row < TILE_ROWS; row += AT_ONCE) {
-            Wide eight = 0, eight_squares = 0, eight_excess = 0, eight_excess_squares = 0;
+            Wide eight(0.0f), eight_squares(0.0f), eight_excess(0.0f), eight_excess_squares(0.0f);
             Key keys[AT_ONCE];
 #pragma unroll
             for (int r = 0; r < AT_ONCE; ++r) {
@@ -58,8 +58,7 @@ __device__ inline void survey(
                 not_above += key < high;
                 rows_beyond |= (u32)(key >= cut) << (row + r);
                 rows_between |= (u32)(key >= low && key < high) << (row + r);
-                Wide x = floating(key) * scale, over = x - shift;
-                over = over > 0 ? over : 0;
+                Wide x = floating(key) * scale, over = positive(x - shift);
                 eight += x;
                 eight_squares += x * x;
                 eight_excess += over;
@@ -115,7 +114,7 @@ __device__ inline void survey(
                states, tiles);                                                                                      \
     }
 SURVEY(survey_f2, Half, 4)
-SURVEY(survey_f4, float, 4)
+SURVEY(survey_f4, Single, 4)
 SURVEY(survey_f8, double, 3)
 
 constexpr int AT_A_TIME = THREADS / GROUP_LANES;  // sums that a block folds
