@@ -1,6 +1,7 @@
 """What every compressor promises, in one table of them."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -291,6 +292,64 @@ def test_adacomp_takes_the_largest_numbers():
 def test_a_searched_threshold_finds_the_largest_of_the_largest_numbers(selector):
     gradient = 1.7e308 * np.random.default_rng(0).uniform(-1, 1, 1000)
     assert selector(k=50).compress(gradient).indices.tolist() == TopK(k=50).compress(gradient).indices.tolist()
+
+
+@pytest.mark.parametrize("compressor", [RandomK(k=1, unbiased=True), BlockRandomK(k=1, block=10, unbiased=True)])
+def test_unbiased_means_so_where_most_of_the_gradient_is_zero(compressor):
+    """Each position is drawn with probability p: over 4000 calls the mean is within 5 of its standard deviations."""
+    gradient, calls = np.zeros(100, np.float32), 4000
+    gradient[17] = 1
+    mean = sum(compressor.compress(gradient).to_dense() for _ in range(calls)) / calls
+    spread = np.sqrt((1 / compressor.probability(100) - 1) / calls)
+    assert abs(mean[17] - 1) < 5 * spread
+    assert np.count_nonzero(mean) == 1
+
+
+def test_unbiased_values_of_float16_may_be_in_range_where_the_factor_is_not():
+    vector = RandomK(k=1, unbiased=True).compress(np.full(100_000, 0.01, np.float16))
+    assert vector.values.tolist() == [np.float16(np.float16(0.01) * np.float32(100_000))]
+
+
+@pytest.mark.parametrize("selector", [MSTopK(k=1), RedSync(k=1)])
+def test_a_mean_that_is_rounded_above_the_largest_hides_nothing(selector):
+    assert selector.compress(np.full(3, 0.1)).nnz == 1
+
+
+def test_what_float16_has_of_bfloat16_ends_at_65280():
+    for value in (65280.0, 65408.0, 65504.0):
+        quantised, error = quantise(SparseVector([0], np.array([value], np.float16), 1), "bfloat16")
+        assert (quantised.values[0], error.values[0]) == (65280, value - 65280)
+
+
+def test_one_magnitude_is_not_above_the_largest():
+    largest = np.full(3, np.finfo(float).max)
+    assert quantise(SparseVector(range(3), largest, 3), "sign")[0].values.tolist() == largest.tolist()
+    assert AdaComp(1).compress(largest, gradient=largest).values.tolist() == largest.tolist()
+
+
+def test_a_threshold_beyond_the_dtype_is_no_warning():
+    gradient = np.full(100, 65504, np.float16)
+    gradient[::2] *= -1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert GaussianK(0.1).compress(gradient).nnz >= 1
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: BlockRandomK(0.1, block=2.5), "block is 2.5: expected an integer"),
+        (lambda: MSTopK(0.1, rounds=True), "rounds is True: expected an integer"),
+        (lambda: WarmUp(TopK(0.1), [5.0]), "density is 5.0: expected 0 < density <= 1"),
+        (lambda: WarmUp(TopK(0.1), np.array([0.1, np.nan])), "density is np.float64"),
+        (lambda: WarmUp(TopK(0.1), []), "at least one density"),
+        (lambda: WarmUp(TopK(0.1), calls=0), "calls is 0"),
+        (lambda: WarmUp(TopK(k=3)), "made with density="),
+    ],
+)
+def test_settings_are_looked_at_when_they_are_given(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 def test_bfloat16_of_float64_is_rounded_once():

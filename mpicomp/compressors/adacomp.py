@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, namespace
-from mpicomp.compressors.common import Report, finite_vector, mean_magnitude
+from mpicomp.compressors.common import Report, finite_vector, mean_and_largest
 from mpicomp.vector import SparseVector, index_dtype
 
 
@@ -52,11 +52,11 @@ class AdaComp:
         largest = padded.reshape(bins, self.bin_size).max(axis=1)
         with np.errstate(over="ignore"):  # what is beyond the range is beyond any largest one too
             padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
-        chosen = (padded.reshape(bins, self.bin_size) >= largest[:, None]) & (largest[:, None] > 0)
+        chosen = padded.reshape(bins, self.bin_size) >= largest[:, None]
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
         if not positions.size:  # the new gradient undoes what was the largest of every bin
             positions, _ = kernels_for(dense).largest(dense, 1)
-        scale = dense.dtype.type(mean_magnitude(largest, int(np.count_nonzero(largest))) if positions.size else 0)
+        scale = dense.dtype.type(mean_and_largest(largest, int(np.count_nonzero(largest)))[0])
         values = np.copysign(scale, dense[positions])
         vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
         self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))

@@ -29,6 +29,18 @@ class Report:
     rounds: int = 1
 
 
+def check_density(density: Any, remedy: str = "") -> None:
+    """Raise ValueError unless this is a share of the entries, 0 < density <= 1."""
+    if not (isinstance(density, int | float | np.number) and 0 < density <= 1):
+        raise ValueError(f"density is {density!r}: expected 0 < density <= 1 (0.001 sends about a thousandth{remedy})")
+
+
+def check_number(name: str, number: Any) -> None:
+    """Raise ValueError unless this is an integer of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 1 <= number < 2**63:
+        raise ValueError(f"{name} is {number!r}: expected an integer of at least 1, below 2^63")
+
+
 class Density:
     """How many entries are to travel: a share of the length, or a number.
 
@@ -39,12 +51,10 @@ class Density:
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
         if (density is None) == (k is None):
             raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
-        if density is not None and not (isinstance(density, int | float | np.number) and 0 < density <= 1):
-            raise ValueError(
-                f"density is {density!r}: expected 0 < density <= 1 (0.001 sends a thousandth; or give k=)"
-            )
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k < 2**63):
-            raise ValueError(f"k is {k!r}: expected an integer of at least 1, below 2^63")
+        if k is None:
+            check_density(density, "; or give k=")
+        else:
+            check_number("k", k)
         self.density, self.k = density, k
         self.report: Report | None = None
 
@@ -66,11 +76,19 @@ class Density:
         return f"{type(self).__name__}({asked})"
 
 
-def mean_magnitude(values: Array, count: int) -> float:
-    """Return the sum of magnitudes over `count`; it may be in range where the sum is not."""
-    moments = kernels_for(values).moments
-    mean = float(moments(values).absolute) / count
-    return mean if math.isfinite(mean) else float(moments(values / count).absolute)
+def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, float]:
+    """Return the sum of the magnitudes over `count`, None for all, and the largest; ValueError for what is not finite.
+
+    The mean may be in range where the sum is not, and is not above the largest, as rounding may have it.
+    """
+    kernels, count = kernels_for(values), count or max(1, values.size)
+    moments = kernels.moments(values)
+    if moments.not_finite >= 0:
+        kernels.raise_not_finite(values)
+    mean = moments.absolute / count
+    if not math.isfinite(mean):
+        mean = kernels.moments(values / count).absolute
+    return min(float(mean), float(moments.largest)), float(moments.largest)
 
 
 def finite_vector(corrected: Any) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.common import mean_magnitude
+from mpicomp.compressors.common import mean_and_largest
 from mpicomp.compressors.protocol import Compressor
 from mpicomp.vector import SparseVector
 
@@ -25,7 +25,8 @@ def _to_float16(values: Array) -> Array:
 
 
 def _to_bfloat16(values: Array) -> Array:
-    limit = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
+    largest = np.uint32(0x7F7F0000).view(np.float32)
+    limit = np.float32(65280) if values.dtype == np.float16 else largest  # of the bfloat16 that the dtype has
     bits = _rounded_to_odd(np.clip(values, -limit, limit)).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
@@ -44,8 +45,8 @@ def _rounded_to_odd(values: Array) -> Array:
 
 
 def _to_signs(values: Array) -> Array:
-    scale = mean_magnitude(values.reshape(-1), max(1, values.size))
-    signed: Array = np.copysign(values.dtype.type(scale), values)
+    mean, _ = mean_and_largest(values.reshape(-1))
+    signed: Array = np.copysign(values.dtype.type(mean), values)
     return signed
 
 

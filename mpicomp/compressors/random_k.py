@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import beside
-from mpicomp.compressors.common import Array, Density, all_at, at_positions, finite_vector
-from mpicomp.vector import SparseVector
+from mpicomp.compressors.common import Array, Density, all_at, at_positions, check_number, finite_vector
+from mpicomp.vector import SparseVector, without_zeros
 
 
 class RandomK(Density):
     """Select k positions at random, the same ones on all ranks.
 
     density or k: see `Density`. seed: the same on all ranks. unbiased: divide the values by the probability with which
-    their position is drawn, so that what travels is the gradient on average; for use without error feedback only,
-    which keeps the rest anyway. aligned: send exact zeros too, so that the supports are the same on all ranks.
+    their position is drawn, so that what travels is the gradient on average; for use without error feedback only, which
+    keeps the rest anyway. Nothing travels then where all that is drawn is zero. aligned: send exact zeros too, so that
+    the supports are the same on all ranks.
 
     `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
     """
@@ -45,12 +46,17 @@ class RandomK(Density):
         """Return the entries at this step's positions; see `Compressor.compress`."""
         dense = finite_vector(corrected)
         positions = beside(self.positions(dense.size), dense)
-        vector = (all_at if self.aligned else at_positions)(dense, positions)
+        vector = (all_at if self.aligned or self.unbiased else at_positions)(dense, positions)
         self.step += 1
-        if self.unbiased and vector.nnz:
-            values = vector.values * vector.values.dtype.type(1 / self.probability(dense.size))
+        return self.reported(self._weighted(vector) if self.unbiased else vector)
+
+    def _weighted(self, vector: SparseVector) -> SparseVector:
+        """Divide the values by their probability; no other entry may come where they are all zero."""
+        if vector.nnz:
+            wide = vector.values.astype(np.promote_types(vector.dtype, np.float32))
+            values = (wide / self.probability(vector.length)).astype(vector.dtype)
             vector = SparseVector(vector.indices, values, vector.length)
-        return self.reported(vector)
+        return vector if self.aligned else without_zeros(vector)
 
     def probability(self, length: int) -> float:
         """Return with which probability a position is drawn, each alike."""
@@ -80,8 +86,7 @@ class BlockRandomK(RandomK):
         aligned: bool = False,
     ) -> None:
         super().__init__(density, k=k, seed=seed, unbiased=unbiased, aligned=aligned)
-        if block < 1:
-            raise ValueError(f"block is {block!r}: expected an integer of at least 1")
+        check_number("block", block)
         self.block = block
 
     def probability(self, length: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.compressors.common import Density, at_or_above, finite_vector, trimmed
+from mpicomp.compressors.common import Density, at_or_above, check_density, check_number, finite_vector, trimmed
 from mpicomp.vector import SparseVector
 
 _STRIDE = 100
@@ -57,7 +57,8 @@ class WarmUp:
     """Step a compressor through a list of densities: the paper's warm-up.
 
     compressor: any with a `density`. densities: one for each stage; the last one stays. calls: of each stage. Raises
-    ValueError when the list is empty or the compressor was made with k.
+    ValueError when the list is empty, a number is out of range, or the compressor was made with k. To quantise as well,
+    quantise what this returns: `Quantised(WarmUp(...), "float16")`.
     """
 
     remembers = ("step",)
@@ -65,11 +66,14 @@ class WarmUp:
     def __init__(
         self, compressor: Any, densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001), *, calls: int = 1
     ) -> None:
-        if not densities or calls < 1 or getattr(compressor, "density", None) is None:
+        if not len(densities) or getattr(compressor, "density", None) is None:
             raise ValueError(
-                f"got densities={list(densities)}, calls={calls}, compressor={compressor!r}: expected at least one "
-                "density, at least one call of each, and a compressor made with density="
+                f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
+                "compressor made with density="
             )
+        check_number("calls", calls)
+        for density in densities:
+            check_density(density)
         self.compressor, self.densities, self.calls, self.step = compressor, list(densities), calls, 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import kernels_for, namespace, to_vector
-from mpicomp.compressors.common import Report
+from mpicomp.compressors.common import Report, check_density, check_number
 from mpicomp.vector import SparseVector, index_dtype
 
 Array = NDArray[Any]
@@ -73,12 +73,10 @@ class SIDCo:
         stages: int = 2,
         adaptation: str | None = "control",
     ) -> None:
-        if not (isinstance(density, int | float | np.number) and 0 < density <= 1):
-            raise ValueError(f"density is {density!r}: expected 0 < density <= 1 (0.001 sends about a thousandth)")
+        check_density(density)
         if distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution is {distribution!r}: expected one of {DISTRIBUTIONS}")
-        if isinstance(stages, bool) or not isinstance(stages, int | np.integer) or stages < 1:
-            raise ValueError(f"stages is {stages!r}: expected an integer of at least 1")
+        check_number("stages", stages)
         if adaptation not in ADAPTATIONS:
             raise ValueError(f"adaptation is {adaptation!r}: expected one of {ADAPTATIONS}")
         self.density, self.distribution = float(density), distribution

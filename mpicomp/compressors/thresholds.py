@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, to_vector
-from mpicomp.compressors.common import Array, Density, at_or_above, at_positions, finite_vector, mean_magnitude, trimmed
+from mpicomp.compressors.common import (
+    Array,
+    Density,
+    at_or_above,
+    at_positions,
+    check_number,
+    finite_vector,
+    mean_and_largest,
+    trimmed,
+)
 from mpicomp.vector import SparseVector, index_dtype
 
 _ROUNDS = 30  # halvings: then the bracket is narrower than float32 can tell
@@ -30,7 +39,7 @@ class RedSync(Density):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k largest magnitudes; see `Compressor.compress`."""
         dense = to_vector(corrected)
-        k, (mean, largest) = self.count(dense.size), _mean_and_largest(dense)
+        k, (mean, largest) = self.count(dense.size), mean_and_largest(dense)
         if not dense.size:
             return self.reported(SparseVector.from_dense(dense))
         candidates = at_or_above(dense, mean)
@@ -63,14 +72,13 @@ class MSTopK(Density):
 
     def __init__(self, density: float | None = None, *, k: int | None = None, rounds: int = 25) -> None:
         super().__init__(density, k=k)
-        if rounds < 1:
-            raise ValueError(f"rounds is {rounds!r}: expected an integer of at least 1")
+        check_number("rounds", rounds)
         self.rounds = rounds
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return k entries, or all that are not zero where there are fewer; see `Compressor.compress`."""
         dense = to_vector(corrected)
-        k, (mean, largest) = self.count(dense.size), _mean_and_largest(dense)
+        k, (mean, largest) = self.count(dense.size), mean_and_largest(dense)
         if not largest:
             return self.reported(SparseVector.from_dense(dense))
         candidates = at_or_above(dense, mean)
@@ -114,17 +122,8 @@ class GaussianK(Density):
 
     @staticmethod
     def _beyond(dense: Array, mean: float, distance: float) -> Array:
-        return np.flatnonzero((dense > mean + distance) | (dense < mean - distance))
-
-
-def _mean_and_largest(dense: Array) -> tuple[float, float]:
-    """Return the mean and the largest of the magnitudes; ValueError for a vector that is not finite."""
-    kernels = kernels_for(dense)
-    moments = kernels.moments(dense)
-    if moments.not_finite >= 0:
-        kernels.raise_not_finite(dense)
-    mean = moments.absolute / max(1, dense.size)
-    return mean if math.isfinite(mean) else mean_magnitude(dense, dense.size), moments.largest
+        with np.errstate(over="ignore"):  # no value of the dtype is beyond such a threshold
+            return np.flatnonzero((dense > mean + distance) | (dense < mean - distance))
 
 
 def _mean_and_deviation(dense: Array) -> tuple[float, float]:
