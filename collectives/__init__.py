@@ -10,6 +10,7 @@ from collectives.allreduce import sparse_allreduce, sparse_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
+from collectives.profiles import ProfileError
 from collectives.progress import Request, configure
 from collectives.recovery import agree, saving, shrink
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
@@ -18,6 +19,7 @@ from collectives.transport import Traffic, traffic
 from collectives.warming import warm_up
 
 __all__ = [
+    "ProfileError",
     "Request",
     "SupportPlan",
     "Traffic",

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, namespace
-from mpicomp.compressors.common import Report, finite_vector, mean_and_largest
-from mpicomp.vector import SparseVector, index_dtype
+from mpicomp.compressors.common import Report, finite_vector, mean_and_largest, placed
+from mpicomp.vector import SparseVector
 
 
 class AdaComp:
@@ -58,7 +58,7 @@ class AdaComp:
             positions, _ = kernels_for(dense).largest(dense, 1)
         scale = dense.dtype.type(mean_and_largest(largest, int(np.count_nonzero(largest)))[0])
         values = np.copysign(scale, dense[positions])
-        vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+        vector = placed(positions, values, dense.size)
         self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))
         return vector
 

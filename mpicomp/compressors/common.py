@@ -98,6 +98,11 @@ def finite_vector(corrected: Any) -> Array:
     return dense
 
 
+def placed(positions: Array, values: Array, length: int) -> SparseVector:
+    """Return the vector of values at positions (intp) that increase and are in range."""
+    return SparseVector(positions.astype(index_dtype(length)), values, length)
+
+
 def at_positions(dense: Array, positions: Array) -> SparseVector:
     """Return the entries of a dense vector at increasing positions (intp); exact zeros are left out.
 
@@ -110,13 +115,13 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
         positions, values = positions[kept], values[kept]
     if not positions.size:
         positions, values = kernels.largest(dense, 1)
-    return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+    return placed(positions, values, dense.size)
 
 
 def all_at(dense: Array, positions: Array) -> SparseVector:
     """Return the entries of a dense vector at increasing positions (intp), exact zeros too: one support for all."""
     values = kernels_for(dense).gather(dense, positions)
-    return SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+    return placed(positions, values, dense.size)
 
 
 def at_or_above(dense: Array, threshold: float) -> SparseVector:

@@ -17,8 +17,9 @@ class Compressor(Protocol):
         """Return the selected entries of `corrected`, the gradient with the residual added.
 
         gradient: the new gradient alone, for the methods that look at both; an exchange hands what the step added to
-        the residual to those that say so (`looks_at_gradient`), in the units of the feedback. An exact zero is never
-        selected. Raises ValueError naming the first value that is not finite; the compressor is then as it was before.
+        the residual to those that say so (`looks_at_gradient`), in the units of the feedback. An exact zero is not
+        selected, unless it is positions that are chosen. Raises ValueError naming the first value that is not finite;
+        the compressor is then as it was before.
         """
         ...
 

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import kernels_for, namespace, to_vector
-from mpicomp.compressors.common import Report, check_density, check_number
-from mpicomp.vector import SparseVector, index_dtype
+from mpicomp.compressors.common import Report, check_density, check_number, placed
+from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
 Quantile = Callable[[float], float]  # the threshold that a share, 0 < share <= 1, is expected to exceed
@@ -97,7 +97,7 @@ class SIDCo:
         """
         dense = to_vector(corrected)
         positions, values, threshold, stages, nonzeros = self._select(dense)
-        vector = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+        vector = placed(positions, values, dense.size)
         self.report = Report(self.density, vector.density, vector.nbytes, threshold, stages)
         if values.size:
             wanted = min(nonzeros, self.count(dense.size))  # there are no more, whatever the threshold

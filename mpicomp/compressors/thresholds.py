@@ -23,9 +23,10 @@ from mpicomp.compressors.common import (
     check_number,
     finite_vector,
     mean_and_largest,
+    placed,
     trimmed,
 )
-from mpicomp.vector import SparseVector, index_dtype
+from mpicomp.vector import SparseVector
 
 _ROUNDS = 30  # halvings: then the bracket is narrower than float32 can tell
 
@@ -45,7 +46,7 @@ class RedSync(Density):
         candidates = at_or_above(dense, mean)
         if candidates.nnz <= k:  # the search begins at the mean: below it, an exact selection
             positions, values = kernels_for(dense).largest(dense, k)
-            exact = SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size)
+            exact = placed(positions, values, dense.size)
             return self.reported(exact)
         low, high, magnitudes = 0.0, 1.0, np.abs(candidates.values).astype(np.float64)
         threshold, rounds = mean, 0

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, to_vector
-from mpicomp.compressors.common import Density
-from mpicomp.vector import SparseVector, index_dtype
+from mpicomp.compressors.common import Density, placed
+from mpicomp.vector import SparseVector
 
 
 class TopK(Density):
@@ -34,4 +34,4 @@ class TopK(Density):
         positions, values = kernels.largest(dense, self.count(dense.size))
         if not np.isfinite(values).all():  # they count as the largest, so one of them is here if there is any
             kernels.raise_not_finite(dense)
-        return self.reported(SparseVector(positions.astype(index_dtype(dense.size)), values, dense.size))
+        return self.reported(placed(positions, values, dense.size))
