@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from collectives.partition import SAMPLED_ENTRIES, SAMPLES_A_SHARE
+from collectives.partition import samples_of
 from collectives.profiles import Profile
 from collectives.schedule import core_size
 
@@ -263,7 +263,7 @@ def value_section(entries: float, value_nbytes: int, codec: str, *, everywhere: 
 def survey(model: Model, *, told: bool) -> Cost:
     """Return what it costs to tell all ranks what each brings."""
     case = model.case
-    samples = min(SAMPLES_A_SHARE * case.ranks, int(case.entries) // SAMPLED_ENTRIES) if told else 0
+    samples = samples_of(int(case.entries), case.ranks) if told else 0
     return model.gather(model.message(samples, case.span, value_nbytes=0))
 
 

@@ -20,6 +20,7 @@ from mpicomp.vector import SparseVector, join
 Array = NDArray[Any]
 
 SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by a few per cent of a share
+MOST_SAMPLES = 256  # of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all ranks
 SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a few per cent of what travels
 SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
 BLOCKS_A_SHARE = 4096
@@ -125,13 +126,18 @@ def given_ranges(bounds: Any, length: int, size: int) -> Ranges:
     return ranges
 
 
+def samples_of(entries: int, size: int) -> int:
+    """Return how many samples a rank of so many entries gives for the shares of `size` owners."""
+    return min(SAMPLES_A_SHARE * size, MOST_SAMPLES, entries // SAMPLED_ENTRIES)
+
+
 def sample(indices: Array, rank: int, size: int) -> Array:
     """Return evenly spaced ones of a rank's indices, as many as quantiles for `size` shares are worth.
 
     The entries are cut into equal runs, and each run gives one index, at a place in it that depends on the rank: where
     the ranks' supports are alike, their samples are not.
     """
-    runs = min(SAMPLES_A_SHARE * size, indices.size // SAMPLED_ENTRIES)
+    runs = samples_of(indices.size, size)
     ends = _run_ends(indices.size, runs)
     starts = np.concatenate([ends[:1] * 0, ends[:-1]])
     chosen: Array = indices[beside(starts + (ends - starts) * (2 * rank + 1) // (2 * size), indices)]

@@ -106,7 +106,10 @@ class Tuner:
     def fastest(
         self, length: int, entries: float, value_nbytes: int, nodes: Sequence[int], *, whole: bool = True
     ) -> tuple[str, float]:
-        """Return the algorithm that is predicted to be the fastest for so many entries a rank, and its seconds."""
+        """Return the algorithm that is predicted to be the fastest for so many entries a rank, and its seconds.
+
+        With the samples that it needs in the survey, and without the rest of that, which all of them need.
+        """
         step = round(STEPS_AN_OCTAVE * math.log2(entries)) if entries >= 1 else -1
         key = length, step, value_nbytes, tuple(nodes), whole
         return self._once(key, partial(self._fastest, *key))
@@ -118,7 +121,8 @@ class Tuner:
         entries = min(float(length), 2 ** (step / STEPS_AN_OCTAVE)) if step >= 0 else 0.0
         model = Model(case_of(length, entries, value_nbytes, nodes), self.profile)
         names = candidates(nodes, value_nbytes, whole=whole)
-        seconds = {name: cost.ALLREDUCE[name](model).seconds for name in names}
+        sampling = cost.survey(model, told=True).seconds - cost.survey(model, told=False).seconds
+        seconds = {name: cost.ALLREDUCE[name](model).seconds + sampling * (name in cost.SAMPLED) for name in names}
         best = min(names, key=seconds.__getitem__)  # the first one of equals
         return best, seconds[best]
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -220,6 +221,22 @@ def test_a_tuner_remembers_a_bounded_number_of_answers():
     for length in range(1, 3 * tuning.REMEMBERED):
         tuner.fastest(length, 1, 4, [8])
     assert len(tuner._answers) <= tuning.REMEMBERED
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("ranks", [8, 64, 512, 2048])
+def test_auto_is_the_best_of_what_it_chooses_from_with_all_that_this_takes(network, ranks):
+    """Entries are counted in steps of 9 %, so another one may be a little faster."""
+    tuner, nodes = Tuner(NETWORKS[network]), [1] * ranks
+    for length, density in product((10**4, 10**6, 10**8), (1e-4, 1e-3, 1e-2, 0.1, 0.3)):
+        case = tuning.case_of(length, length * density, 4, nodes)
+        model = cost.Model(case, NETWORKS[network])
+        start = cost.begun("sparse_allreduce", model)
+        every = [
+            (start + cost.survey(model, told=name in cost.SAMPLED) + cost.ALLREDUCE[name](model)).seconds
+            for name in tuning.candidates(nodes, 4)
+        ]
+        assert tuner.automatic(case, nodes)[1].seconds <= 1.1 * min(every)
 
 
 def test_links_that_a_profile_lacks_leave_the_rule():
