@@ -2,9 +2,12 @@
 
 import ast
 import configparser
+import os
 import pathlib
 import re
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -38,3 +41,60 @@ def test_the_spack_recipe_asks_for_what_setup_cfg_asks_for():
     required["python"] = settings["options"]["python_requires"].removeprefix(">=")
     required["setuptools"] = re.search(r"setuptools >= (\d+)", (ROOT / "pyproject.toml").read_text()).group(1)
     assert dict(depended_on((ROOT / "slurm" / "spack" / "package.py").read_text())) == required
+
+
+# What stands for `mpirun python examples/checkpointed_training.py`: it saves when it is told to, and takes its time.
+TRAINING = """#!/bin/bash
+[ "$1" != mpicomp ] || { [ -z "$EARLY" ] || kill -s USR1 "$PPID"; exit 0; }
+trap 'told=yes; echo told >> log' USR1
+echo started >> log
+until [ "$told" ]; do sleep 0.05; done
+for part in 1 2 3 4 5 6 7 8; do sleep 0.1; done
+echo saved >> log
+exit 75
+"""
+
+
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def a_job(folder, script, **variables):
+    """Start a script as Slurm does, with stand-ins for the launcher and for scontrol, which write to `log`."""
+    executable(folder / "training", TRAINING)
+    executable(folder / "scontrol", '#!/bin/bash\necho "scontrol $*" >> log\n')
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "LAUNCH": "./training", "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.Popen(["bash", ROOT / "slurm" / script], cwd=folder, env={**os.environ, **job, **variables})
+
+
+def wait_for(log, line):
+    end = time.monotonic() + 60
+    while not log.exists() or line not in log.read_text():
+        assert time.monotonic() < end, f"no {line!r} in a minute"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("warnings", [1, 3])
+def test_a_job_that_is_warned_more_than_once_saves_and_goes_back_into_the_queue(tmp_path, warnings):
+    log = tmp_path / "log"
+    job = a_job(tmp_path, "checkpointed_training.sbatch")
+    wait_for(log, "started")
+    for number in range(1, warnings + 1):
+        job.send_signal(signal.SIGUSR1)
+        wait_for(log, "told\n" * number)
+    assert job.wait(60) == 75
+    assert log.read_text().splitlines() == ["started", *["told"] * warnings, "saved", "scontrol requeue 7"]
+
+
+def test_a_job_that_is_warned_before_it_trains_goes_back_into_the_queue(tmp_path):
+    assert a_job(tmp_path, "checkpointed_training.sbatch", EARLY="yes").wait(60) == 75
+    assert (tmp_path / "log").read_text().splitlines() == ["scontrol requeue 7"]
+
+
+@pytest.mark.parametrize(("task", "said"), [({}, "submit it as an array"), ({"SLURM_ARRAY_TASK_ID": "4"}, "densities")])
+def test_a_sweep_without_a_density_ends_before_it_begins(tmp_path, task, said):
+    command = ["bash", ROOT / "slurm" / "bench_sweep.sbatch"]
+    run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "LAUNCH": "false", **task}, capture_output=True)
+    assert run.returncode != 0
+    assert said in run.stderr.decode()
