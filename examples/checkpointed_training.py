@@ -195,6 +195,10 @@ def main():
     training = Training(comm, options.seed)
     source = take_up(training, options.folder, comm)
     say(f"step {training.step}: " + (f"taken up from {source}" if source else "a new run"), flush=True)
+    if training.step > options.steps:
+        say(f"that is beyond --steps {options.steps}: expected as many, or another --folder", flush=True)
+        MPI.Finalize()
+        return 2
     if not train(training, stop, options, say):
         MPI.Finalize()  # else `-m mpi4py` takes a status that is not 0 for an error, and aborts
         return TO_BE_CONTINUED
@@ -213,7 +217,10 @@ def parse_arguments():
     parser.add_argument("--folder", type=pathlib.Path, default="checkpoints", help="of the sets (default %(default)s)")
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="stop there as if a signal had come")
     parser.add_argument("--pause", type=float, default=0, help="seconds to wait in a step, for time to stop it")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.steps, options.every) < 1:
+        parser.error(f"got --steps {options.steps} and --every {options.every}: expected at least 1 of each")
+    return options
 
 
 if __name__ == "__main__":

@@ -270,7 +270,10 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default %(default)s)")
     parser.add_argument("--plot", default="numpy_digits.png", help="where the plot goes (default %(default)s)")
     parser.add_argument("--assert-claims", action="store_true", help="check what the README says of 4 ranks, too")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.steps, options.batch) < 1:
+        parser.error(f"got --steps {options.steps} and --batch {options.batch}: expected at least 1 of each")
+    return options
 
 
 if __name__ == "__main__":

@@ -120,6 +120,8 @@ def main():
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=4)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"got --steps {options.steps}: expected at least 1")
     problem, found, drift = Problem(options.seed), [], 0.0
     print(f"{'above the least loss':45} here  reference")
     for name, (method, harder, reference) in RUNS.items():

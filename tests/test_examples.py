@@ -133,5 +133,24 @@ def test_a_training_continues_bit_for_bit(tmp_path):
 
 def test_a_training_does_not_continue_what_is_another_one(tmp_path):
     assert train("--stop-after", "5", cwd=tmp_path)[0] == 75
+    status, printed, _ = train("--steps", "4", cwd=tmp_path)
+    assert (status, "that is beyond --steps 4" in printed) == (2, True)
     assert "is of another number of ranks than 1" in train(cwd=tmp_path, size=1)[2]
     assert "trained with --seed 0: expected 1" in train("--seed", "1", cwd=tmp_path)[2]
+
+
+@pytest.mark.parametrize(
+    ("example", "option"),
+    [
+        ("numpy_digits.py", "--steps"),
+        ("numpy_digits.py", "--batch"),
+        ("checkpointed_training.py", "--every"),
+        ("step_ahead.py", "--steps"),
+    ],
+)
+def test_a_number_that_cannot_be_is_an_error_in_words(example, option):
+    command = [sys.executable, str(ROOT / "examples" / example), option, "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"{option} 0" in done.stderr
+    assert "expected at least 1" in done.stderr
