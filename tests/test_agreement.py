@@ -29,6 +29,11 @@ def test_where_the_operation_differs_the_rest_is_not_compared():
     )
 
 
+def test_where_votes_differ_the_column_that_they_add_is_not_compared():
+    said = verdict("sparse_allreduce", [report(votes=False), report(votes="of numbers", width=2)])
+    assert said.endswith("votes must be the same on all ranks, got False on rank 0; of numbers on rank 1")
+
+
 def test_plans_that_differ():
     assert verdict("x", [report(support=5), report(support=7), report(support=5)]).endswith(
         "the supports differ: one on ranks 0, 2, another on rank 1"

@@ -10,7 +10,7 @@ from strategies import DTYPES, sparse_vectors
 
 from mpicomp import CodecError, SparseVector
 from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, encoded_nbytes, plain, quick, smallest
-from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, INT64, RANGE
+from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets
 
 
@@ -237,6 +237,12 @@ def test_the_quick_coding_goes_by_the_true_count():
     assert encoded_nbytes(spread, quick(spread)) == encoded_nbytes(spread) == 32 + 4000 + 4000
 
 
+@pytest.mark.parametrize(("span", "form"), [(7872, BITMAP), (7873, INT32), (12_000, INT32)])
+def test_the_quick_coding_is_a_bitmap_up_to_a_quarter_of_the_plain_indices(span, form):
+    vector = SparseVector([*range(999), span - 1], np.ones(1000), 10**6)
+    assert quick(vector).indices == form
+
+
 def test_the_smallest_coding_goes_by_the_true_count():
     def form_of(indices, length):
         return smallest(SparseVector(indices, np.ones(len(indices), np.float32), length)).indices
@@ -248,6 +254,13 @@ def test_the_smallest_coding_goes_by_the_true_count():
     close = np.sort(np.random.default_rng(1).choice(70_000, 200, replace=False)) + (1 << 30)
     assert form_of(close, 2**31 - 1) == ELIAS_FANO
     assert smallest(SparseVector(range(50), np.empty((50, 0)), 50)).indices == BITMAP  # no values, so no range
+
+
+def of_section(form, section, nnz, length=9):
+    """Return a message of float64 whose section of indices has these 64-bit words."""
+    body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
+    header = struct.pack("<2sBBIqqq", b"MV", 1, form | 2 << 4, 0, length, nnz, 32 + len(body))
+    return np.frombuffer(header + body, np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +292,45 @@ def test_the_smallest_coding_goes_by_the_true_count():
     ],
 )
 def test_a_range_or_bitmap_that_lies_is_refused(form, section, nnz):
-    body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
-    header = struct.pack("<2sBBIqqq", b"MV", 1, form | 2 << 4, 0, 9, nnz, 32 + len(body))
     with pytest.raises(CodecError):
-        decode(np.frombuffer(header + body, np.uint8))
+        decode(of_section(form, section, nnz))
+
+
+@pytest.mark.parametrize(
+    ("form", "section", "length"),
+    [
+        (ELIAS_FANO, (0, 2**31 - 1, 2**30 - 2, 0, 0b100000), 2**31 - 1),  # 2^32 beyond the end of its span
+        (RANGE, (2**31 - 1,), 2**31 - 1),
+        (RANGE, (2**32,), 9),
+        (RANGE, (2**63 - 1,), 2**63 - 1),
+    ],
+)
+def test_an_index_that_leaves_its_dtype_is_refused(form, section, length):
+    with pytest.raises(CodecError):
+        decode(of_section(form, section, 1, length))
+
+
+def test_the_last_block_of_the_longest_vector_with_32_bit_indices_is_read_as_such():
+    vector = SparseVector([5, 2**31 - 2], np.ones(2), 2**31 - 1)
+    section = encode(vector, coding=Coding(BLOCKS, plain(vector).values))[HEADER_NBYTES : -vector.values.nbytes]
+    indices = INDEX_FORMATS[BLOCKS].read(section, 2, vector.indices.dtype)
+    assert (indices.dtype, indices.tolist()) == (np.int32, [5, 2**31 - 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_offsets_are_narrower_than_their_dtype(dtype):
+    """The planes of 40 zeros have the size that the width asks for: with the sign it leaves the dtype by a bit."""
+    bits = 8 * np.dtype(dtype).itemsize
+    for width in (bits - 1, bits):
+        octets, rest = divmod(width + 1, 8)
+        body = struct.pack(f"<q{40 * octets + 8 * rest}xqq", 0, 0, width)
+        formats = RANGE | (11 + DTYPES.index(dtype)) << 4
+        message = struct.pack("<2sBBIqqq", b"MV", 1, formats, 0, 40, 40, 32 + len(body)) + body
+        if width < bits:
+            assert decode(np.frombuffer(message, np.uint8)).values.tolist() == [0] * 40
+        else:
+            with pytest.raises(CodecError, match="value format"):
+                decode(np.frombuffer(message, np.uint8))
 
 
 @pytest.mark.parametrize("size", range(60))

@@ -115,3 +115,19 @@ def test_bytes_of_the_exact_gtopk(size):
     histograms = 2 * 2 * (size - 1) * 256 * 8 / size  # of two digits, as normal values take
     predicted = cost.predict("gtopk_allreduce", "exact", cost.Case(size, 20_000, 1000, codec="plain"), PROFILE)
     assert predicted.nbytes == pytest.approx(nbytes + histograms, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "distance", "crossing"),
+    [
+        (1, 4, (False, 1)),
+        (2, 2, (False, 1)),
+        (2, 4, (True, 4)),
+        (4, 1, (False, 1)),
+        (4, 2, (True, 2)),
+        (8, 1, (True, 1)),
+    ],
+)
+def test_ranks_are_on_different_nodes_from_the_distance_of_a_node_on(nodes, distance, crossing):
+    case = cost.Case(8, 1000, 10, nodes=nodes)
+    assert cost.Model(case, PROFILE).crossing(distance) == crossing

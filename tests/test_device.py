@@ -7,9 +7,21 @@ import pytest
 from devices import assert_same, back, cupy_for_tests, real_cupy, there
 from test_every_compressor import EVERY, compress
 
-from mpicomp import EF21, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK, TwoWay
+from mpicomp import (
+    EF21,
+    CodecError,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    SparseVector,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
 from mpicomp.arrays import like, to_array
-from mpicomp.codec import CODECS, decode, encode
+from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode
+from mpicomp.codec.indices import RANGE
+from mpicomp.codec.values import as_they_are
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 
 FEEDBACKS = {
@@ -84,6 +96,15 @@ def test_two_way(cupy):
     assert on_it.residual.get().tobytes() == here.residual.tobytes()
 
 
+@pytest.mark.parametrize("name", FEEDBACKS)
+def test_before_the_first_keep_a_gradient_may_be_in_another_memory(cupy, name):
+    feedback, (first, second) = FEEDBACKS[name](), gradients(steps=2)
+    feedback.correct(cupy.asarray(first))
+    corrected = feedback.correct(second)
+    assert type(corrected) is np.ndarray
+    assert corrected.tobytes() == FEEDBACKS[name]().correct(second).tobytes()
+
+
 @DTYPES
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.05, 0.5, 1.0])
@@ -97,6 +118,15 @@ def test_messages(cupy, codec, density, dtype):
         message = encode(on_it, None, CODECS[codec](on_it))
         assert message.get().tobytes() == expected.tobytes()
         assert_same(decode(message), vector)
+
+
+@pytest.mark.parametrize("first", [9, 2**31 - 1, 2**32, 2**63 - 2, 2**63 - 1])
+def test_a_range_that_lies_is_refused(cupy, first):
+    message = encode(SparseVector([4, 5], [1.0, 2.0], 9), coding=Coding(RANGE, as_they_are(np.ones(2))))
+    assert decode(cupy.asarray(message)).nnz == 2
+    message[HEADER_NBYTES : HEADER_NBYTES + 8] = np.array([first]).view(np.uint8)
+    with pytest.raises(CodecError):
+        decode(cupy.asarray(message))
 
 
 def test_vectors(cupy):

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -208,6 +209,30 @@ def test_sampled_top_k_is_near_its_target_and_trims_by_magnitude():
     assert np.abs(vector.values).min() >= 1
 
 
+def test_the_threshold_of_sampled_top_k_is_an_order_statistic_of_a_strided_sample():
+    dense = np.random.default_rng(0).permutation(100_000) - 50_000.0
+    compressor = SampledTopK(0.0105, seed=3)
+    compressor.compress(dense)
+    sample = np.sort(np.abs(dense[np.random.default_rng([3, 0]).integers(100) :: 100]))
+    assert (compressor.report.threshold, compressor.report.rounds) == (sample[-11], 1)
+
+
+def test_sampled_top_k_lowers_a_threshold_ten_times_at_most():
+    dense, compressor = np.ones(10_000), SampledTopK(0.5, seed=3)
+    dense[np.random.default_rng([3, 0]).integers(100) :: 100] = 1e9
+    assert compressor.compress(dense).nnz == 100
+    assert compressor.report.rounds == 11
+    assert compressor.report.threshold == pytest.approx(1e9 * 0.8**10)
+
+
+def test_gaussian_k_corrects_its_distance_three_times_at_most():
+    """All values are one deviation from a mean of zero: at .67 all travel, at 1.01 none, at .51 all, at .76 all."""
+    compressor = GaussianK(0.5)
+    assert compressor.compress(np.resize([1.0, -1.0], 1000)).nnz == 500
+    assert compressor.report.rounds == 4
+    assert compressor.report.threshold == pytest.approx(NormalDist().inv_cdf(0.75) * 1.5 * 0.5 * 1.5)
+
+
 def test_gaussian_k_on_a_normal_vector():
     dense = np.random.default_rng(5).standard_normal(200_000).astype(np.float32)
     for density in (0.1, 0.01, 0.001):
@@ -279,6 +304,12 @@ def test_an_aggregate_may_be_as_large_as_its_dtype():
 def test_adacomp_sends_an_entry_where_the_new_gradient_undoes_the_largest():
     assert AdaComp(50).compress(np.array([1.0, 0, 0]), gradient=np.array([-1.0, 0, 0])).indices.tolist() == [0]
     assert AdaComp(50).compress(np.zeros(3), gradient=np.ones(3)).nnz == 0
+
+
+def test_adacomp_sends_no_exact_zero_though_the_new_gradient_is_large_there():
+    vector = AdaComp(50).compress(np.array([5.0, 0.0]), gradient=np.array([0.0, 7.0]))
+    assert vector.to_dense().tolist() == [5, 0]
+    assert vector.indices.tolist() == [0]
 
 
 def test_adacomp_takes_the_largest_numbers():

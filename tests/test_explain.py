@@ -248,6 +248,14 @@ def test_links_that_a_profile_lacks_leave_the_rule():
     assert without_survey([1, 1]) == "recursive_doubling"
 
 
+def test_ranks_do_not_ask_where_that_slows_the_smallest_sums_by_more_than_it_quickens_the_others():
+    tuner, nodes, length = Tuner(NETWORKS["1gbit"]), [1] * 4, 100_000
+    model = cost.Model(tuning.case_of(length, length, 4, nodes), tuner.profile)
+    known = cost.ALLREDUCE[without_survey(nodes)](model)
+    assert known.seconds > tuning.WORTH_ASKING * tuner.fastest(length, length, 4, nodes)[1]
+    assert not tuner.worth_asking(length, 4, nodes)
+
+
 def measured_on_one_node():
     return replace(NETWORKS["1gbit"], between=None)
 

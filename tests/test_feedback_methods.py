@@ -224,6 +224,26 @@ def test_misuse_is_named(method):
         method().correct(np.ones((2, 2)))
 
 
+@every_keeping_method
+@pytest.mark.parametrize("other", [np.ones(3, np.float32), np.ones(LENGTH, np.float16), np.ones(LENGTH)])
+def test_before_the_first_keep_a_gradient_may_be_of_another_kind(method, other):
+    feedback, gradient = method(), integers(0, dtype=np.float32)
+    feedback.correct(other)
+    corrected = feedback.correct(gradient)
+    assert (corrected.dtype, corrected.shape) == (gradient.dtype, gradient.shape)
+    np.testing.assert_array_equal(corrected, method().correct(gradient))
+
+
+@every_keeping_method
+def test_it_has_no_size_until_it_keeps_something(method):
+    feedback = method()
+    assert feedback.size is None
+    corrected = feedback.correct(normal(0))
+    assert feedback.size is None
+    feedback.keep(corrected, SparseVector.empty(LENGTH, np.float64), None)
+    assert feedback.size == LENGTH
+
+
 @every_method
 def test_rescale_scales_what_is_owed_in_gradient_units_and_nothing_else(method):
     feedback = method()
@@ -301,6 +321,19 @@ def test_what_travels_rounded_is_masked_and_leaves_its_error():
     assert feedback.velocity.tolist() == [0, 5]
 
 
+def test_with_dense_the_momentum_of_what_came_back_stays():
+    feedback, g = MomentumCorrection(0.5), np.arange(1.0, LENGTH + 1)
+    one_step(feedback, g, Dense(), reject=3)
+    np.testing.assert_array_equal(feedback.velocity, np.where(g <= 3, g, 0))
+
+
+def test_what_a_long_vector_owes_at_its_end_has_the_rest_masked():
+    feedback, g = MomentumCorrection(0.5), np.zeros(200_000)
+    g[[0, -1]] = 4, 3
+    feedback.keep(feedback.correct(g), SparseVector([0], [4.0], g.size), None)
+    assert (feedback.velocity[0], feedback.velocity[-1], feedback.residual[-1]) == (0, 3, 3)
+
+
 def test_what_others_hand_back_to_this_rank_leaves_its_momentum_alone():
     feedback = MomentumCorrection(0.5)
     corrected, sent = feedback.correct(np.array([4.0, 1.0, 6.0])), SparseVector([0, 2], [4.0, 6.0], 3)
@@ -328,7 +361,7 @@ def test_clipping_survives_squares_that_overflow():
 def test_clipping_leaves_a_value_that_is_not_finite_where_it_is(bad):
     g = normal(0)
     g[17] = bad
-    with pytest.raises(ValueError, match=r"values\[17\] is"):
+    with pytest.raises(ValueError, match=rf"values\[17\] is {bad}"):
         TopK(k=3).compress(MomentumCorrection(0.9, clip=1.0, ranks=2).correct(g))
 
 
@@ -415,6 +448,16 @@ def test_averaging_is_due_every_period_and_sets_the_residual():
         StepAhead(1.0).averaged(np.zeros(3))
 
 
+def test_what_was_corrected_before_an_averaging_is_not_kept():
+    feedback = StepAhead(1.0)
+    one_step(feedback, integers(0), TopK(k=5))
+    corrected = feedback.correct(integers(1))
+    feedback.averaged(integers(2))
+    with pytest.raises(RuntimeError, match="keep without correct"):
+        feedback.keep(corrected, SparseVector.empty(LENGTH, np.float64), None)
+    np.testing.assert_array_equal(feedback.residual, integers(2))
+
+
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("period", [None, 4])
 @pytest.mark.parametrize("two_way", [False, True])
@@ -480,6 +523,13 @@ def test_ef21_of_a_constant_gradient_arrives():
     for _ in range(10):
         result = one_step(feedback, gradient, TopK(k=LENGTH // 5))[-1]
     np.testing.assert_allclose(result, gradient, rtol=1e-6)
+
+
+def test_what_ef21_knows_of_float16_gradients_is_kept_in_float32():
+    feedback = EF21(0.5)
+    one_step(feedback, normal(0, dtype=np.float16), TopK(k=5))
+    kept = {name: array.dtype for name, array in feedback.state_dict().items()}
+    assert kept == dict.fromkeys(("local", "aggregate", "target"), np.dtype(np.float32))
 
 
 # The server's half of two-way compression.

@@ -102,6 +102,15 @@ def test_one_rank_with_everything_and_one_support_on_all_ranks_are_balanced_too(
         assert largest_share(quantile_ranges(samples, counts, length, size), supports, length) <= 1.1
 
 
+def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
+    length, size = 1_000_000, 8
+    supports = [hot(0, length, 20_000)] * size
+    samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
+    assert np.unique(np.concatenate(samples)).size == size * samples[0].size
+    balanced = quantile_ranges(samples, [each.size for each in supports], length, size)
+    assert largest_share(balanced, supports, length) <= 1.01
+
+
 def test_a_support_in_step_with_the_blocks_meets_every_owner():
     length, size = 1_000_000, 8
     blocks = hashed_blocks(length, size)

@@ -237,6 +237,15 @@ def test_reset_and_rescale_reach_every_vector(comm):
     assert exchange.residual_norm == 0
 
 
+def test_rescale_leaves_a_server_that_owes_updates_alone(comm):
+    exchange = GradientExchange(comm, TopK(k=9), StepAhead(0.5), sparse_allreduce, downlink=TwoWay(TopK(k=1)))
+    exchange(gradient(comm.rank, 0))
+    before = exchange._own.downlink.state_dict()["residual"]
+    exchange.rescale(2)
+    np.testing.assert_array_equal(exchange._own.downlink.residual, before)
+    assert before.any()
+
+
 def test_residuals_are_averaged_when_that_is_due(comm):
     exchange = GradientExchange(
         comm, TopK(k=1), StepAhead(0.5, averaging_period=2), sparse_allreduce, dense=dense_allreduce

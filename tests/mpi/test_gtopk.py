@@ -136,3 +136,14 @@ def test_recall_of_the_tree_against_exact_on_heavy_tails(comm):
     exact, approximate = (gtopk_allreduce(mine, comm, k, algorithm=name)[0] for name in ("exact", "tree"))
     recall = np.intersect1d(exact.indices, approximate.indices).size / k
     assert 0.8 <= recall < 1
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("algorithm", ["exact", "exact_doubling"])
+@pytest.mark.parametrize("k", [1, 9])
+def test_nobody_keeps_what_cancelled_out(comm, algorithm, k):
+    opposite = {0: 3.0, 1: -3.0}.get(comm.rank)
+    mine = SparseVector([2], [1.0], 9) if opposite is None else SparseVector([1, 2], [opposite, 1.0], 9)
+    result, rejected = gtopk_allreduce(mine, comm, k, algorithm=algorithm)
+    assert (result.indices.tolist(), result.values.tolist()) == ([2], [comm.size])
+    assert rejected.nnz == 0

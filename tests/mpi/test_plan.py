@@ -150,6 +150,13 @@ def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(co
         plans[0].allreduce(np.ones(9, np.float32 if comm.rank else np.float64))
 
 
+@pytest.mark.at_least(2)
+def test_plans_of_the_same_indices_in_vectors_of_different_lengths_differ(comm):
+    plan = SupportPlan(SparseVector([3, 5], [1.0, 1.0], 9 + (comm.rank == 0)), comm)
+    with pytest.raises(CollectiveError, match="the supports differ: one on rank 0, another on rank"):
+        plan.allreduce(np.ones(2))
+
+
 def test_a_bad_vector_for_a_plan_raises_everywhere(comm):
     bad, culprit = SparseVector(np.array([3, 1, 5], np.int32), np.ones(3), 9), comm.size - 1
     with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="strictly increasing"):

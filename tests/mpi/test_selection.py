@@ -1,5 +1,6 @@
 """Selections that look at what the ranks did together: by the last aggregate, or by a leader in turn."""
 
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from collectives import (
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
+    sparse_iallreduce,
     sparse_reduce,
     traffic,
 )
@@ -83,6 +85,18 @@ def test_an_exchange_tells_the_compressor_who_voted(comm, collective):
     np.testing.assert_allclose(bonus[: comm.size], 1 / comm.size)
 
 
+def test_each_tensor_of_a_bucket_hears_of_its_own_votes(comm):
+    settings = AggregationAware(k=2, metric="votes"), ErrorFeedback(), partial(sparse_allreduce, votes=True)
+    exchange = GradientExchange(comm, *settings, small=0)
+    gradient = np.zeros(20)
+    gradient[[comm.rank, 19]] = 4, 5
+    exchange({"forth": gradient, "back": gradient[::-1]})
+    forth, back = (pipeline.compressor._bonus for pipeline in exchange._pipelines())
+    assert forth[19] == 1
+    np.testing.assert_allclose(forth[: comm.size], 1 / comm.size)
+    np.testing.assert_array_equal(back, forth[::-1])
+
+
 @pytest.mark.at_least(2)
 def test_votes_that_do_not_come_raise_everywhere_and_nothing_is_lost(comm):
     exchange = GradientExchange(comm, AggregationAware(k=2, metric="votes"), ErrorFeedback(), sparse_allreduce)
@@ -147,6 +161,32 @@ def test_a_bad_gradient_on_one_rank(comm, culprit, wrapped, fault):
     assert compressor.step == comm.size
     total = exchange(gradient)
     assert len(set(comm.allgather(total.tobytes()))) == 1
+
+
+@pytest.mark.parametrize("culprit", ["the leader", "another rank"])
+def test_a_call_that_a_rank_did_not_complete_is_not_counted(comm, culprit):
+    culprit = 0 if culprit == "the leader" else comm.size - 1
+    leader, sound = CyclicLeader(comm, SupportPlan, k=3), np.arange(9.0)
+    with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="nan"):
+        leader.compress(sound * np.nan if comm.rank == culprit else sound)
+    assert comm.allgather(leader.step) == [0] * comm.size
+    leader.compress(sound)
+    assert (leader.step, deepcopy(leader).step) == (1, 1)
+
+
+@pytest.mark.parametrize("talks", ["first", "second"])
+def test_where_one_tensor_of_a_bucket_talks_a_bad_one_raises_at_once_and_everywhere(comm, talks):
+    def choose(name, array):
+        return (CyclicLeader(comm, SupportPlan, k=3) if name == talks else TopK(k=3)), ErrorFeedback()
+
+    exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(), sparse_iallreduce, choose=choose, small=0)
+    tensors, culprit = {"first": np.arange(9.0) + comm.rank, "second": np.arange(9.0)}, comm.rank == comm.size - 1
+    exchange(tensors)
+    exchange.start("second", tensors["second"])
+    with pytest.raises(ValueError if culprit else CollectiveError, match="nan"):
+        exchange.start("first", np.full(9, np.nan) if culprit else tensors["first"])
+    total = exchange(tensors)
+    assert len(set(comm.allgather(total["first"].tobytes()))) == 1
 
 
 @pytest.mark.at_least(2)
