@@ -158,7 +158,7 @@ class Model:
 
     def crossing(self, distance: int) -> tuple[bool, int]:
         """Return whether ranks so far apart are on different nodes, and how many of a node talk at the same time."""
-        far = self.case.nodes > 1 and (distance >= self.case.per_node or self.case.per_node == 1)
+        far = self.case.nodes > 1 and distance >= self.case.per_node
         return far, self.case.per_node if far else 1
 
     def exchange(self, entries: float, span: float, distance: int = 1) -> Cost:

@@ -46,7 +46,7 @@ def _with_ones(vector: SparseVector, size: int) -> SparseVector:
 
 def _counted(algorithm: Algorithm[Any], offer: Offer, channel: Channel) -> Steps[Any]:
     total = yield from algorithm(offer, channel)
-    if total is None or not channel.terms.votes or channel.broken:
+    if total is None or not channel.terms.votes:
         return total
     values, votes = total.values[:, :-1], total.values[:, -1].astype(np.int64)
     if channel.terms.votes == "of numbers":

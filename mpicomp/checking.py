@@ -4,6 +4,7 @@ What is promised of a sum is checked by its mass: the plain sum in float64, and 
 which an entry that went astray changes too. `collectives.checking` checks operations, `mpicomp.exchange.checked` steps.
 """
 
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -36,9 +37,13 @@ class Mass(NamedTuple):
         return Mass(plain, weighted, self.magnitude + abs(times) * other.magnitude)
 
     def equals(self, other: "Mass", tolerance: float, floor: float = 0.0) -> bool:
-        """Say whether both are the same within `tolerance` times the larger magnitude, and `floor`."""
+        """Say whether both are the same within `tolerance` times the larger magnitude, and `floor`.
+
+        Where sums leave the range of float64 nothing can be said against it.
+        """
         within = (tolerance + 1e-12) * max(self.magnitude, other.magnitude) + floor  # 1e-12: float64 rounds too
-        return abs(self.plain - other.plain) <= within and abs(self.weighted - other.weighted) <= within
+        same = abs(self.plain - other.plain) <= within and abs(self.weighted - other.weighted) <= within
+        return same or not math.isfinite(within)
 
 
 def mass(vector: SparseVector) -> Mass:

@@ -163,6 +163,12 @@ def test_a_sum_that_overflows_is_found(comm, watched):
             dense_allreduce(np.array([1.0, 2.0, np.nan if comm.rank == 1 else 3.0]), watched)
 
 
+def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watched):
+    values = np.array([1e308, 1.5e308, -1e308]) / comm.size
+    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), sparse_allreduce)
+    np.testing.assert_allclose(exchange(values), values)
+
+
 class Forgetful(ErrorFeedback):
     """Loses what was rejected."""
 
