@@ -10,7 +10,7 @@
 #   machine   what needs no links: exchange, kernels, coding, overlap                       (10 minutes)
 #   all       these one after the other
 #
-# What a command prints is shown, and kept in FOLDER (build/tables) with its JSON. Root makes the hosts with slow links, see
+# What a command prints is shown, and kept in FOLDER (build/tables), with the JSON of those that write it. Root makes the hosts with slow links, see
 # benchmarks/testbed. LENGTHS, RATES, REPEATS, CODECS of links and SECONDS_A_PLACE of choice may be set:
 #   LENGTHS="1e6" RATES="1gbit" CODECS="auto plain" benchmarks/tables.sh links
 set -euo pipefail
