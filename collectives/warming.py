@@ -18,7 +18,7 @@ def warm_up(comm: Any, dtypes: Sequence[DTypeLike] = ("float32",), *, long: bool
 
     Without this call every rank compiles what it needs when it needs it, all of them at the same time. Numba's cache is
     beside the installed package, or where NUMBA_CACHE_DIR says: a directory of the node's own is the best place where
-    the package is on a network file system. Rank 0 says on stderr when it compiles, and how far it is.
+    the package is on a network file system. Rank 0 says on stderr when it compiles, and to a terminal how far it is.
 
     comm: an mpi4py intracommunicator, all ranks of which call. dtypes: of the values. long: for vectors longer than
     2^31 - 1 as well. Returns how many kernels were compiled on this rank: 0 with a warm cache.
@@ -33,15 +33,16 @@ def warm_up(comm: Any, dtypes: Sequence[DTypeLike] = ("float32",), *, long: bool
 def _run(dtypes: Sequence[DTypeLike], long: bool, *, say: bool) -> int:
     from mpicomp.kernels.host import warming  # here, so that Numba is loaded by those who compute
 
-    compiled, shown = 0, False
+    compiled, shown, terminal = 0, False, sys.stderr.isatty()
     for dtype in dtypes:
         for index_dtype in ("int32", "int64") if long else ("int32",):
             step = None
             for step in warming.warm_up(dtype, index_dtype):
-                if say and step.compiled:
-                    sys.stderr.write(f"\r{NOTICE} ({dtype} {step.done}/{step.total})")
+                if say and step.compiled and (terminal or not shown):
+                    far = f"\r{NOTICE} ({dtype} {step.done}/{step.total})"
+                    sys.stderr.write(far if terminal else f"{NOTICE}\n")
                     shown = True
             compiled += step.compiled if step else 0
-    if shown:
+    if shown and terminal:
         sys.stderr.write("\n")
     return compiled

@@ -29,6 +29,8 @@ def test_a_cold_cache_is_filled_and_said_so_and_a_warm_one_is_read(comm, tmp_pat
     cold, warm = run(), run()
     assert int(cold.stdout) > 10
     assert "compiling kernels, once on each node" in cold.stderr
+    assert "\r" not in cold.stderr, "no terminal, no line that is written over"
+    assert cold.stderr.count("compiling kernels") == 1
     assert int(warm.stdout) == 0
     assert "compiling" not in warm.stderr
 
