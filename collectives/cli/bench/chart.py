@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from collectives.cli.colours import look_of
+
 Rows = Sequence[dict[str, Any]]
 SETTING = "subject", "length", "dtype", "pattern", "from_gradient"
 
@@ -29,14 +31,18 @@ def plot(rows: Rows, figure_file: pathlib.Path) -> None:
     figure_module: Any = importlib.import_module("matplotlib.figure")
     settings = _different(tuple(row[name] for name in SETTING) for row in rows)
     lines = [panels([row for row in rows if tuple(row[name] for name in SETTING) == setting]) for setting in settings]
+    names = _different((row["algorithm"], row["codec"]) for row in rows)
     columns = max(map(len, lines))
-    figure = figure_module.Figure(figsize=(1 + 6 * columns, 1 + 5 * len(lines)), layout="constrained")
+    figure = figure_module.Figure(figsize=(4 + 6 * columns, 1 + 5 * len(lines)), layout="constrained")
     grid = figure.subplots(len(lines), columns, squeeze=False)
     for axes_of_line, line, setting in zip(grid, lines, settings, strict=True):
         for axes, panel in zip(axes_of_line, line, strict=False):
-            _draw(axes, *panel, _title(setting))
+            _draw(axes, *panel, _title(setting), names)
         for axes in axes_of_line[len(line) :]:
             axes.set_axis_off()
+    labelled = [axes.get_legend_handles_labels() for axes in grid.flat]
+    known = {label: handle for handles, labels in labelled for handle, label in zip(handles, labels, strict=True)}
+    figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize="small")
     figure.savefig(figure_file, dpi=120)
 
 
@@ -62,26 +68,27 @@ def crossovers(along: Sequence[float], ours: Sequence[float], dense: Sequence[fl
     ]
 
 
-def _draw(axes: Any, axis: str, fixed: str, rows: Rows, title: str) -> None:
-    names = _different((row["algorithm"], row["codec"]) for row in rows)
+def _draw(axes: Any, axis: str, fixed: str, rows: Rows, title: str, names: Sequence[tuple[str, str]]) -> None:
+    """Draw a panel. names: the contestants of the figure: one looks the same in all panels."""
     for place, name in enumerate(names):
         own = sorted((row for row in rows if (row["algorithm"], row["codec"]) == name), key=lambda row: row[axis])
+        if not own:
+            continue
         along, middle = ([row[what] for row in own] for what in (axis, "seconds"))
         spread = [[row["seconds"] - row["low"] for row in own], [row["high"] - row["seconds"] for row in own]]
         label = name[0] if name[1] in ("-", "auto") else f"{name[0]}, {name[1]}"
-        mark, color = "osD^vP*"[place % 7], f"C{place % 10}"
-        axes.errorbar(along, middle, spread, fmt=f"{mark}-", color=color, capsize=2, label=label)
-        _mark(axes, axis, own, color)
+        look = look_of(place)
+        axes.errorbar(along, middle, spread, **look, capsize=2, label=label)
+        _mark(axes, axis, own, look["color"])
     axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="seconds, the slowest rank", title=f"{title}, {fixed}")
     if axis == "ranks":
         known = sorted({row[axis] for row in rows})
         axes.set_xticks(known, [str(ranks) for ranks in known])
         axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
 
 
-def _mark(axes: Any, axis: str, own: Rows, color: str) -> None:
+def _mark(axes: Any, axis: str, own: Rows, color: Any) -> None:
     """Mark where a contestant and the dense sum take the same time, and write where that is."""
     timed = [row for row in own if row["dense_seconds"]]  # that of the dense sum itself has no gap, so no crossing
     along, ours, dense = ([row[name] for row in timed] for name in (axis, "seconds", "dense_seconds"))

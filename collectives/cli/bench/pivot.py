@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.cli.bench.compressors import Selection
+from collectives.cli.colours import look_of
 
 
 def markdown(rows: Sequence[Selection]) -> str:
@@ -69,7 +70,7 @@ def _draw_captured(axes: Any, rows: Sequence[Selection], title: str) -> None:
         shares = [max(row.share_of_top_k, 1e-4) for row in own]
         middle, reads = statistics.median(shares), statistics.median(row.seconds / (row.floor or 1) for row in own)
         range_ = [[middle - min(shares)], [max(shares) - middle]]
-        axes.errorbar(reads, middle, range_, fmt="osD^vP*"[place % 7], color=f"C{place % 10}", capsize=3, label=name)
+        axes.errorbar(reads, middle, range_, **look_of(place), linestyle="", capsize=3, label=name)
     axes.set(xscale="log", yscale="log", title=title, xlabel="time, in reads of the gradient")
     axes.set_ylabel("captured squared norm, over that of exact top-k\n(median and range over the distributions)")
     axes.grid(alpha=0.3)

@@ -39,7 +39,9 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the figures, 0 for a single one."""
+        """Standard deviation of the figures, 0 for a single one, no number where one of them is not finite."""
+        if not np.isfinite(self.figures).all():
+            return np.nan
         return float(np.std(self.figures, ddof=1)) if len(self.figures) > 1 else 0.0
 
     def mean(self, of: str) -> float:

@@ -1,5 +1,6 @@
 """What the trainings came to: the table, the JSON, the plot."""
 
+import importlib
 import json
 import math
 import pathlib
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.cli.colours import look_of
 from collectives.cli.train.grid import LATENCY, Grid, Row
 
 NETWORKS = (1e9, 1e10)  # bits a second that the simulated times are of
@@ -26,7 +28,8 @@ def line(row: Row, dense: float) -> str:
     """Return a row of the table. dense: bytes of a dense step."""
     nbytes = row.mean("nbytes")
     less = f"{dense / nbytes:9.1f}" if nbytes else f"{'':>9}"
-    final = f"{row.mean('figure'):.2f} +- {row.spread:.2f}"
+    spread = f"{row.spread:.2f}" if math.isfinite(row.spread) else "-"
+    final = f"{row.mean('figure'):.2f} +- {spread}"
     times = [row.mean("seconds"), row.mean("exchange_seconds"), *map(row.network_seconds, NETWORKS)]
     measured, exchange, *simulated = [1e3 * seconds for seconds in times]
     diverged = sum(outcome.diverged for outcome in row.outcomes)
@@ -101,20 +104,16 @@ def _finite(value: Any) -> Any:
 
 def plot(grid: Grid, done: Sequence[Row], path: pathlib.Path) -> None:
     """Draw the figure against the steps, and against the bytes that the busiest rank has sent."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), sharey=True, layout="constrained")
+    figure_module: Any = importlib.import_module("matplotlib.figure")
+    figure = figure_module.Figure(figsize=(14, 6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
     names = list(dict.fromkeys(row.method.name for row in done))
     densities = sorted({row.density or 1 for row in done}, reverse=True)
     styles = dict(zip(densities, cycle(("-", "--", ":", "-.")), strict=False))
     for row in done:
         steps, figures = curve(row)
         sent = steps[1:] * max(row.mean("nbytes"), 1)  # nothing yet at step 0, and the scale is logarithmic
-        colour = "black" if row.method.name == "dense" else f"C{(names.index(row.method.name) - 1) % 10}"
-        look = {"color": colour, "linestyle": styles[row.density or 1]}
+        look = {**look_of(names.index(row.method.name)), "markevery": 5, "linestyle": styles[row.density or 1]}
         left.plot(steps, figures, label=row.name, **look)
         right.plot(sent, figures[1:], **look)
     left.set(xlabel="step", ylabel=grid.task.figure)
@@ -123,9 +122,8 @@ def plot(grid: Grid, done: Sequence[Row], path: pathlib.Path) -> None:
         axes.grid(alpha=0.3)
     if grid.task.more_is_better and done:
         left.set_ylim(bottom=min(80.0, *(row.mean("figure") for row in done)) - 5, top=101)
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside right upper", handlelength=4)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def curve(row: Row) -> tuple[Any, Any]:
