@@ -8,6 +8,7 @@ import pytest
 
 from collectives.cli import bench, explain, info, main, parser, train, tune
 from collectives.cli.bench import collective
+from collectives.cli.files import look
 from collectives.profiles import NETWORKS
 
 WRONG = "???"
@@ -29,7 +30,7 @@ OPTIONS = [
     pytest.param(prog, action, id=f"{prog.removeprefix('mpicomp ')} {action.option_strings[0]}")
     for prog, each in COMMANDS.items()
     for action in each._actions
-    if action.option_strings and action.nargs != 0 and not (prog == "mpicomp train" and action.dest in ("json", "plot"))
+    if action.option_strings and action.nargs != 0
 ]
 EVERY = pytest.mark.parametrize("prog", COMMANDS)
 
@@ -70,14 +71,14 @@ def test_help_shows_examples_that_are_understood(prog, beside_files, capsys, mon
     for line in lines:
         command = line[line.index("mpicomp ") :]
         assert command.startswith(prog)
-        COMMANDS[prog].parse_args(shlex.split(command)[len(prog.split()) :])
+        look(COMMANDS[prog].parse_args(shlex.split(command)[len(prog.split()) :]))
 
 
 @pytest.mark.parametrize(("prog", "action"), OPTIONS)
 def test_a_value_that_is_none_is_told_what_is_expected(prog, action, capsys):
     value = "/missing/folder/file.png" if action.dest in ("json", "plot", "output", "markdown") else WRONG
     option = action.option_strings[0]
-    status, _, error = left([*prog.split()[1:], f"{option}={value}"], capsys)
+    status, _, error = left([*prog.split()[1:], *NEEDED.get(prog, []), f"{option}={value}"], capsys)
     assert status == 2
     last = error.splitlines()[-1]
     assert last.startswith(f"{prog}: error: argument {option}: ")
@@ -93,6 +94,15 @@ def test_an_option_that_is_none_is_told_which_is_meant(prog, capsys):
     status, _, error = left([*prog.split()[1:], *NEEDED.get(prog, []), f"{near}s"], capsys)
     assert status == 2
     assert f"{near}s is not expected (is {near} meant?); see `{prog} --help`" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("--nodes=2", " (is --per-node meant?)"), ("--zzz", ""), ("--network-of", " (is --network meant?)")],
+)
+def test_what_is_meant_may_be_a_word_of_an_option(given, said, capsys):
+    error = left(["explain", *NEEDED["mpicomp explain"], given], capsys)[2]
+    assert f"error: {given} is not expected{said}; see" in error
 
 
 def test_a_command_that_is_none_is_told_which_there_are(capsys):

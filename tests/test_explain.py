@@ -81,6 +81,20 @@ def test_overlap_and_codec_lower_the_bytes(capsys):
     assert sent("--codec", "smallest") < sent("--codec", "plain") < sent("--codec", "plain", "--value-bytes", "8")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "said"),
+    [
+        ("1", "1", "1 rank on 1 node;"),
+        ("64", "8", "64 ranks on 8 nodes, 8 a node;"),
+        ("16", "5", "16 ranks on 4 nodes, 4 a node (16 is no multiple of 5);"),
+        ("20", "8", "20 ranks on 3 nodes, at most 7 a node (20 is no multiple of 8);"),
+    ],
+)
+def test_the_head_says_how_many_ranks_are_on_a_node(ranks, per_node, said, capsys):
+    assert main(["explain", "--ranks", ranks, "--per-node", per_node, "--length", "1e6", "--density", "0.1"]) == 0
+    assert capsys.readouterr().out.startswith(said)
+
+
 def test_explain_takes_a_profile(capsys, tmp_path):
     (tmp_path / "profile.json").write_text(NETWORKS["hdr"].text())
     assert explained(capsys, "--profile", str(tmp_path / "profile.json")) == explained(capsys, "--network", "hdr")
@@ -103,7 +117,7 @@ def refused(arguments, capsys):
     [
         ("--ranks", "0", "expected a whole number of at least 1"),
         ("--ranks", "1000001", "expected 1 to 1000000 ranks"),
-        ("--length", "1e19", "expected a length below 2^63"),
+        ("--length", "1e19", "expected a whole number of at least 1 and at most 1e18"),
         ("--length", "many", "expected a whole number of at least 1"),
         ("--density", "0", "expected 0 < density <= 1"),
         ("--overlap", "1.1", "expected 0 <= overlap <= 1"),
@@ -145,7 +159,7 @@ def test_tune_writes_a_profile_and_checks_it(capsys, tmp_path, monkeypatch):
     path = tuning.default_path(1, 1)
     assert f"written to {path}" in capsys.readouterr().out
     assert set(load(path).kernels) == set(KERNELS)
-    check = ["--check", "--lengths", "300", "--densities", "0.1", "0.5", "--repeats", "1"]
+    check = ["--check", "--lengths", "300", "--densities", "0.1", "0.5", "0.1", "--seconds", "0", "--repeats", "1"]
     assert main(["tune", "--profile", str(path), *check, "--json", str(tmp_path / "rows.json")]) == 0
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "rows.json").read_text())
@@ -161,6 +175,8 @@ def test_tune_refuses_options_that_do_not_go_together(capsys, tmp_path):
         (["--profile", str(path)], "--profile is there for --check"),
         (["--profile", str(path), "--output", str(path), "--check"], "give one of them"),
         (["--json", str(path)], "--json holds what --check finds"),
+        (["--lengths", "5"], "--lengths is about the grid of --check"),
+        (["--densities", "0.1"], "--densities is about the grid of --check"),
     ):
         assert main(["tune", *more]) == 2
         assert said in capsys.readouterr().err

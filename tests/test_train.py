@@ -1,7 +1,6 @@
 """`mpicomp train` on one rank in this process, and on two under mpirun."""
 
 import builtins
-import importlib.util
 import json
 import os
 import subprocess
@@ -64,8 +63,8 @@ def test_seeds_are_the_same_whatever_stands_beside_them(tmp_path):
     assert lasting(told(files[0]))[-1:] == lasting(told(files[1]))
 
 
-def mpirun(size, *arguments, cwd):
-    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", "-m", "collectives.cli", *arguments]
+def mpirun(size, *arguments, cwd, module=("-m", "collectives.cli")):
+    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", *module, *arguments]
     environment = {**os.environ, **LAUNCH, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
@@ -118,6 +117,20 @@ def test_a_rate_that_is_too_high_ends_the_training_and_not_the_run(method, capsy
     row = told(file)["rows"][0]
     assert row["loss"] is None
     assert row["trainings"][0]["curve"][0][1] > 0
+
+
+def test_a_spread_of_what_is_not_finite_is_none(capsys, recwarn):
+    assert main([*SHORT[:-1], "1e30", "--methods", "topk-allgather", "--density", "0.5", "--seeds", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "inf +- - " in printed.out
+    assert not printed.err
+    assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
+
+
+def test_what_is_named_twice_is_trained_once(tmp_path):
+    file = tmp_path / "rows.json"
+    assert main([*SHORT, "--methods", "gtopk", "gtopk", "--density", "0.1", "0.1", "--json", str(file)]) == 0
+    assert len(told(file)["rows"]) == 1
 
 
 def test_combinations_of_ones_own_stand_beside_dense(tmp_path):
@@ -234,10 +247,11 @@ def test_options_that_contradict_each_other_are_refused_before_anything_is_train
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_file_in_no_folder_is_refused_before_anything_is_trained(option, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert main([*SHORT, option, str(tmp_path / "none" / "file")]) == 2
+    with pytest.raises(SystemExit) as left:
+        main([*SHORT, option, str(tmp_path / "none" / "file.png")])
     printed = capsys.readouterr()
-    assert "expected a file in a folder that is there" in printed.err
+    assert left.value.code == 2
+    assert "there is no folder" in printed.err
     assert not printed.out
 
 
@@ -252,8 +266,9 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["train", "--task", "digits"]) == 2
     assert "pip install scikit-learn, or take --task text" in capsys.readouterr().err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main([*SHORT, "--plot", "here.png"]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        main([*SHORT, "--plot", "here.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -261,7 +276,8 @@ def test_one_rank_that_cannot_begin_keeps_the_others_from_training(tmp_path):
     """The folder is looked for on rank 0 alone; both ranks leave."""
     done = mpirun(2, *SHORT, "--json", "none/rows.json", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("error: --json is none/rows.json") == 1
+    assert done.stderr.count("argument --json: got 'none/rows.json': there is no folder") == 1
+    assert not done.stdout
 
 
 def test_the_bar_says_how_far_all_trainings_are(capsys, monkeypatch):

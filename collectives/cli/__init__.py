@@ -20,7 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     subjects: dict[str, Any] = {"info": info, "bench": bench, "train": train, "tune": tune, "explain": explain}
     options = parser(subjects.values()).parse_args(arguments)
-    status: int = subjects[options.command].run(options, sys.stdout)
+    try:
+        status: int = subjects[options.command].run(options, sys.stdout)
+    except MemoryError as error:
+        sys.stderr.write(f"{options.parser.prog}: what was asked for does not fit into memory: {error}; ask for less\n")
+        return 1
     return status
 
 

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from collectives import cost
 from collectives.cli.bench.settings import positive, share
-from collectives.cli.tune import a_profile
+from collectives.cli.files import a_profile, look
 from collectives.profiles import NETWORKS, Profile
 from collectives.tuning import Tuner
 
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         examples=EXAMPLES,
     )
     explain.add_argument("--ranks", type=ranks, required=True, metavar="P", help="1 to 1000000")
-    explain.add_argument("--length", type=length, required=True, metavar="N", help="values of a gradient")
+    explain.add_argument("--length", type=positive, required=True, metavar="N", help="values of a gradient")
     explain.add_argument("--density", type=share, required=True, metavar="D", help="share of them that a rank brings")
     explain.add_argument(
         "--overlap", type=overlap, default=0.0, metavar="SHARE", help="of a rank's entries: where all have one (0)"
@@ -63,14 +63,6 @@ def ranks(text: str) -> int:
     return number
 
 
-def length(text: str) -> int:
-    """Return the length of a vector that a text says."""
-    number = positive(text)
-    if number >= 2**63:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected a length below 2^63")
-    return number
-
-
 def overlap(text: str) -> float:
     """Return the share that a text says; 0 is one."""
     try:
@@ -86,6 +78,7 @@ def overlap(text: str) -> float:
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions."""
+    look(options)
     profile = options.profile or NETWORKS[options.network or "1gbit"]
     per_node = options.per_node or (1 if profile.between else options.ranks)
     case = cost.Case(
@@ -105,11 +98,17 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     chosen, spent = Tuner(profile).automatic(case, [*nodes, case.ranks - sum(nodes)])
     found = [*explained(case, profile), row("sparse_allreduce", "auto", spent)]
     if options.json:
-        about = {"ranks": case.ranks, "nodes": case.nodes, "length": case.length, "entries": case.entries}
+        about = {
+            "ranks": case.ranks,
+            "nodes": case.nodes,
+            "per_node": case.per_node,
+            "length": case.length,
+            "entries": case.entries,
+        }
         union = {"union": case.union(case.ranks), "auto": chosen}
         out.write(json.dumps({**about, **union, "rows": found}, indent=1) + "\n")
     else:
-        out.write(table(case, found, chosen))
+        out.write(table(case, per_node, found, chosen))
     return 0
 
 
@@ -140,11 +139,21 @@ def row(operation: str, algorithm: str, found: cost.Cost) -> dict[str, Any]:
     return {"operation": operation, "algorithm": algorithm, **figures}
 
 
-def table(case: cost.Case, found: list[dict[str, Any]], chosen: str) -> str:
+def where(case: cost.Case, per_node: int) -> str:
+    """Return how many ranks there are, and on how many nodes. per_node: ranks of a node that were asked for."""
+    ranks, nodes = (
+        f"{number} {name}{'s' * (number > 1)}" for number, name in ((case.ranks, "rank"), (case.nodes, "node"))
+    )
+    most = "at most " if case.ranks % case.nodes else ""
+    evenly = "" if case.nodes == 1 or case.ranks % per_node == 0 else f" ({case.ranks} is no multiple of {per_node})"
+    return f"{ranks} on {nodes}" + (f", {most}{case.per_node} a node{evenly}" if case.nodes > 1 else "")
+
+
+def table(case: cost.Case, per_node: int, found: list[dict[str, Any]], chosen: str) -> str:
     """Return the rows as a table, and by which algorithm "auto" goes."""
     union = case.union(case.ranks)
     lines = [
-        f"{case.ranks} ranks on {case.nodes} nodes, {case.entries:.0f} of {case.length} entries each; "
+        f"{where(case, per_node)}; {case.entries:.0f} of {case.length} entries each; "
         f"their union: {union:.0f} ({union / case.length:.2%})",
         f"{'':24}{'':20} {'ms':>12} {'bytes':>16} {'rounds':>7}",
     ]

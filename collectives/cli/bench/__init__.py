@@ -6,14 +6,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from collectives.cli.bench.collective import COLLECTIVES
 from collectives.cli.bench.contestants import BASELINE, lacking
 from collectives.cli.bench.parsers import add_to
 from collectives.cli.bench.timing import HEADER, Row, as_json
+from collectives.cli.files import look, settings, write
 from collectives.profiles import NETWORKS
 
 __all__ = ["add_to", "run"]
@@ -22,37 +24,56 @@ T = TypeVar("T")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Measure, and print the table on rank 0."""
+    """Measure, print the table on rank 0, and write what else is asked for; 2 for what cannot be, 1 without a file."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    if options.subject == "compressors":
-        if comm.rank == 0:  # one rank is enough
-            run_compressors(options, out)
-        return 0
-    if options.subject in COLLECTIVES:
-        return run_collective(options, comm, out)
-    if options.subject == "plot":
-        if comm.rank == 0:
-            from collectives.cli.bench import chart
+    look(options, comm)
+    own = {"kernels": run_kernels, "compressors": run_compressors, "step": run_step, "plot": run_plot}
+    return (own | dict.fromkeys(COLLECTIVES, run_collective)).get(options.subject, run_rows)(options, comm, out)
 
-            chart.plot([row for rows in options.files for row in rows], options.figure)
+
+def refused(options: argparse.Namespace, comm: Any, fault: str) -> int:
+    """Say on rank 0 what is wrong, and return the status of that."""
+    if comm.rank == 0:
+        sys.stderr.write(f"{options.parser.prog}: {fault}\n")
+    return 2
+
+
+def run_kernels(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
+    """Measure the kernels on rank 0: one is enough."""
+    from collectives.cli.bench import device_kernels, kernels
+
+    on_gpu = options.device == "gpu"
+    if on_gpu and (fault := device_kernels.lacking()):
+        return refused(options, comm, fault)
+    if comm.rank:
         return 0
-    if options.subject == "step":
-        return run_step(options, comm, out)
-    if options.subject == "kernels" and options.device == "gpu" and (fault := no_gpu()):
-        if comm.rank == 0:
-            sys.stderr.write(f"mpicomp bench kernels --device gpu: {fault}\n")
-        return 2
-    rows = show(measured(options, comm), out if comm.rank == 0 else None)
-    if options.json and comm.rank == 0:
-        options.json.write_text(as_json(rows, **about(options), length=options.length, **about_mpi(comm)))
-    return 0
+    measuring = (device_kernels if on_gpu else kernels).rows(options.length, options.repeats)
+    rows, about_run = show(measuring, out), {**about(options), "length": options.length, **about_mpi(comm)}
+    return write(options, json=lambda file: file.write_text(as_json(rows, **about_run)))
+
+
+def run_rows(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
+    """Measure steps, with or without overlap."""
+    if options.subject == "overlap" and options.tensors > options.length:
+        return refused(options, comm, f"expected at most as many --tensors as --length, got {options.tensors}")
+    rows = show(measured(options, comm), None if comm.rank else out)
+    about_run = {**about(options), "length": options.length, **about_mpi(comm)}
+    return write(options, comm, json=lambda file: file.write_text(as_json(rows, **about_run)))
+
+
+def run_plot(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
+    """Draw what other runs have written."""
+    from collectives.cli.bench import chart
+
+    rows = [row for rows in options.files for row in rows]
+    return write(options, comm, figure=lambda file: chart.plot(rows, file))
 
 
 def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
     """Measure a collective, print the table on rank 0, and write what else is asked for; 2 for what cannot be."""
-    from collectives.cli.bench import chart, collective, interfaces
+    from collectives.cli.bench import chart, collective, device_kernels, interfaces
 
     baselines = [] if "none" in options.baselines else options.baselines
     network = NETWORKS[options.network] if options.network else None
@@ -72,24 +93,20 @@ def run_collective(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
     cases = [collective.Case(*each) for each in asked]
     baselines = [name for name in baselines if name != "allgather" or options.device == "cpu"]
     plan = plan._replace(baselines=baselines)
-    lacking = no_gpu() if options.device == "gpu" else None
-    if fault := lacking or collective.too_many(cases, comm.size) or (options.interfaces and interfaces.missing(comm)):
-        if comm.rank == 0:
-            sys.stderr.write(f"mpicomp bench {options.subject}: {fault}\n")
-        return 2
+    no_gpu = device_kernels.lacking() if options.device == "gpu" else None
+    if fault := no_gpu or collective.too_many(cases, comm.size) or (options.interfaces and interfaces.missing(comm)):
+        return refused(options, comm, fault)
     measuring = collective.rows(comm, plan, cases)
     rows = show(measuring, None if comm.rank or options.osu else out, collective.HEADER)
-    if comm.rank:
-        return 0
-    if options.osu:
+    if options.osu and not comm.rank:
         out.write(collective.osu(rows))
-    if options.interfaces:
+    if options.interfaces and not comm.rank:
         out.write(interfaces.report(rows))
-    if options.json:
-        options.json.write_text(as_json(rows, **about(options), **about_mpi(comm)))
-    if options.plot:
-        chart.plot([row.as_dict() for row in rows], options.plot)
-    return 0
+    makers: dict[str, Callable[[Path], Any]] = {
+        "json": lambda file: file.write_text(as_json(rows, **about(options), **about_mpi(comm))),
+        "plot": lambda file: chart.plot([row.as_dict() for row in rows], file),
+    }
+    return write(options, comm, **makers)
 
 
 def run_step(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
@@ -103,9 +120,8 @@ def run_step(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
     rows = show(measuring, None if comm.rank else out, step.HEADER)
     if comm.rank == 0:
         out.write(step.PUBLISHED)
-    if options.json and comm.rank == 0:
-        options.json.write_text(as_json(rows, **about(options), **about_mpi(comm)))
-    return 0
+    about_run = {**about(options), **about_mpi(comm)}
+    return write(options, comm, json=lambda file: file.write_text(as_json(rows, **about_run)))
 
 
 def about_mpi(comm: Any) -> dict[str, Any]:
@@ -116,42 +132,28 @@ def about_mpi(comm: Any) -> dict[str, Any]:
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures of a run depend on."""
+    """Return what the figures of a run depend on; the options as they were understood, but for the names of files."""
     versions = {name: metadata.version(name) for name in ("numpy", "numba")}
     machine = {"machine": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    return {"subject": options.subject, **machine, **versions}
+    return {"subject": options.subject, **machine, **versions, "options": settings(options)}
 
 
 def measured(options: argparse.Namespace, comm: Any) -> Iterable[Row]:
     """Return the rows, as they are measured."""
+    from collectives.cli.bench import exchange, overlap
+
     if options.subject == "exchange":
-        from collectives.cli.bench import exchange
-
         return exchange.rows(comm, options.length, options.density, options.repeats)
-    if options.subject == "overlap":
-        from collectives.cli.bench import overlap
-
-        how = {"tensors": options.tensors, "compute": options.compute, "rate": options.link}
-        return overlap.rows(comm, options.length, options.density, options.repeats, **how)
-    from collectives.cli.bench import device_kernels, kernels
-
-    if comm.rank:  # one rank is enough
-        return []
-    rows = device_kernels.rows if options.device == "gpu" else kernels.rows
-    return rows(options.length, options.repeats)
+    how = {"tensors": options.tensors, "compute": options.compute, "rate": options.link}
+    return overlap.rows(comm, options.length, options.density, options.repeats, **how)
 
 
-def no_gpu() -> str | None:
-    """Return why the kernels of a GPU cannot be measured; None where they can."""
-    from collectives.cli.bench import device_kernels
-
-    return device_kernels.lacking()
-
-
-def run_compressors(options: argparse.Namespace, out: TextIO) -> None:
-    """Measure the compressors, print the table, and write what else is asked for."""
+def run_compressors(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
+    """Measure the compressors, print the table, and write what else is asked for: on rank 0, one is enough."""
     from collectives.cli.bench import compressors, pivot
 
+    if comm.rank:
+        return 0
     missing = lacking(options.compressors)
     for name, reason in missing.items():
         sys.stderr.write(f"{name} is left out: {reason}\n")
@@ -159,14 +161,13 @@ def run_compressors(options: argparse.Namespace, out: TextIO) -> None:
     asked = options.distributions, options.densities, options.length, options.repeats
     clock = time.thread_time if options.cpu_time else time.perf_counter
     rows: Sequence[Any] = show(compressors.rows(names, *asked, clock), out, compressors.HEADER)
-    if options.json:
-        options.json.write_text(
-            as_json(rows, **about(options), length=options.length, clock=clock.__name__, skipped=missing)
-        )
-    if options.markdown:
-        options.markdown.write_text(pivot.markdown(rows))
-    if options.plot:
-        pivot.plot(rows, options.plot)
+    about_run = {**about(options), "length": options.length, "clock": clock.__name__, "skipped": missing}
+    makers: dict[str, Callable[[Path], Any]] = {
+        "json": lambda file: file.write_text(as_json(rows, **about_run)),
+        "markdown": lambda file: file.write_text(pivot.markdown(rows)),
+        "plot": lambda file: pivot.plot(rows, file),
+    }
+    return write(options, **makers)
 
 
 def show(rows: Iterable[T], out: TextIO | None, header: str = HEADER) -> list[T]:

@@ -41,8 +41,9 @@ def rows(
     gradients = {f"tensor {number}": part for number, part in enumerate(parts)}
     together = partial(together_clocked, comm)
     for density in densities:
-        few = max(1, tensors // 4)
-        buckets = {"a bucket a tensor": 1, f"{few} in a bucket": few * gradients["tensor 0"].nbytes}
+        few, buckets = tensors // 4, {"a bucket a tensor": 1}
+        if few > 1:
+            buckets[f"{few} in a bucket"] = few * gradients["tensor 0"].nbytes
         overlapped = [
             partial(step, _exchange(comm, density, size, rate), gradients, compute) for size in buckets.values()
         ]

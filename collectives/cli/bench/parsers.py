@@ -6,9 +6,10 @@ from typing import Any
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES, CODECS, DTYPES
 from collectives.cli.bench.contestants import MAKERS, SETTLING_CALLS
 from collectives.cli.bench.data import FAMILIES
-from collectives.cli.bench.settings import above_zero, each_once, new_figure, new_file, positive, rows_file, share
+from collectives.cli.bench.settings import above_zero, each_once, positive, share
 from collectives.cli.bench.step import MODELS
 from collectives.cli.bench.supports import PATTERNS
+from collectives.cli.files import new_figure, new_file, rows_file
 from collectives.profiles import NETWORKS
 
 ABOUT_COMPRESSORS = f"""\
@@ -127,11 +128,7 @@ def add_to(commands: Any) -> None:
         parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
     about_device = "whose kernels; gpu: against CuPy, PyTorch on the GPU and one read there (%(default)s)"
     kernels.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=about_device)
-    exchange.add_argument("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares that travel")
-    overlap.add_argument("--density", type=share, nargs="+", default=[0.05, 0.1], help="shares that travel")
-    overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
-    overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
-    overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
+    _add_exchanges(exchange, overlap)
     _add_choices(compressors)
     _add_step(subjects)
     for subject, about in HELP_OF_COLLECTIVES.items():
@@ -140,6 +137,15 @@ def add_to(commands: Any) -> None:
     plot = subjects.add_parser("plot", help=about_plot, examples="mpicomp bench plot times.png p2.json p4.json p8.json")
     plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
     plot.add_argument("files", type=rows_file, nargs="+", metavar="JSON", help="files to read: p2.json p4.json p8.json")
+
+
+def _add_exchanges(exchange: argparse.ArgumentParser, overlap: argparse.ArgumentParser) -> None:
+    shares: dict[str, Any] = {"type": share, "nargs": "+", "action": each_once, "help": "shares that travel"}
+    exchange.add_argument("--density", **shares, default=[0.001, 0.01])
+    overlap.add_argument("--density", **shares, default=[0.05, 0.1])
+    overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
+    overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
+    overlap.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
 
 
 def _add_step(subjects: Any) -> None:

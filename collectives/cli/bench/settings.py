@@ -1,19 +1,23 @@
 """What the options of a benchmark mean: a value, or an error that says what is expected before anything is measured."""
 
 import argparse
-import importlib
-import pathlib
+from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
+
+MOST = 10**18  # so many numbers of 8 bytes have an address each, if no memory
 
 
 def positive(text: str) -> int:
-    """Return the whole number that a text says: 25_000_000 and 25e6 are one."""
+    """Return the whole number that a text says, to the last digit: 25_000_000 and 25e6 are one."""
     try:
-        number = float(text)
-        if number < 1 or number != int(number):
+        number = Decimal(text)
+        if not 1 <= number <= MOST or number != int(number):
             raise ValueError
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected a whole number of at least 1") from None
+    except (ValueError, ArithmeticError):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}: expected a whole number of at least 1 and at most 1e18"
+        ) from None
     return int(number)
 
 
@@ -30,45 +34,22 @@ def share(text: str) -> float:
 
 def above_zero(text: str) -> float:
     """Return the finite number above 0 that a text says."""
+    return _finite(text, "above 0", lambda number: number > 0)
+
+
+def not_negative(text: str) -> float:
+    """Return the finite number that a text says; 0 is one."""
+    return _finite(text, "of at least 0", lambda number: number >= 0)
+
+
+def _finite(text: str, kind: str, is_one: Callable[[float], bool]) -> float:
     try:
         number = float(text)
-        if not 0 < number < float("inf"):
+        if not is_one(number) or number == float("inf"):
             raise ValueError
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected a number above 0") from None
+        raise argparse.ArgumentTypeError(f"got {text!r}: expected a number {kind}") from None
     return number
-
-
-def new_file(text: str) -> pathlib.Path:
-    """Return the path of a file that can be made; one that is there will be overwritten."""
-    path = pathlib.Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        wrong = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
-        raise argparse.ArgumentTypeError(f"got {text!r}: {wrong}; expected the name of a file in a folder that exists")
-    return path
-
-
-def new_figure(text: str) -> pathlib.Path:
-    """Return the path of a figure that can be drawn, in a format that matplotlib knows."""
-    path = new_file(text)
-    try:
-        figure: Any = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install matplotlib, or use --json") from None
-    known = figure.Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:] not in known:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected a name that ends in .{', .'.join(known)}")
-    return path
-
-
-def rows_file(text: str) -> list[dict[str, Any]]:
-    """Return the rows that a benchmark of a collective wrote to a file."""
-    from collectives.cli.bench import chart
-
-    try:
-        return chart.read(pathlib.Path(text))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
 
 
 class each_once(argparse.Action):  # noqa: N801

@@ -10,10 +10,12 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 from collectives import warm_up
+from collectives.cli.files import look, write
 from collectives.cli.train import report
 from collectives.cli.train.grid import Grid, Row, cells
 from collectives.cli.train.options import add_to, chosen, problem
@@ -25,31 +27,30 @@ __all__ = ["add_to", "run"]
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Train, and print the table on rank 0; return 2 on every rank where the options cannot be met."""
+    """Train, print the table on rank 0, and write what else is asked for; return 2 where the options cannot be met."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    look(options, comm)
     task = prepared(options, comm)
     if task is None:
         return 2
-    rates = list(dict.fromkeys(options.rate or task.rates))
     recipe = Recipe(options.steps, options.batch)
-    grid = Grid(task, cells(chosen(options), list(dict.fromkeys(options.density))), rates, options.seeds, recipe)
+    grid = Grid(task, cells(chosen(options), options.density), options.rate or task.rates, options.seeds, recipe)
     with one_thread(comm):
         done = show(grid, comm, out)
-    if comm.rank == 0:
-        if options.json:
-            about = {"ranks": comm.size, "MPI": MPI.Get_library_version().partition(",")[0]}
-            about |= {"machine": platform.platform(), "cpus": os.cpu_count()}
-            options.json.write_text(report.as_json(grid, done, **about))
-        if options.plot:
-            report.plot(grid, done, options.plot)
-    return 0
+    about = {"ranks": comm.size, "MPI": MPI.Get_library_version().partition(",")[0]}
+    about |= {"machine": platform.platform(), "cpus": os.cpu_count()}
+    makers: dict[str, Callable[[Path], Any]] = {
+        "json": lambda file: file.write_text(report.as_json(grid, done, **about)),
+        "plot": lambda file: report.plot(grid, done, file),
+    }
+    return write(options, comm, **makers)
 
 
 def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
     """Return the task; None on every rank, and what is wrong on rank 0's stderr, where one of them cannot."""
-    task, wrong = None, problem(options) if comm.rank == 0 else None
+    task, wrong = None, problem(options)
     try:
         task = TASKS[options.task]()
     except ImportError as error:
@@ -63,7 +64,7 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
 def show(grid: Grid, comm: Any, out: TextIO) -> list[Row]:
     """Train, print the rows on rank 0 as they come, and return them."""
     warm_up(comm)
-    progress = Progress(grid.steps, sys.stderr if comm.rank == 0 else None)
+    progress = Progress(grid.steps, sys.stderr if comm.rank == 0 and sys.stderr.isatty() else None)
     done, dense = [], report.dense_bytes(grid, comm.size)
 
     def say(line: str) -> None:

@@ -3,12 +3,11 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any, TextIO
 
-from collectives import profiles
-from collectives.cli.bench.settings import above_zero, new_file, positive, share
-from collectives.profiles import Profile, ProfileError
+from collectives.cli.bench.settings import each_once, not_negative, positive, share
+from collectives.cli.files import a_profile, look, new_file, write
+from collectives.profiles import Profile
 
 ABOUT = """\
 Measure latency, bandwidth, and what merging, selecting and coding take on all ranks at the same time, and write a
@@ -25,6 +24,8 @@ mpirun -n 4 mpicomp tune --output profile.json --check
 mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --densities 0.01 0.1 --json rows.json
 """
 
+LENGTHS, DENSITIES = [10_000, 100_000, 1_000_000], [0.001, 0.01, 0.1, 0.3]  # of the grid
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the command line."""
@@ -37,21 +38,17 @@ def add_to(commands: Any) -> None:
     tune.add_argument("--output", type=new_file, metavar="FILE", help="the profile to write (one per user, see above)")
     tune.add_argument("--profile", type=a_profile, metavar="FILE", help="take this profile, and measure none")
     tune.add_argument("--check", action="store_true", help="measure every algorithm on a grid, beside its prediction")
-    tune.add_argument("--lengths", type=positive, nargs="+", default=[10_000, 100_000, 1_000_000], help="of the grid")
-    tune.add_argument("--densities", type=share, nargs="+", default=[0.001, 0.01, 0.1, 0.3], help="of the grid")
+    tune.add_argument(
+        "--lengths", type=positive, nargs="+", action=each_once, help=f"of the grid ({' '.join(map(str, LENGTHS))})"
+    )
+    tune.add_argument(
+        "--densities", type=share, nargs="+", action=each_once, help=f"of the grid ({' '.join(map(str, DENSITIES))})"
+    )
     tune.add_argument("--repeats", type=positive, default=5, help="timed turns of everything (%(default)s)")
     tune.add_argument(
-        "--seconds", type=above_zero, default=0.0, help="go on in each place of the grid for so long: more turns (0)"
+        "--seconds", type=not_negative, help="go on in each place of the grid for so long: more turns (0)"
     )
     tune.add_argument("--json", type=new_file, metavar="FILE", help="write what the check finds to a file as well")
-
-
-def a_profile(text: str) -> Profile:
-    """Return the profile in a file."""
-    try:
-        return profiles.load(text)
-    except ProfileError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
@@ -59,13 +56,14 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    look(options, comm)
     fault = misused(options)
     if fault:
         sys.stderr.write(f"mpicomp tune: {fault}\n" if comm.rank == 0 else "")
         return 2
     profile, failed = kept(options, comm, out if comm.rank == 0 else None)
     if options.check and not failed:
-        check(options, comm, profile, out if comm.rank == 0 else None)
+        failed = check(options, comm, profile, out if comm.rank == 0 else None)
     return failed
 
 
@@ -77,6 +75,9 @@ def misused(options: argparse.Namespace) -> str | None:
         return "--profile is there for --check: add it (`mpicomp explain --profile FILE` predicts without measuring)"
     if options.json and not options.check:
         return "--json holds what --check finds: add it (--output names the file of the profile)"
+    of_grid = [name for name in ("lengths", "densities", "seconds") if getattr(options, name) is not None]
+    if of_grid and not options.check:
+        return f"--{of_grid[0]} is about the grid of --check: add it, or leave --{of_grid[0]} out"
     return None
 
 
@@ -87,25 +88,15 @@ def kept(options: argparse.Namespace, comm: Any, out: TextIO | None) -> tuple[Pr
     from collectives.tuning import default_path
 
     if options.profile:
-        return comm.bcast(options.profile), 0
+        return options.profile, 0
     profile = calibrated(comm, measure(comm, options.repeats), options.repeats)
-    path = options.output or default_path(profile.ranks, profile.nodes)
-    return profile, comm.bcast(written(profile, path, out) if out else 0)
-
-
-def written(profile: Profile, path: Path, out: TextIO) -> int:
-    """Write a profile, whole or not at all, and say what it holds; return 1 where that fails."""
-    out.write(told(profile))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_name(path.name + ".new")
-        whole.write_text(profile.text())
-        whole.replace(path)
-    except OSError as error:
-        sys.stderr.write(f"mpicomp tune: cannot write {path}: {error.strerror}; name another file with --output\n")
-        return 1
-    out.write(f"written to {path}\n")
-    return 0
+    options.output = options.output or default_path(profile.ranks, profile.nodes)
+    if out:
+        out.write(told(profile))
+    failed = write(options, comm, output=lambda file: file.write_text(profile.text()))
+    if out and not failed:
+        out.write(f"written to {options.output}\n")
+    return profile, failed
 
 
 def told(profile: Profile) -> str:
@@ -120,21 +111,21 @@ def told(profile: Profile) -> str:
     return "\n".join([*lines, f"million entries/s: {', '.join(rates)}\n"])
 
 
-def check(options: argparse.Namespace, comm: Any, profile: Profile, out: TextIO | None) -> None:
-    """Measure the grid, and print each row beside its prediction, and the summary."""
+def check(options: argparse.Namespace, comm: Any, profile: Profile, out: TextIO | None) -> int:
+    """Measure the grid, and print each row beside its prediction, and the summary; return 1 if it cannot be written."""
     from collectives.cli.tune import checking
 
     found = []
     if out:
         out.write(checking.HEADER + "\n")
-    grid = options.lengths, options.densities
-    for row in checking.rows(comm, profile, *grid, options.repeats, options.seconds):
+    grid = options.lengths or LENGTHS, options.densities or DENSITIES
+    for row in checking.rows(comm, profile, *grid, options.repeats, options.seconds or 0.0):
         found.append(row)
         if out:
             out.write(f"{row}\n")
             out.flush()
     if out:
         out.write(checking.summary(found))
-        if options.json:
-            about = {"ranks": comm.size, "host": profile.host, "MPI": profile.mpi, **checking.verdict(found)}
-            options.json.write_text(json.dumps({**about, "rows": checking.as_rows(found)}, indent=1))
+    about = {"ranks": comm.size, "host": profile.host, "MPI": profile.mpi, **checking.verdict(found)}
+    rows = {**about, "rows": checking.as_rows(found)}
+    return write(options, comm, json=lambda file: file.write_text(json.dumps(rows, indent=1)))
