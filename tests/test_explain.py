@@ -117,7 +117,7 @@ def refused(arguments, capsys):
     [
         ("--ranks", "0", "expected a whole number of at least 1"),
         ("--ranks", "1000001", "expected 1 to 1000000 ranks"),
-        ("--length", "1e19", "expected a whole number of at least 1 and at most 1e18"),
+        ("--length", "1e19", "expected a whole number of at least 1 and at most 9223372036854775807"),
         ("--length", "many", "expected a whole number of at least 1"),
         ("--density", "0", "expected 0 < density <= 1"),
         ("--overlap", "1.1", "expected 0 <= overlap <= 1"),
@@ -230,6 +230,11 @@ def test_without_a_profile_the_fixed_rule_stays(nodes):
     vector = SparseVector.from_dense(np.array([0, 1.0, 2.0] * 100))
     assert tuner.coding(vector, apart=True) == CODECS["smallest"](vector)
     assert tuner.coding(vector, apart=False) == CODECS["quick"](vector)
+
+
+def test_the_longest_length_is_explained(capsys):
+    assert main(["explain", "--ranks", "8", "--length", str(2**63 - 1), "--density", "1e-12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["length"] == 2**63 - 1
 
 
 def test_a_tuner_remembers_a_bounded_number_of_answers():

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, TextIO
 
 from collectives import cost
@@ -11,6 +12,7 @@ from collectives.cli.bench.settings import positive, share
 from collectives.cli.files import a_profile, look
 from collectives.profiles import NETWORKS, Profile
 from collectives.tuning import Tuner
+from mpicomp.vector import MAX_LENGTH
 
 ABOUT = """\
 Predict the seconds, the bytes that the busiest rank sends, and the rounds of every algorithm, beside a lower bound: the
@@ -39,7 +41,9 @@ def add_to(commands: Any) -> None:
         examples=EXAMPLES,
     )
     explain.add_argument("--ranks", type=ranks, required=True, metavar="P", help="1 to 1000000")
-    explain.add_argument("--length", type=positive, required=True, metavar="N", help="values of a gradient")
+    explain.add_argument(
+        "--length", type=partial(positive, most=MAX_LENGTH), required=True, metavar="N", help="values of a gradient"
+    )
     explain.add_argument("--density", type=share, required=True, metavar="D", help="share of them that a rank brings")
     explain.add_argument(
         "--overlap", type=overlap, default=0.0, metavar="SHARE", help="of a rank's entries: where all have one (0)"

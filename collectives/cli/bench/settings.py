@@ -8,15 +8,15 @@ from typing import Any
 MOST = 10**18  # so many numbers of 8 bytes have an address each, if no memory
 
 
-def positive(text: str) -> int:
+def positive(text: str, most: int = MOST) -> int:
     """Return the whole number that a text says, to the last digit: 25_000_000 and 25e6 are one."""
     try:
         number = Decimal(text)
-        if not 1 <= number <= MOST or number != int(number):
+        if not 1 <= number <= most or number != int(number):
             raise ValueError
     except (ValueError, ArithmeticError):
         raise argparse.ArgumentTypeError(
-            f"got {text!r}: expected a whole number of at least 1 and at most 1e18"
+            f"got {text!r}: expected a whole number of at least 1 and at most {most}"
         ) from None
     return int(number)
 
