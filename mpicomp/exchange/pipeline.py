@@ -26,6 +26,7 @@ class Pipeline:
 
     def __init__(self, compressor: Compressor, feedback: Feedback, downlink: Any = None) -> None:
         self.compressor, self.feedback, self.downlink = compressor, feedback, downlink
+        self._writes = "out" in signature(feedback.result).parameters
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     @property
@@ -74,10 +75,10 @@ class Pipeline:
         self.feedback.keep(self._corrected, self._sent, self._rejected)
         if self.downlink is not None:
             self.downlink.keep()
-        writes = (
-            out is not None and "out" in signature(self.feedback.result).parameters
-        )  # else what it returns is copied
-        result = self.feedback.result(self._mean, out) if writes else self.feedback.result(self._mean)
+        if out is not None and self._writes:
+            result = self.feedback.result(self._mean, out)
+        else:  # whoever has the array copies it there
+            result = self.feedback.result(self._mean)
         self.forget()
         return result
 

@@ -278,7 +278,8 @@ def sums_that_round(device, cupy):
     indices = np.arange(halves.size)
     for step in (1, 997, 20_011):
         compare(device, cupy, "merge", indices, halves, indices, np.roll(halves, step))
-        compare_in_place(device, cupy, "add", halves, np.roll(halves, step), halves * 0, written=[2])
+        with np.errstate(over="ignore"):
+            compare_in_place(device, cupy, "add", halves, np.roll(halves, step), halves * 0, written=[2])
     subnormal = np.arange(1, 300, dtype=np.uint32).view(np.float32)
     compare_in_place(device, cupy, "add", subnormal, subnormal[::-1].copy(), subnormal * 0, written=[2])
     dense, doubles = halves.copy(), np.ldexp(np.random.default_rng(0).uniform(-1, 1, halves.size), indices % 50 - 30)
