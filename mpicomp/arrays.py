@@ -136,7 +136,7 @@ def room_in(out: Any) -> Array:
     if not (on_device(values) or values.flags.writeable):
         raise ValueError(
             f"NumPy may not write to {_kind(out)}: expected one that can be changed (none of JAX is; NumPy before "
-            "2.1 takes none that comes through DLPack for such)"
+            "2.2 takes none that comes through DLPack for such)"
         )
     if not values.flags.c_contiguous:
         raise ValueError("its values do not lie behind each other in C order: expected a contiguous array")
