@@ -1,15 +1,20 @@
 """Raise on every rank, or on none.
 
-What must be the same on all ranks, the `Terms`, travels in the envelope of every message. A rank that sees a
-difference, hears of one, or brought a bad argument itself, goes on through the schedule with empty vectors marked as
-broken. Every collective's schedule, or the round of terms before it, lets each rank hear of every other, so at its end
-all ranks know. Then, and only then, they spend one more allgather on who brought what, and all raise.
+What must be the same on all ranks, the `Terms`, travels in the envelope of every message. A rank that sees a difference
+stops there, and one that brought a bad argument does not begin: it says to every other rank what it brought, its last
+word, and hears theirs. Who waits for a message of such a rank gets its last word instead, and stops as well. In every
+collective's schedule, or in the round of terms before it, a rank hears of every other one before it ends: so all ranks
+know, and all raise.
+
+Two schedules need not meet where one of them begins with a message of every rank to every other one, as the exact
+gTop-k does: none waits for a rank of this kind, and what its ranks wait for is a message of the other schedule, or a
+last word.
 """
 
 import json
 from typing import Any, Protocol, TypeVar
 
-from collectives.channel import Channel
+from collectives.channel import Channel, DisagreementError
 from collectives.messages import Steps
 from collectives.terms import Terms
 from mpicomp.errors import CollectiveError
@@ -32,21 +37,22 @@ class Account(Protocol):
 def all_or_none(channel: Channel, steps: Steps[T], watch: Account | None = None) -> Steps[T]:
     """Run an operation's steps to their end; then return their result on every rank, or raise on every rank.
 
-    watch: with it the ranks report in any case, also what it says of the result, and it has the last word.
+    watch: with it the ranks also report what it says of the result, and it may raise.
 
     Raises this rank's own error where it brought one, else CollectiveError naming the ranks and what they brought.
     """
-    result = yield from steps
-    if not channel.broken and watch is None:
-        return result
-    account = watch.account(result) if watch is not None and not channel.broken else None
-    texts = yield from channel.gather_texts(_report(channel, account))
-    reports = [json.loads(text) for text in texts]
-    if watch is not None and all(report["account"] for report in reports):
-        watch.judge([report["account"] for report in reports])
-        return result
+    if channel.error is None:
+        try:
+            result = yield from steps
+            if watch is not None:
+                accounts = yield from channel.gather_texts(json.dumps(watch.account(result)))
+                watch.judge([json.loads(account) for account in accounts])
+            return result
+        except DisagreementError:
+            pass
+    words = yield from channel.last_words(_report(channel))
     try:
-        raise channel.error or CollectiveError(verdict(channel.terms.operation, reports))
+        raise channel.error or CollectiveError(verdict(channel.terms.operation, [json.loads(each) for each in words]))
     finally:
         del channel, steps  # else the error, its traceback and this frame hold each other
 
@@ -69,10 +75,9 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
     return f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
 
 
-def _report(channel: "Channel", account: dict[str, Any] | None) -> str:
+def _report(channel: "Channel") -> str:
     error = channel.error and f"{type(channel.error).__name__}: {_words(channel.error)}"
-    report = {"terms": channel.terms._asdict(), "error": error, "account": account}
-    return json.dumps(report)
+    return json.dumps({"terms": channel.terms._asdict(), "error": error})
 
 
 def _words(error: Exception) -> str:

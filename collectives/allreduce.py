@@ -32,7 +32,7 @@ from collectives.votes import counting, with_votes
 from mpicomp.arrays import beside, kernels_for, to_numpy
 from mpicomp.vector import SparseVector, add_up
 
-Choice = tuple[str | None, Survey]  # an algorithm, None when the terms turn out to differ; and what it has to know
+Choice = tuple[str, Survey]  # an algorithm, and what it has to know
 
 
 def sparse_allreduce(
@@ -105,7 +105,7 @@ def in_turn(choose: Callable[[Offer, Channel], Steps[Choice]], offer: Offer, cha
         if name == "dense_mpi":
             yield (turn,)
             return (yield from ALGORITHMS[name](offer, channel, survey))
-    return (yield from ALGORITHMS[name](offer, channel, survey)) if name else offer.vector
+    return (yield from ALGORITHMS[name](offer, channel, survey))
 
 
 def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
@@ -115,8 +115,6 @@ def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
     name = tuning.without_survey(nodes)
     if name is not None and channel.tuner.worth_asking(vector.length, vector.value_nbytes, nodes):
         entries = yield from counted_by(name, offer, channel)
-        if channel.broken:
-            return None, nothing
         known = vector.length, entries / channel.size, vector.value_nbytes, nodes
         name, _ = channel.tuner.fastest(*known, whole=whole)
     if name in UNSAMPLED:
@@ -128,7 +126,7 @@ def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
     # Samples are this rank's own affair: it brings them where what all bring, if it is like its own, is to be cut.
     cut = (name or best([vector.nnz] * channel.size)) not in UNSAMPLED or channel.terms.partition == "sampled"
     survey = yield from look_around(offer, channel, sampling=cut)
-    return (None if channel.broken else name or best(survey.counts)), survey
+    return name or best(survey.counts), survey
 
 
 def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:
@@ -157,16 +155,15 @@ def agreed_on(name: str, offer: Offer, channel: Channel) -> Steps[Choice]:
 
     Where "auto" begins with recursive doubling, the terms are first compared over its schedule.
     """
-    if tuning.without_survey(channel.node_sizes()) == "recursive_doubling" and not (yield from agreed(channel)):
-        return None, Survey([], [], offer.vector.length)
-    survey = yield from look_around(offer, channel, sampling=name not in UNSAMPLED)
-    return None if channel.broken else name, survey
+    if tuning.without_survey(channel.node_sizes()) == "recursive_doubling":
+        yield from agreed(channel)
+    return name, (yield from look_around(offer, channel, sampling=name not in UNSAMPLED))
 
 
 def among_some(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Sum over some of the ranks: MPI's own allreduce, which is for all of them, is no choice."""
     name, survey = yield from chosen(offer, channel, whole=False)
-    return (yield from ALGORITHMS[name](offer, channel, survey)) if name else offer.vector
+    return (yield from ALGORITHMS[name](offer, channel, survey))
 
 
 def allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:

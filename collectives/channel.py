@@ -6,7 +6,7 @@ and zeros up to a whole line:
     offset 0   i64  bytes of the block
            8   i64  count of the sender, or of its block of ranks: how many entries may stay, say
           16   i64  digest of the terms
-          24   u8   state (0 sound, 1 broken)
+          24   u8   1 for the last word of a rank that knows that the operation cannot be done; else 0
           25   u8   zeros behind the payload
           28   u32  CRC-32 of the block with zeros here, in the debug mode (`collectives.checking`); else 0
 
@@ -17,10 +17,10 @@ it does not go on through the schedule, but gives up as at a deadline (`deadline
 """
 
 import struct
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from mpicomp.vector import SparseVector
 
 _ENVELOPE = struct.Struct("<qqqBB2xI")  # one half of a line
 _CRC, _CRC_AT = struct.Struct("<I"), 28
+_NAP = 2e-5  # seconds
 
 
 class Offer(NamedTuple):
@@ -47,17 +48,14 @@ class Offer(NamedTuple):
     k: int = 0
 
 
-@dataclass
-class State:
-    """What all views of a channel share: whether this rank knows that the operation cannot be done."""
-
-    broken: bool
+class DisagreementError(Exception):
+    """Say inside an operation that its terms are not those of all ranks, or that a rank has an error."""
 
 
 class Channel:
     """One operation's way to the other ranks, or to some of them.
 
-    error: the reason why this rank brings no sound offer of its own; the channel is then broken from the start.
+    error: the reason why this rank brings no sound offer of its own.
     beside: an array that lives where what arrives is to live, main memory or a device; what others have is up to them.
     codec: how vectors are written; "auto" is what the communicator's `Tuner` says: without a profile "quick" inside a
     node, where copying is faster than coding, else "smallest".
@@ -75,7 +73,7 @@ class Channel:
         beside: Any = None,
     ) -> None:
         self.beside = beside
-        self.terms, self.error, self.state = terms, error, State(broken=error is not None)
+        self.terms, self.error, self.last = terms, error, dict[int, Buffer]()  # last words of other ranks
         self._digest = digest(terms)
         self.endpoint, self._tag, self.codec = endpoint, endpoint.take_tag(), codec
         self._seat(range(endpoint.size), endpoint.nodes)
@@ -112,11 +110,6 @@ class Channel:
         return self.terms.root or 0
 
     @property
-    def broken(self) -> bool:
-        """Whether this rank knows that the operation cannot be done."""
-        return self.state.broken
-
-    @property
     def number(self) -> int:
         """Which operation on the communicator it is, counted from 0; every rank counts alike."""
         return self._tag
@@ -125,19 +118,18 @@ class Channel:
         """Queue up for MPI's own collectives; call it before the first yield, so that all ranks queue alike."""
         return self.reserved or Turn(self.endpoint.turns)
 
-    def agree(self) -> Steps[bool]:
-        """Compare the terms before anything else: ceil(lg P) messages of a line. Return whether all ranks can go on.
+    def agree(self) -> Steps[None]:
+        """Compare the terms before anything else: ceil(lg P) messages of a line; raises DisagreementError.
 
         For schedules in which a rank does not hear of every other one, or which themselves depend on the terms.
         """
         yield from self.gather(Offer(self.nothing))
-        return not self.broken
 
     def exchange(self, offer: Offer, partner: int) -> Steps[Offer]:
         """Send `offer` to the partner, and return the partner's."""
         arrival = self._arrival(partner, self.beside)
         yield arrival, self._sending(self.pack(offer), partner, arrival)
-        return self.unpack(arrival.buffer)
+        return self.unpack(arrival.buffer, arrival.source)
 
     def send(self, offer: Offer, dest: int) -> Steps[None]:
         """Send `offer` to a rank that receives."""
@@ -147,7 +139,7 @@ class Channel:
         """Return what a rank sends."""
         arrival = self._arrival(source, self.beside)
         yield (arrival,)
-        return self.unpack(arrival.buffer)
+        return self.unpack(arrival.buffer, arrival.source)
 
     def gather(self, offer: Offer) -> Steps[list[Offer]]:
         """Return every rank's offer, in rank order."""
@@ -161,11 +153,12 @@ class Channel:
             arrival = self._arrival(source, block)
             yield arrival, self._sending(np.concatenate(held[:blocks]), dest, arrival if source == dest else None)
             came = list(split(arrival.buffer))
+            if came:
+                self._keep_last(_opened(came[0]), came[0], arrival.source)
             if len(came) != blocks:
-                if not any(self._foreign(_opened(each)) for each in came):
-                    raise DamagedMessageError(f"a message arrived damaged: of {blocks} blocks {len(came)} are there")
-                self.state.broken = True
-                came = [self.frame(b"")] * blocks
+                if any(self._checked(each)[2] != self._digest for each in came):
+                    raise DisagreementError
+                raise DamagedMessageError(f"a message arrived damaged: of {blocks} blocks {len(came)} are there")
             held += came
         turn = self.size - self.rank  # held starts with this rank's own block
         return held[turn:] + held[:turn]
@@ -180,21 +173,37 @@ class Channel:
     def all_to_all(self, offers: Sequence[Offer]) -> Steps[list[Offer]]:
         """Send the j-th offer to rank j, and return what the ranks offer this one, in rank order. One step."""
         received = list(offers)  # its own among them
-        hops = list(schedule.rotation(self.rank, self.size))
-        arrivals = [self._arrival(source, self.beside) for _, source in hops]
+        arrivals = {source: self._arrival(source, self.beside) for source in schedule.hearing(self.rank, self.size)}
         sendings = [
-            self._sending(self.pack(offers[dest]), dest, arrival if source == dest else None)
-            for (dest, source), arrival in zip(hops, arrivals, strict=True)
+            self._sending(self.pack(offers[dest]), dest, arrivals[dest] if source == dest else None)
+            for dest, source in schedule.rotation(self.rank, self.size)
         ]
-        yield (*arrivals, *sendings)
-        for (_, source), arrival in zip(hops, arrivals, strict=True):
-            received[source] = self.unpack(arrival.buffer)
+        yield (*arrivals.values(), *sendings)
+        agreed = True
+        for source, arrival in arrivals.items():
+            try:
+                received[source] = self.unpack(arrival.buffer, arrival.source)
+            except DisagreementError:
+                agreed = False  # among the others there may be last words
+        if not agreed:
+            raise DisagreementError
         return received
 
+    def last_words(self, text: str) -> Steps[list[str]]:
+        """Say a last word to every rank, and return that of each, in rank order. For all ranks, where they disagree.
+
+        What else a rank has sent before its last word is received here and dropped: so ranks that were in different
+        rounds, or schedules, end together, and nothing stays in flight.
+        """
+        block = self.frame(text.encode(), last=True)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sendings = [self._sending(block, rank) for rank in others]
+        if others:
+            yield LastWords(self, [rank for rank in others if rank not in self.last]), *sendings
+        return [payload(self.last.get(rank, block)).tobytes().decode() for rank in range(self.size)]
+
     def pack(self, offer: Offer) -> Buffer:
-        """Return the block that carries `offer`; a broken channel sends word of that instead, and no entries."""
-        if self.broken:
-            return self.frame(b"")
+        """Return the block that carries `offer`."""
         if offer.vector is self.nothing:  # the terms say all of it: a payload would take longer than what it is for
             return self._stamped(self._sealed(0, offer.k, namespace(offer.vector.values)))
         coding = self._coding(offer.vector)
@@ -203,12 +212,13 @@ class Channel:
         fill(block[_ENVELOPE.size : _ENVELOPE.size + nbytes], offer.vector, coding)
         return self._stamped(block)
 
-    def unpack(self, block: Buffer) -> Offer:
-        """Return the offer in a block; an empty one, and the channel is broken, when the terms are not this rank's."""
+    def unpack(self, block: Buffer, source: int | None = None) -> Offer:
+        """Return the offer in a block, which `source` sent; DisagreementError when the terms are not this rank's."""
         envelope = self._checked(block)
-        if self._foreign(envelope):
-            self.state.broken = True
-            return Offer(self.nothing)
+        if source is not None:
+            self._keep_last(envelope, block, source)
+        if envelope[2] != self._digest:
+            raise DisagreementError
         nbytes, k, _, _, padding, _ = envelope
         if nbytes != block.size:
             raise DamagedMessageError(f"a message arrived damaged: a block of {block.size} bytes says it has {nbytes}")
@@ -219,17 +229,17 @@ class Channel:
         except CodecError as error:
             raise DamagedMessageError(f"a message arrived damaged: {error}") from None
 
-    def frame(self, content: bytes) -> Buffer:
+    def frame(self, content: bytes, *, last: bool = False) -> Buffer:
         """Return `content` as the payload of a block, in main memory."""
-        block = self._sealed(len(content), 0, np)
+        block = self._sealed(len(content), 0, np, last=last)
         block.data[_ENVELOPE.size : _ENVELOPE.size + len(content)] = content
         return self._stamped(block)
 
-    def _sealed(self, payload_nbytes: int, k: int, xp: Any) -> Buffer:
+    def _sealed(self, payload_nbytes: int, k: int, xp: Any, *, last: bool = False) -> Buffer:
         """Return a block made by the module `xp`, with its envelope written and room for the payload."""
         used = _ENVELOPE.size + payload_nbytes
         block: Buffer = xp.empty(-(-used // LINE) * LINE, np.uint8)
-        write_fields(block, _ENVELOPE, block.size, k, self._digest, self.broken, block.size - used, 0)
+        write_fields(block, _ENVELOPE, block.size, k, self._digest, last, block.size - used, 0)
         block[used:] = 0
         return block
 
@@ -239,9 +249,12 @@ class Channel:
             write_fields(block[_CRC_AT:], _CRC, _checksum(block))
         return block
 
-    def _foreign(self, envelope: tuple[int, ...]) -> bool:
-        """Return whether a block is of other terms than this rank's, or of a rank that knows of such."""
-        return bool(envelope[3]) or envelope[2] != self._digest
+    def _keep_last(self, envelope: tuple[int, ...], block: Buffer, source: int) -> None:
+        """Keep a block that is the last word of a rank, and raise DisagreementError."""
+        if envelope[3]:
+            self._checked(block)
+            self.last[source] = to_numpy(block)
+            raise DisagreementError
 
     def _checked(self, block: Buffer) -> tuple[int, ...]:
         """Return the envelope of a block; DamagedMessageError where the block as a whole shows that it is damaged."""
@@ -263,6 +276,39 @@ class Channel:
         """The vector of this operation's length, width and dtype without an entry. It travels as an empty payload."""
         what = self.terms.length or 0, self.terms.dtype or "float32", self.terms.width
         return SparseVector.empty(*what, beside=self.beside) if on_device(self.beside) else _nothing(*what)
+
+
+class LastWords:
+    """The last words of some ranks, in whatever order they come, and what those ranks had sent before."""
+
+    def __init__(self, channel: Channel, ranks: Sequence[int]) -> None:
+        self._channel = channel
+        self._arrivals = {rank: channel._arrival(rank, None) for rank in ranks}
+
+    def awaited(self) -> list[int]:
+        """Return the ranks that have not said theirs yet."""
+        return list(self._arrivals)
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        for rank, arrival in list(self._arrivals.items()):
+            while arrival.test() and not self._said(rank, arrival.buffer):
+                arrival = self._arrivals[rank] = self._channel._arrival(rank, None)
+        return not self._arrivals
+
+    def wait(self) -> None:
+        """See `Pending.wait`; it looks again and again: a rank may wait for any of these messages to be received."""
+        while not self.test():
+            time.sleep(_NAP)
+
+    def _said(self, rank: int, message: Buffer) -> bool:
+        """Return whether a message is the last word of a rank, and keep it if so."""
+        if message.size < LINE or not _opened(message)[3]:
+            return False
+        self._channel._checked(message)
+        self._channel.last[rank] = message
+        del self._arrivals[rank]
+        return True
 
 
 @lru_cache(maxsize=256)

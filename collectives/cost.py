@@ -425,7 +425,7 @@ def gtopk_exact(model: Model) -> Cost:
     sent = min(case.entries + spared(int(case.entries)) / 2, case.union(case.ranks))
     kept = model.message(sent / case.ranks, case.span / case.ranks)
     share = case.union(case.ranks) / case.ranks
-    cost = model.agreed() + split(model) + model.gather(kept)
+    cost = split(model) + model.gather(kept)
     return (
         sum(searches, cost) + model.kernel("select", share) + model.kernel("join", sent) + model.kernel("select", sent)
     )

@@ -3,7 +3,7 @@
 Off unless asked for (`configure`). The clock runs while a rank waits inside the library, and starts anew whenever
 something moves. A rank that gives up sends each other rank a notice of what it waits for, and listens for theirs: those
 that wait as well give up at once and answer. So the error names the ranks that sent none; where all did, it says who
-waits in what, as when ranks call different collectives.
+waits in what, as where ranks call different collectives that do not meet.
 
 After that the library's duplicate of the communicator is revoked: calls on the communicator raise at once, on a rank
 that comes later as soon as it looks. Other communicators are as good as before. A rank that is late may find all that

@@ -77,8 +77,7 @@ def begin_reduction(
 
     def mpi(offer: Offer, channel: Channel) -> Steps[Any]:
         with channel.turn() as turn:
-            if not (yield from channel.agree()):
-                return None
+            yield from channel.agree()
             yield (turn,)
             mine = copies[0].reshape(-1)
             reduction = channel.endpoint.reduce(mine, staging.pinned_like(mine) if on_device(places[0]) else None)

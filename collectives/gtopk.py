@@ -105,8 +105,7 @@ def recursive_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
 
 def tree(offer: Offer, channel: Channel) -> Steps[Result]:
     """Select on the way to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
-    if not (yield from agreed(channel)):
-        return offer.vector, offer.vector
+    yield from agreed(channel)
     mine = Selection(offer, channel.rank)
     total = yield from reduce_up(mine.offer, channel, mine.combine)
     result = yield from hand_down(total, channel)
@@ -131,12 +130,11 @@ def exact_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
 def exact(offer: Offer, channel: Channel) -> Steps[Result]:
     """Add up every share on its owner, find about where the k-th largest over all is, gather what is above, and select.
 
-    Owners keep what is rejected of their shares.
+    Owners keep what is rejected of their shares. The terms take no rounds of their own: every rank sends to every other
+    one at once, and so hears of each (`collectives.agreement`).
     """
     shares = equal_ranges(offer.vector.length, channel.size)
     with channel.turn() as turn:
-        if not (yield from agreed(channel)):
-            return offer.vector, offer.vector
         total = yield from split(offer, channel, shares)
         yield (turn,)
         share = without_zeros(total.vector)  # what cancelled out is nowhere missing

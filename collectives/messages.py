@@ -104,6 +104,10 @@ class Arrival:
         self._envelope = comm, source, tag
         self._awaited: deque[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched
 
+    def awaited(self) -> list[int]:
+        """Return the rank that it comes from, while it has not come."""
+        return [] if self.test() else [self.source]
+
     def test(self) -> bool:
         """See `Pending.test`."""
         comm, source, tag = self._envelope

@@ -46,8 +46,8 @@ def doubling(offer: Offer, channel: Channel, combine: Combine) -> Steps[Offer]:
     return offer
 
 
-def agreed(channel: Channel) -> Steps[bool]:
-    """Compare the terms over the schedule of recursive doubling; return whether all ranks can go on.
+def agreed(channel: Channel) -> Steps[None]:
+    """Compare the terms over the schedule of recursive doubling.
 
     So ranks that take recursive doubling as the default meet those that named another algorithm.
     """
@@ -57,7 +57,6 @@ def agreed(channel: Channel) -> Steps[bool]:
 
     core = partial(doubling, channel=channel, combine=heard)
     yield from folded(Offer(channel.nothing), channel, heard, core)
-    return not channel.broken
 
 
 def reduce_up(offer: Offer, channel: Channel, combine: Combine, root: int = 0) -> Steps[Offer]:

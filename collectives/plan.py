@@ -95,8 +95,7 @@ class SupportPlan:
             return vector
 
         def draw(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
-            if not (yield from channel.agree()):
-                return cls(offer.vector, comm)
+            yield from channel.agree()
             rng, whole = np.random.default_rng(channel.terms.seed), offer.vector.length
             chosen = np.sort(rng.choice(whole, offer.k, replace=False, shuffle=False))
             return cls(SparseVector(chosen, np.empty((offer.k, 0), np.float32), whole), comm)

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 
 from collectives import deadline, failure
-from collectives.channel import Channel
+from collectives.channel import Channel, LastWords
 from collectives.messages import Arrival, Pending, Steps
 from collectives.transport import Endpoint, attached
 from collectives.waiting import asked_timeout, seconds
@@ -108,7 +108,7 @@ class Request(Generic[T]):
 
     def waits(self) -> dict[str, Any]:
         """Return in which operation and round it waits, and for which ranks."""
-        ranks = {one.source for one in self._pending if isinstance(one, Arrival) and not one.test()}
+        ranks = {rank for one in self._pending if isinstance(one, Arrival | LastWords) for rank in one.awaited()}
         return {"operation": self.operation, "round": self._round, "for": sorted(ranks)}
 
     def fail(self, error: Exception) -> None:

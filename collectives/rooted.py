@@ -89,14 +89,12 @@ def sparse_ibcast(
 
 def reduce(offer: Offer, channel: Channel) -> Steps[SparseVector | None]:
     """Compare the terms, and add up towards the root."""
-    if not (yield from channel.agree()):
-        return None
+    yield from channel.agree()
     total = yield from reduce_up(offer, channel, add, channel.root)
     return total.vector if channel.rank == channel.root else None
 
 
 def bcast(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Compare the terms, and hand down what the root brings."""
-    if not (yield from channel.agree()):
-        return offer.vector
+    yield from channel.agree()
     return (yield from hand_down(offer, channel, channel.root)).vector

@@ -83,6 +83,18 @@ def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
         yield (rank + distance) % size, (rank - distance) % size
 
 
+@lru_cache(maxsize=16)
+def hearing(rank: int, size: int) -> tuple[int, ...]:
+    """Return the other ranks in the order in which one waits for what each of them sends directly.
+
+    First those that recursive doubling hears, in its order. A rank that is in that schedule instead goes on when its
+    message is received; so nobody waits for one that waits, by others in between, for this one to receive.
+    """
+    partner, core = fold_partner(rank, size), core_size(size)
+    first = [] if rank >= core else [*([] if partner is None else [partner]), *butterfly(rank, core)]
+    return (*first, *(source for _, source in rotation(rank, size) if source not in first))
+
+
 class Hop(NamedTuple):
     """A round of the dissemination: the first `blocks` held go to `dest`, and as many come from `source`."""
 

@@ -17,6 +17,7 @@ from collectives.schedule import (
     group_sizes,
     groups,
     halving,
+    hearing,
     rotation,
     tree_children,
     tree_parent,
@@ -114,6 +115,18 @@ def test_in_a_rotation_every_rank_meets_every_other_one_and_every_message_has_a_
             assert (dest[source] == ranks).all()
             held += brought[source]
         assert (held == brought.sum()).all()
+
+
+def test_every_rank_is_heard_once_and_those_of_recursive_doubling_first():
+    for size in range(1, 66):
+        for rank in range(size):
+            order = hearing(rank, size)
+            assert sorted(order) == [other for other in range(size) if other != rank]
+            core = core_size(size)
+            if rank < core:
+                partners = list(butterfly(rank, core))
+                folds = [rank + core] if rank + core < size else []
+                assert list(order[: len(folds) + len(partners)]) == folds + partners
 
 
 def test_groups_keep_the_order_of_the_ranks():

@@ -1,16 +1,19 @@
 """The algorithms themselves over a simulated network: results, and the rounds and messages of the cost table."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from simulated import Network
 
 from collectives import allgather, allreduce, gtopk, reduce_scatter, rooted
-from collectives.channel import Offer
+from collectives.agreement import all_or_none
+from collectives.channel import Channel, Offer
 from collectives.partition import equal_ranges
 from collectives.survey import Survey, look_around
-from mpicomp import SparseVector
+from collectives.terms import Terms
+from mpicomp import CollectiveError, SparseVector
 
 SIZES = [*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128]
 LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
@@ -98,14 +101,14 @@ def test_sums_over_nodes(name, per_node):
 GTOPK_ROUNDS = {
     "recursive_doubling": lambda size: lower(size) + fold(size),
     "tree": lambda size: lower(size) + fold(size) + 2 * upper(size),
-    "exact": lambda size: lower(size) + fold(size) + (size > 1) + upper(size),
+    "exact": lambda size: (size > 1) + upper(size),
     "exact_doubling": lambda size: lower(size) + fold(size),
 }
 
 
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
 def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
-    """`tree` and `exact` compare the terms first, over the schedule of recursive doubling."""
+    """`tree` compares the terms first, over the schedule of recursive doubling."""
     for size in SIZES + LARGE * (not name.startswith("exact")):
         network = Network(size)
 
@@ -182,6 +185,58 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         vectors = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]
         assert vectors[0].values.tobytes() == vectors[1].values.tobytes()
         assert vectors[0].indices.tobytes() == vectors[1].indices.tobytes()
+
+
+NAMED = {
+    "sparse_allreduce": {"auto": allreduce.auto, **{name: partial(allreduce.named, name) for name in ROUNDS}},
+    "gtopk_allreduce": gtopk.ALGORITHMS,
+}
+
+
+@pytest.mark.parametrize("operation", NAMED)
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operation, rendezvous):
+    """Also where one has an error of its own. `run` finds ranks that wait for ever, and messages that are left."""
+    algorithms = NAMED[operation]
+    for size in range(2, 20):
+        for seed in range(5):
+            rng = np.random.default_rng([size, seed])
+            few = rng.choice([*algorithms], rng.integers(2, 5))
+            names = [str(name) for name in [*few, *rng.choice(few, size)][:size]]
+            alone = ValueError("alone") if rng.random() < 0.2 or len(set(names)) == 1 else None
+
+            def run(rank, channel, names=names, alone=alone):
+                error = alone if rank == 1 else None
+                name = next(iter(algorithms)) if error else names[rank]  # as `begin` does
+                own = Channel(channel.endpoint, Terms(operation, name, length=100, dtype="float64"), error)
+                try:
+                    yield from all_or_none(own, algorithms[name](brought_to(rank, error), own))
+                except (CollectiveError, ValueError) as error:
+                    return type(error)
+
+            nodes = rng.choice([None, *range(2, size + 1)])
+            nodes = nodes and [rank // nodes * nodes for rank in range(size)]
+            results, _ = Network(size, nodes, seed, rendezvous=rendezvous).run(run)
+            expected = [CollectiveError] * size
+            if alone:
+                expected[1] = ValueError
+            assert results == expected, (names, alone)
+
+
+def brought_to(rank, error):
+    vector = SparseVector.empty(0) if error else SparseVector(np.arange(100), np.arange(1.0, 101) + rank, 100)
+    return Offer(vector, vector.nnz)
+
+
+@pytest.mark.parametrize("name", gtopk.ALGORITHMS)
+def test_gtopk_where_messages_leave_when_they_are_received(name):
+    for size in range(1, 20):
+        network = Network(size, rendezvous=True)
+        results, _ = network.run(
+            lambda rank, channel: gtopk.ALGORITHMS[name](brought_to(rank, None), channel), length=100, dtype="float64"
+        )
+        total = results[0][0].to_dense() + sum(rejected.to_dense() for _, rejected in results)
+        np.testing.assert_array_equal(total, size * np.arange(1.0, 101) + size * (size - 1) / 2)
 
 
 @pytest.mark.parametrize(("values", "digits"), [

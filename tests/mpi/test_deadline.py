@@ -20,6 +20,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
+from collectives.operation import begin
 from mpicomp import CollectiveTimeoutError, ErrorFeedback, GradientExchange, SparseVector, TopK
 
 TIMEOUT = 0.4
@@ -73,13 +74,20 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_wait(comm, own, name):
 
 
 @pytest.mark.exactly(4)
-def test_ranks_in_different_collectives_are_told_who_waits_in_what(comm, own):
-    """At four ranks these two do not begin alike: without a deadline they would wait for each other."""
-    vector = bring("random", comm.rank, comm.size)
-    with pytest.raises(
-        CollectiveTimeoutError, match=r"No rank is silent: rank 0 waits in round \d of sparse_allgather"
-    ):
-        (sparse_allgather if comm.rank == 0 else sparse_allreduce)(vector, own)
+def test_ranks_that_wait_for_each_other_are_told_who_waits_in_what(comm, own):
+    """As they would if there were a fault in a schedule: rank 0 sends nothing, and waits for what nobody sends."""
+
+    def faulty(offer, channel):
+        for _ in range(2):
+            offer = yield from channel.receive(1)
+        return offer
+
+    def gathers(vector, comm):
+        return begin("sparse_allgather", {"dissemination": faulty}, vector, comm, "auto").wait()
+
+    said = r"No rank is silent: rank 0 waits in round \d of sparse_allgather for rank 1"
+    with pytest.raises(CollectiveTimeoutError, match=said):
+        (sparse_allgather if comm.rank else gathers)(bring("random", comm.rank, comm.size), own)
 
 
 @pytest.mark.exactly(3)

@@ -14,8 +14,9 @@ from cases import (
     select,
     window,
 )
+from mpi4py import MPI
 
-from collectives import gtopk, gtopk_allreduce
+from collectives import gtopk, gtopk_allreduce, traffic, transport
 from mpicomp import CollectiveError, SparseVector, TopK
 
 
@@ -147,3 +148,34 @@ def test_nobody_keeps_what_cancelled_out(comm, algorithm, k):
     result, rejected = gtopk_allreduce(mine, comm, k, algorithm=algorithm)
     assert (result.indices.tolist(), result.values.tolist()) == ([2], [comm.size])
     assert rejected.nnz == 0
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("entries", [30, 60_000], ids=["short", "long"])
+def test_any_mixture_of_algorithms_raises_everywhere_and_leaves_nothing_in_flight(comm, entries):
+    """Also with ranks that fail on their own; long parts are announced first, and wait for each other."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        names, bad = rng.choice([*ORACLES], comm.size), rng.random(comm.size) < 0.1
+        if len(set(names)) == 1 and not bad.any():
+            continue
+        values = np.arange(1.0, 1.0 + entries)
+        values[0] = np.nan if bad[comm.rank] else 1.0
+        with pytest.raises(ValueError if bad[comm.rank] else CollectiveError) as raised:
+            gtopk_allreduce(SparseVector(np.arange(entries), values, entries), comm, algorithm=names[comm.rank])
+        if not bad[comm.rank]:
+            faults = [f"rank {rank}: ValueError" for rank in np.flatnonzero(bad)]
+            assert all(fault in str(raised.value) for fault in faults)
+        comm.Barrier()
+        assert not transport.endpoint_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        comm.Barrier()
+    check(comm, bring("random", comm.rank, comm.size), 9, [window(each) for each in bring_all("random", comm.size)])
+
+
+@pytest.mark.at_least(2)
+def test_the_exact_one_begins_without_a_round_of_terms(comm):
+    """Messages of a rank: its parts, the histograms of three digits at most, and what is gathered."""
+    before = traffic(comm).messages
+    vector = SparseVector(np.arange(50) + 50 * comm.rank, np.linspace(1, 2, 50) + comm.rank, 50 * comm.size)
+    gtopk_allreduce(vector, comm, algorithm="exact")
+    assert traffic(comm).messages - before <= comm.size - 1 + 3 + (comm.size - 1).bit_length()
