@@ -1,9 +1,8 @@
 """Begin an operation: check what this rank brings, set the terms, put the algorithm in flight.
 
-Whatever looks at the caller's arguments runs in one `try`, before any message: if it raises, the rank takes part as a
-failed one, and `all_or_none` raises at the end of the schedule, on every rank. Algorithms take what the caller asked
-for from the offer and the terms of their channel, which are sound. Only a bad `comm` is raised at once, as there is
-nobody to tell.
+Whatever looks at the caller's arguments runs in one `try`, before any message: if it raises, the rank does not begin,
+but tells the others, and `all_or_none` raises on every rank. Algorithms take what the caller asked for from the offer
+and the terms of their channel, which are sound. Only a bad `comm` is raised at once, as there is nobody to tell.
 """
 
 from collections.abc import Callable, Mapping

@@ -76,7 +76,7 @@ def divided(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
 
 def reduce_scatter(offer: Offer, channel: Channel) -> Steps[SparseVector]:
     """Let every rank add up its share; see the head of this file."""
-    asked, length = channel.terms.partition or "equal", offer.vector.length  # a rank that failed asks for nothing
+    asked, length = channel.terms.partition or "equal", offer.vector.length
     if asked == "hashed":
         shares: Partition = hashed_blocks(length, channel.size)
     else:
