@@ -2,13 +2,13 @@
 
 What must be the same on all ranks, the `Terms`, travels in the envelope of every message. A rank that sees a difference
 stops there, and one that brought a bad argument does not begin: it says to every other rank what it brought, its last
-word, and hears theirs. Who waits for a message of such a rank gets its last word instead, and stops as well. In every
-collective's schedule, or in the round of terms before it, a rank hears of every other one before it ends: so all ranks
-know, and all raise.
+word, and hears theirs. Who waits for a message of such a rank gets its last word at the latest, and stops as well. In
+every collective's schedule, or in the round of terms before it, a rank hears of every other one before it ends: so all
+ranks know, and all raise.
 
 Two schedules need not meet where one of them begins with a message of every rank to every other one, as the exact
-gTop-k does: none waits for a rank of this kind, and what its ranks wait for is a message of the other schedule, or a
-last word.
+gTop-k does: no rank of the other schedule waits in vain for one of this kind, which has sent to all, and what this one
+waits for is a message of the other schedule, or a last word.
 """
 
 import json
@@ -52,7 +52,9 @@ def all_or_none(channel: Channel, steps: Steps[T], watch: Account | None = None)
             pass
     words = yield from channel.last_words(_report(channel))
     try:
-        raise channel.error or CollectiveError(verdict(channel.terms.operation, [json.loads(each) for each in words]))
+        if channel.error is not None:
+            raise channel.error
+        raise CollectiveError(verdict(channel.terms.operation, [json.loads(each) for each in words]))
     finally:
         del channel, steps  # else the error, its traceback and this frame hold each other
 
@@ -76,7 +78,7 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
 
 
 def _report(channel: "Channel") -> str:
-    error = channel.error and f"{type(channel.error).__name__}: {_words(channel.error)}"
+    error = None if channel.error is None else f"{type(channel.error).__name__}: {_words(channel.error)}"
     return json.dumps({"terms": channel.terms._asdict(), "error": error})
 
 

@@ -16,6 +16,7 @@ structure shows it, and in the debug mode always: `DamagedMessageError`. What th
 it does not go on through the schedule, but gives up as at a deadline (`deadline`).
 """
 
+import json
 import struct
 import time
 import zlib
@@ -252,9 +253,20 @@ class Channel:
     def _keep_last(self, envelope: tuple[int, ...], block: Buffer, source: int) -> None:
         """Keep a block that is the last word of a rank, and raise DisagreementError."""
         if envelope[3]:
-            self._checked(block)
-            self.last[source] = to_numpy(block)
+            self.last[source] = self.last_word(block)
             raise DisagreementError
+
+    def last_word(self, block: Buffer) -> Buffer:
+        """Return a block that says that it is a last word, in main memory; DamagedMessageError where it can be none."""
+        self._checked(block)
+        block = to_numpy(block)
+        try:
+            json.loads(payload(block).tobytes())
+        except ValueError:
+            raise DamagedMessageError(
+                "a message arrived damaged: it says that it is a last word, and is none"
+            ) from None
+        return block
 
     def _checked(self, block: Buffer) -> tuple[int, ...]:
         """Return the envelope of a block; DamagedMessageError where the block as a whole shows that it is damaged."""
@@ -305,8 +317,7 @@ class LastWords:
         """Return whether a message is the last word of a rank, and keep it if so."""
         if message.size < LINE or not _opened(message)[3]:
             return False
-        self._channel._checked(message)
-        self._channel.last[rank] = message
+        self._channel.last[rank] = self._channel.last_word(message)
         del self._arrivals[rank]
         return True
 

@@ -76,7 +76,7 @@ def begin(
         if error is None and not (follow and endpoint.rank != terms["root"]):
             vector = prepare(brings, terms, endpoint.size)
     except Exception as raised:  # whatever it is: the other ranks have to hear of it
-        error = error or raised.with_traceback(None)  # its frames would hold the vector
+        error = raised.with_traceback(None) if error is None else error  # its frames would hold the vector
     if error is not None:
         vector, name, codec, terms = NOTHING, "auto", "auto", {}
     if name not in algorithms:

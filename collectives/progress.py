@@ -39,6 +39,7 @@ class Request(Generic[T]):
     def __init__(self, steps: Steps[T], channel: Channel, engine: "Engine") -> None:
         self._steps, self._engine = steps, engine
         self.endpoint, self.operation, self._round = channel.endpoint, channel.terms.operation, 0
+        self._brought = channel.error  # this rank's own, which says nothing of the communicator
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
@@ -71,13 +72,14 @@ class Request(Generic[T]):
             self._round += 1
         except StopIteration as end:
             self._result, self.done = end.value, True
-        except DamagedMessageError as error:
-            self._engine.give_up(self.endpoint, {**self.waits(), "damage": str(error)}, 0.0)
         except Exception as error:
+            if isinstance(error, DamagedMessageError) and error is not self._brought:
+                self._engine.give_up(self.endpoint, {**self.waits(), "damage": str(error)}, 0.0)
+                return True
             self._steps.close()
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
                 error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
-            if failure.is_failure(error, self.endpoint.comm):
+            if error is not self._brought and failure.is_failure(error, self.endpoint.comm):
                 error = self._rank_failed()
             deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
             self._error, self.done = error.with_traceback(deeper), True

@@ -23,7 +23,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp import CollectiveError, DamagedMessageError, ErrorFeedback, GradientExchange, SparseVector, TopK
 
 LENGTH = 100
 
@@ -239,6 +239,11 @@ def test_whatever_an_array_raises_reaches_the_other_ranks(comm):
     expect(comm, culprit, OSError, "the file is gone", lambda: dense_allreduce(mine, comm))
 
 
+class FalseError(Exception):
+    def __bool__(self):
+        return False
+
+
 class UnprintableError(RuntimeError):
     def __str__(self):
         raise ValueError("no words")
@@ -255,6 +260,8 @@ STRANGE = {
     "k time": (gtopk_allreduce, SOUND, {"k": np.timedelta64(1)}, TypeError),
     "unprintable": (sparse_allreduce, UnprintableError(), {}, UnprintableError),
     "stop iteration": (gtopk_allreduce, StopIteration("the loader is empty"), {}, StopIteration),
+    "false": (sparse_allreduce, FalseError("no"), {}, FalseError),
+    "damage elsewhere": (sparse_allreduce, DamagedMessageError("elsewhere"), {}, DamagedMessageError),
     "dense error": (dense_allreduce, OSError("the disk is full"), {}, OSError),
     "no room": (dense_allreduce, np.broadcast_to(np.float32(1), (2**45,)), {}, MemoryError),
     "spoilt": ("union", None, {}, ValueError),

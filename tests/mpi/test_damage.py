@@ -29,12 +29,18 @@ def _version(buffer):
     return buffer
 
 
+def _last_word(buffer):
+    buffer[24] = 1
+    return buffer
+
+
 DAMAGES = {
     "truncated": _cut,
     "empty": lambda buffer: buffer[:0],
     "wrong version": _version,
     "hostile number of entries": partial(_set, ENTRIES_AT, 2**62),
     "hostile size of a block": partial(_set, NBYTES_AT, 2**62),
+    "said to be a last word": _last_word,
 }
 
 
