@@ -263,9 +263,7 @@ class Channel:
         try:
             json.loads(payload(block).tobytes())
         except ValueError:
-            raise DamagedMessageError(
-                "a message arrived damaged: it says that it is a last word, and is none"
-            ) from None
+            raise DamagedMessageError("a message arrived damaged: it is said to be a last word") from None
         return block
 
     def _checked(self, block: Buffer) -> tuple[int, ...]:
