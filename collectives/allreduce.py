@@ -181,14 +181,14 @@ def split_allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[Spa
     """Let every rank add up its share, and gather the shares."""
     partition = survey.shares(channel.size)
     share = yield from split(offer, channel, partition)
-    shares = yield from channel.gather(share)
+    shares = yield from channel.gather(Offer(share))
     return partition.unite([theirs.vector for theirs in shares])
 
 
 def dense(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
     """Let every rank add up its share, and gather the shares as dense pieces."""
     partition = equal_ranges(survey.length, channel.size)
-    share = (yield from split(offer, channel, partition)).vector
+    share = yield from split(offer, channel, partition)
     first, end = partition.bounds[channel.rank : channel.rank + 2]
     pieces = yield from channel.gather(Offer(share.filled(first, end)))
     return partition.unite([theirs.vector for theirs in pieces])
@@ -248,8 +248,8 @@ def node_lanes(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVe
     share = yield from split(offer, node, partition)
     if node.rank < lanes:
         lane = channel.among([ranks[node.rank] for ranks in nodes])
-        share = Offer((yield from among_some(counted(share.vector), lane)))
-    shares = yield from node.gather(share)
+        share = yield from among_some(counted(share), lane)
+    shares = yield from node.gather(Offer(share))
     return partition.unite([theirs.vector for theirs in shares[:lanes]])
 
 

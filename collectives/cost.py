@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from collectives.partition import samples_of
+from collectives.partition import likely, samples_of
 from collectives.profiles import Profile
 from collectives.schedule import core_size
 
@@ -22,12 +22,6 @@ HEADERS = 64  # bytes of a block before its entries: the envelope and the codec'
 CLOSE_HEAD = 28  # bytes: what stands behind values that are close together, and the ends of their planes
 CLOSE = 7 / 8  # of the bits of a value: those of 16 octaves instead of the 256 of a float32, say
 FRACTION_BITS = {2: 10, 4: 23, 8: 52}  # of a value of so many bytes
-HISTOGRAM = 256 * 8  # bytes of a digit of the exact gTop-k's search
-
-
-def spared(k: int) -> int:
-    """Return how many entries beyond k may travel in the exact gTop-k: fewer bytes than another digit, and no round."""
-    return HISTOGRAM // 8 + k // 16
 
 
 def expected_union(length: int, counts: Sequence[int]) -> float:
@@ -419,16 +413,13 @@ def gtopk_tree(model: Model) -> Cost:
 
 
 def gtopk_exact(model: Model) -> Cost:
-    """See `collectives.gtopk.exact`; the search ends as it does for values of a smooth distribution."""
+    """See `collectives.gtopk.exact`; what is chosen is spread at random over the shares, so it gathers once."""
     case = model.case
-    searches = [reduction(model, HISTOGRAM) for _ in range(3 if case.value_nbytes == 8 else 2)]
-    sent = min(case.entries + spared(int(case.entries)) / 2, case.union(case.ranks))
-    kept = model.message(sent / case.ranks, case.span / case.ranks)
     share = case.union(case.ranks) / case.ranks
-    cost = split(model) + model.gather(kept)
-    return (
-        sum(searches, cost) + model.kernel("select", share) + model.kernel("join", sent) + model.kernel("select", sent)
-    )
+    sent = min(likely(case.entries / case.ranks), share)
+    cost = split(model) + select(model, share, sent) + model.gather(model.message(sent, case.span / case.ranks))
+    some = case.ranks * sent
+    return cost + model.kernel("join", some) + select(model, some, case.entries)
 
 
 def gtopk_exact_doubling(model: Model) -> Cost:

@@ -5,10 +5,12 @@ networks", ICDCS 2019 (arXiv 1901.04359). There a tree reduces to one rank and a
 double recursively, which halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
-The published tree is here as the baseline. `exact` is a reduce-scatter; a radix search for the k-th largest magnitude,
-with an Allreduce of 256 counts a digit, for as many digits as leave few more than k (2 of float32's 4, as a rule); an
-allgather of these; and a selection, alike on every rank. `exact_doubling` adds up everything first: no round more than
-recursive doubling has, and as many bytes as the whole sum, so it is for few ranks, fast links or few entries.
+The published tree is here as the baseline. `exact` is a reduce-scatter, after which the owners of the shares gather
+their largest entries everywhere, and those that had none dropped in the selection send more (`largest_of_all`): as a
+rule one allgather of few more than k. It searches for no threshold: the rounds of that carry nothing but counts (as in
+P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004). `exact_doubling` adds up
+everything first: no round more than recursive doubling has, and as many bytes as the whole sum, so it is for few ranks,
+fast links or few entries.
 
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of those as `rejected`.
@@ -18,24 +20,16 @@ the k largest of the sum, as in the paper: an entry that is small in every block
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from collectives.channel import Channel, Offer
-from collectives.cost import spared
 from collectives.messages import Steps
 from collectives.operation import begin, sound
-from collectives.partition import equal_ranges
+from collectives.partition import Ranges, equal_ranges, likely
 from collectives.patterns import agreed, doubling, folded, hand_down, reduce_up
 from collectives.progress import Request
-from collectives.reduce_scatter import split
-from mpicomp.arrays import kernels_for, to_numpy
-from mpicomp.vector import SparseVector, join, merge, top_k, within, without_zeros
-
-if TYPE_CHECKING:
-    from mpicomp.kernels.host import Search
+from collectives.reduce_scatter import scatter
+from mpicomp.vector import SparseVector, add_up, join, merge, top_k, within, without_zeros
 
 Result = tuple[SparseVector, SparseVector]
 
@@ -128,51 +122,42 @@ def exact_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
 
 
 def exact(offer: Offer, channel: Channel) -> Steps[Result]:
-    """Add up every share on its owner, find about where the k-th largest over all is, gather what is above, and select.
+    """Add up every share on its owner, and select from what the owners have; see the head of this file.
 
     Owners keep what is rejected of their shares. The terms take no rounds of their own: every rank sends to every other
     one at once, and so hears of each (`collectives.agreement`).
     """
     shares = equal_ranges(offer.vector.length, channel.size)
-    with channel.turn() as turn:
-        total = yield from split(offer, channel, shares)
-        yield (turn,)
-        share = without_zeros(total.vector)  # what cancelled out is nowhere missing
-        chosen = yield from candidates(share, total.k, channel)
-    some, rejected = share.divide(chosen)
-    gathered = yield from channel.gather(Offer(some))
-    result, dropped = top_k(join([theirs.vector for theirs in gathered]), total.k)
-    return result, merge(rejected, shares.cut(dropped)[channel.rank])
+    parts = yield from scatter(Offer(offer.vector, offer.vector.nnz), channel, shares)
+    share = without_zeros(add_up([theirs.vector for theirs in parts]))  # what cancelled out is nowhere missing
+    k = max(theirs.k for theirs in parts) if channel.terms.k is None else channel.terms.k
+    entries, here = sum(theirs.k for theirs in parts), sum(theirs.vector.nnz for theirs in parts)
+    return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1)), shares, channel))
 
 
-def candidates(share: SparseVector, k: int, channel: Channel) -> Steps[NDArray[np.intp]]:
-    """Return which entries of the ranks' shares go into the selection: the k largest are there, and few more.
+def largest_of_all(share: SparseVector, k: int, quota: int, shares: Ranges, channel: Channel) -> Steps[Result]:
+    """Return the k largest of what all owners have, and what is rejected of this rank's share.
 
-    More than `spare` are only ever too many where they are all equal. Ties go to the lowest indices, and the owners'
-    ranges lie in rank order: the owners tell how many each has.
+    The owners send their largest entries first, `quota` at once. An owner of which one is dropped has none left that
+    could be chosen; from the others more is gathered: what its quota lets pass of what may yet be chosen, and this
+    at most doubles what it has sent, all of which was chosen, or takes it to an even part of k. So about k entries
+    travel in the first gathering, at most 2k in any other one, and there are at most ceil(lg P) + 2 of these.
     """
-    kernels, spare = kernels_for(share.values), spared(k)
-    keys, width = kernels.magnitude_keys(share.values)
-    floor, ties, there = yield from over_all_ranks(kernels.kth_largest(keys, k, width, spare), channel)
-    if there <= ties + spare:
-        floor, ties = max(0, floor - 1), 0  # all from the floor on: no key is 0
-    else:
-        tied = yield from channel.gather(Offer(channel.nothing, int(np.count_nonzero(keys == floor))))
-        ties = max(0, ties - sum(theirs.k for theirs in tied[: channel.rank]))
-    chosen: NDArray[np.intp] = kernels.select(keys, floor, ties)
-    return chosen
-
-
-def over_all_ranks(search: "Search", channel: Channel) -> Steps[tuple[int, int, int]]:
-    """Run a radix search over the keys of all ranks: it goes by the sum of their histograms."""
-    counts = next(search)
-    while True:
-        reduction = channel.endpoint.reduce(to_numpy(counts))
-        yield (reduction,)
-        try:
-            counts = search.send(reduction.total)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+    left, chance, sent = share, min(share.nnz, k), 0
+    result = rejected = channel.nothing
+    waited = set(range(channel.size))  # the owners that may have more
+    while waited:
+        some, left = top_k(left, min(quota, chance))
+        gathered = yield from channel.gather(Offer(some, chance - some.nnz))
+        came = join([theirs.vector for theirs in gathered])
+        result, dropped = top_k(merge(result, came), k)
+        lost = shares.cut(dropped)
+        rejected = merge(rejected, lost[channel.rank])
+        waited = {rank for rank in waited if gathered[rank].k and not lost[rank].nnz}
+        chance = within(left, top_k(merge(result, left), k)[0]).nnz if channel.rank in waited else 0
+        sent += some.nnz
+        quota = max(sent, -(-k // channel.size))
+    return result, merge(rejected, left)
 
 
 ALGORITHMS = {

@@ -5,6 +5,7 @@ equal length, at sampled quantiles of where the entries stand, or the caller's o
 cards: no owner can get more than its share of a stretch of the index space that is hot, and no samples are needed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -105,6 +106,11 @@ def equal_ranges(length: int, size: int) -> Ranges:
 def hashed_blocks(length: int, size: int) -> Blocks:
     """Return the deal of `size` owners: 4096 blocks for each, of 1 to 1024 positions, as the length allows."""
     return Blocks(size, max(1, min(LONGEST_BLOCK, length // (size * BLOCKS_A_SHARE))))
+
+
+def likely(mean: float) -> int:
+    """Return how many entries a share holds at most, but for one of 700, of those spread at random with such a mean."""
+    return math.ceil(mean + 3 * math.sqrt(mean))
 
 
 def given_ranges(bounds: Any, length: int, size: int) -> Ranges:

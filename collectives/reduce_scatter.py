@@ -81,15 +81,20 @@ def reduce_scatter(offer: Offer, channel: Channel) -> Steps[SparseVector]:
         shares: Partition = hashed_blocks(length, channel.size)
     else:
         shares = equal_ranges(length, channel.size) if asked == "equal" else Ranges(tuple(map(int, asked.split())))
-    return (yield from split(offer, channel, shares)).vector
+    return (yield from split(offer, channel, shares))
 
 
-def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[Offer]:
-    """Send every owner its part, and add up what the ranks hold of this rank's; the largest k comes with it.
+def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[SparseVector]:
+    """Send every owner its part, and add up what the ranks hold of this rank's."""
+    parts = yield from scatter(offer, channel, partition)
+    return add_up([theirs.vector for theirs in parts])
+
+
+def scatter(offer: Offer, channel: Channel, partition: Partition) -> Steps[list[Offer]]:
+    """Send every owner its part with the count of the whole, and return what the ranks hold of this rank's.
 
     Where there are fewer shares than ranks, the last ranks own nothing.
     """
     parts = partition.cut(offer.vector)
     parts += [channel.nothing] * (channel.size - len(parts))
-    offers = yield from channel.all_to_all([Offer(part, offer.k) for part in parts])
-    return Offer(add_up([theirs.vector for theirs in offers]), max(theirs.k for theirs in offers))
+    return (yield from channel.all_to_all([Offer(part, offer.k) for part in parts]))

@@ -255,9 +255,8 @@ def endpoint_if_any(comm: "MPI.Intracomm") -> Endpoint | None:
 def traffic(comm: Any) -> Traffic:
     """Return what this rank has sent over `comm` by this library so far, as a copy; not collective.
 
-    Point-to-point messages are counted as they are. MPI's own allreduce (`dense_allreduce`, and the histograms of the
-    exact gTop-k) does not tell: it counts as one message of 2 (P-1)/P n v bytes, the least that one of n values of v
-    bytes sends.
+    Point-to-point messages are counted as they are. MPI's own allreduce (`dense_allreduce`, say) does not tell: it
+    counts as one message of 2 (P-1)/P n v bytes, the least that one of n values of v bytes sends.
     """
     endpoint = comm.Get_attr(_endpoint_key())
     return Traffic() if endpoint is None else replace(endpoint.traffic)

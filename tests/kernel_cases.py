@@ -9,6 +9,13 @@ def expected_top_k(values, k):
     return np.sort(order[magnitudes[order] > 0])
 
 
+def magnitude_keys(values):
+    """Return the bits of the magnitudes as unsigned integers, and how many bits."""
+    width = 8 * values.itemsize - 1
+    keys = np.dtype(f"u{values.itemsize}")
+    return values.view(keys) & keys.type((1 << width) - 1), width
+
+
 def families(dtype, n=3000):
     rng = np.random.default_rng(7)
     tiny = np.finfo(dtype).smallest_subnormal
@@ -30,17 +37,6 @@ def families(dtype, n=3000):
         "infinite": np.where(rng.random(n) < 0.1, -np.inf, normal),
         "one far off": np.where(np.arange(n) == 17, 6e4, 1 + rng.random(n) / 64),
     }
-
-
-def found_alone(search):
-    """Return what a search by its own histograms finds, and how many of those it took."""
-    counts, digits = next(search), 0
-    while True:
-        digits += 1
-        try:
-            counts = search.send(counts)
-        except StopIteration as end:
-            return *end.value, digits
 
 
 def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):

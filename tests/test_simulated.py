@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import select
 from simulated import Network
 
 from collectives import allgather, allreduce, gtopk, reduce_scatter, rooted
@@ -101,14 +102,15 @@ def test_sums_over_nodes(name, per_node):
 GTOPK_ROUNDS = {
     "recursive_doubling": lambda size: lower(size) + fold(size),
     "tree": lambda size: lower(size) + fold(size) + 2 * upper(size),
-    "exact": lambda size: (size > 1) + upper(size),
+    "exact": lambda size: (size > 1) + upper(size) * (upper(size) + 2),
     "exact_doubling": lambda size: lower(size) + fold(size),
 }
 
 
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
 def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
-    """`tree` compares the terms first, over the schedule of recursive doubling."""
+    """`tree` compares the terms first, over the schedule of recursive doubling; `exact` gathers once at least."""
+    fewer = {"tree": upper, "exact": lambda size: upper(size) * (upper(size) + 1)}.get(name, lambda size: 0)
     for size in SIZES + LARGE * (not name.startswith("exact")):
         network = Network(size)
 
@@ -117,7 +119,7 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
         assert rounds <= GTOPK_ROUNDS[name](size), size
-        assert rounds >= GTOPK_ROUNDS[name](size) - (name == "tree") * upper(size), size
+        assert rounds >= GTOPK_ROUNDS[name](size) - fewer(size), size
         kept = results[0][0]
         assert kept.nnz <= 5
         assert all(result.indices.tobytes() == kept.indices.tobytes() for result, _ in results)
@@ -151,7 +153,7 @@ def test_the_others():
         assert [part.indices.tolist() for part in parts[-1]] == [brings(r, size).indices.tolist() for r in range(size)]
         shares, rounds = Network(size).run(split, **terms)
         assert rounds == (size > 1)
-        np.testing.assert_array_equal(sum(share.vector.to_dense() for share in shares), dense_sum(size))
+        np.testing.assert_array_equal(sum(share.to_dense() for share in shares), dense_sum(size))
         totals, rounds = Network(size).run(reduce, root=size // 2, **terms)
         assert rounds <= 2 * upper(size)  # the terms, and the tree
         np.testing.assert_array_equal(totals[size // 2].to_dense(), dense_sum(size))
@@ -239,26 +241,6 @@ def test_gtopk_where_messages_leave_when_they_are_received(name):
         np.testing.assert_array_equal(total, size * np.arange(1.0, 101) + size * (size - 1) / 2)
 
 
-@pytest.mark.parametrize(("values", "digits"), [
-    (np.arange(1, 1001), 2),  # up to 255 and more share the exponent of a small one
-    (1 + np.arange(1000) / 2**20, 3),
-    (np.full(1000, 3.0), 4),  # and then the owners tell each other how many they have
-])  # fmt: skip
-def test_the_exact_search_takes_the_digits_that_it_needs(values, digits):
-    """Rank r of 8 brings every eighth of 1000 entries, of which 261 or fewer may be gathered for the 5 largest."""
-
-    def run(rank, channel):
-        own = SparseVector(np.arange(rank, 1000, 8), values[rank::8].astype(np.float32), 1000)
-        return gtopk.exact(Offer(own, 5), channel)
-
-    network = Network(8)
-    results, rounds = network.run(run, length=1000, dtype="float32", k=5)
-    expected = np.arange(5) if digits == 4 else np.arange(995, 1000)
-    assert results[0][0].indices.tolist() == expected.tolist()
-    assert {endpoint.reduced for endpoint in network.endpoints} == {digits}
-    assert rounds == GTOPK_ROUNDS["exact"](8) + (digits == 4) * upper(8)
-
-
 @pytest.mark.parametrize(("counts", "sampling"), [
     ([40] * 8, 0),  # an allgather, which cuts nothing
     ([20_000] * 8, 8),
@@ -281,3 +263,43 @@ def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypa
     assert sum(looked) == sampling
     expected = sum(vector.to_dense() for vector in vectors)
     assert all(np.array_equal(result.to_dense(), expected) for result in results)
+
+
+PLACES = {  # of the entries of a rank, and the factor of its values there
+    "even": lambda rng, places, rank, size: (rng.choice(places, 60, replace=False), 1),
+    "in one share": lambda rng, places, rank, size: (places[places * size // places.size == size // 2], 1),
+    "equal": lambda rng, places, rank, size: (places[rank :: 2 * size], 0),
+    "larger in later shares": lambda rng, places, rank, size: (places[rank::size], 1 + places[rank::size] ** 2),
+    "larger on later ranks": lambda rng, places, rank, size: (rng.choice(places, 60, replace=False), 4**rank),
+    "on one rank": lambda rng, places, rank, size: (places[: places.size * (rank == size - 1)], 1),
+    "cancelling": lambda rng, places, rank, size: (
+        places[: 80 - rank // 2],
+        (-1) ** rank * (1 + places[: 80 - rank // 2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PLACES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 13, 32])
+def test_the_exact_gtopk_wherever_the_largest_are(family, size):
+    """The k largest, nothing lost, and as few gatherings as it says: one for what is spread evenly."""
+    length = 60 * size
+    for k in 1, 9, 40, 100, length:
+        held = []
+        for rank in range(size):
+            rng = np.random.default_rng([rank, size])
+            places, factor = PLACES[family](rng, np.arange(length), rank, size)
+            drawn = factor * rng.integers(-9, 10, places.size) if np.any(factor) else rng.choice([-1, 1], places.size)
+            order = np.argsort(places)
+            held.append(SparseVector(places[order], np.float64(drawn)[order], length))
+
+        def steps(rank, channel, held=held, k=k):
+            return gtopk.exact(Offer(held[rank], k), channel)
+
+        results, rounds = Network(size, seed=k).run(steps, length=length, dtype="float64", k=k)
+        total = sum(vector.to_dense() for vector in held)
+        for result, _ in results:
+            np.testing.assert_array_equal(result.to_dense(), select(total, k))
+        np.testing.assert_array_equal(select(total, k) + sum(rejected.to_dense() for _, rejected in results), total)
+        gatherings = (rounds - (size > 1)) / max(1, upper(size))
+        assert gatherings <= (1 if family == "even" and k >= 40 else upper(size) + 2), k

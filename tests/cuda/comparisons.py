@@ -4,8 +4,7 @@ import math
 from itertools import product
 
 import numpy as np
-import pytest
-from kernel_cases import draw_sparse, families
+from kernel_cases import draw_sparse, families, magnitude_keys
 
 from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
@@ -98,7 +97,7 @@ def floors_from_a_sample(device, cupy):
         offsets = ((hashed >> np.uint64(32)) * widths + ((hashed & low) * widths >> np.uint64(32))) >> np.uint64(32)
         for dtype in DTYPES:
             values = np.random.default_rng(size).standard_normal(size).astype(dtype)
-            keys, width = host.magnitude_keys(values)
+            keys, width = magnitude_keys(values)
             sample = np.sort(keys[strides[:-1] + offsets.astype(int)])
             sent, found = cupy.asarray(values).view(keys.dtype), cupy.zeros(3, np.uint64)
             for rank in (1, 40, 9000):
@@ -142,34 +141,13 @@ def misaligned_values(device, cupy):
         assert_same(here(device.histogram(sent)), host.histogram(values[1:]))
 
 
-def histograms_and_searches(device, cupy):
+def histograms_and_selections(device, cupy):
     for dtype in DTYPES:
         for family in ("normal", "quantised", "zeros", "infinite"):
             values = families(dtype, 5000)[family].astype(dtype)
             compare(device, cupy, "histogram", values)
-            compare(device, cupy, "magnitude_keys", values)
-            keys, width = host.magnitude_keys(values)
             for k in (1, 300, 5001):
-                search(device, cupy, keys, k, width)
-
-
-def search(device, cupy, keys, k, width):
-    """Run the searches of both places side by side: what one yields is sent to both."""
-    ours, theirs = device.kth_largest(cupy.asarray(keys), k, width), host.kth_largest(keys, k, width)
-    counts, expected = next(ours), next(theirs)
-    while True:
-        assert_same(counts, expected)
-        try:
-            expected = theirs.send(expected)
-        except StopIteration as end:
-            threshold, ties, there = end.value
-            break
-        counts = ours.send(counts)
-    with pytest.raises(StopIteration) as end:
-        ours.send(counts)
-    assert end.value.value == (threshold, ties, there)
-    compare(device, cupy, "select", keys, threshold, ties)
-    compare(device, cupy, "select", keys, threshold, 0)
+                compare(device, cupy, "top_k", values, k)
 
 
 def moments(device, cupy):
@@ -379,7 +357,7 @@ ALL = [
     not_finite_values,
     thresholds,
     misaligned_values,
-    histograms_and_searches,
+    histograms_and_selections,
     moments,
     moments_of_many_blocks,
     surveys,

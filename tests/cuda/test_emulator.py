@@ -25,7 +25,7 @@ RUNS = {
     COMMON: ([COMMON, "coding.cu"], [comparisons.bitmaps]),
     SELECTION: (
         [COMMON, SELECTION],
-        [comparisons.histograms_and_searches, comparisons.top_k_of_several_blocks, comparisons.floors_from_a_sample],
+        [comparisons.histograms_and_selections, comparisons.top_k_of_several_blocks, comparisons.floors_from_a_sample],
     ),
     "statistics.cu": ([COMMON, SELECTION, "statistics.cu"], [comparisons.moments, comparisons.moments_of_many_blocks]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),

@@ -16,7 +16,7 @@ from cases import (
 )
 from mpi4py import MPI
 
-from collectives import gtopk, gtopk_allreduce, traffic, transport
+from collectives import gtopk_allreduce, traffic, transport
 from mpicomp import CollectiveError, SparseVector, TopK
 
 
@@ -99,14 +99,6 @@ def test_the_inputs_are_left_alone(comm):
     assert bits(vector) == before
 
 
-@for_each(pattern=PATTERNS, k=[0, 1, 10, 37])
-def test_the_exact_one_with_no_entry_to_spare(comm, monkeypatch, pattern, k):
-    """So the search takes all digits, and the owners split the ties."""
-    monkeypatch.setattr(gtopk, "spared", lambda k: 0)
-    dense = [window(vector) for vector in bring_all(pattern, comm.size)]
-    check(comm, bring(pattern, comm.rank, comm.size), k, dense, algorithm="exact")
-
-
 def test_what_is_dropped_is_spread_over_the_ranks(comm):
     """Of 30 P disjoint entries 30 stay; a rank keeps 1/2 of 30, 1/4, ... round by round, and 30 more if it folded."""
     positions = np.arange(30) * comm.size + comm.rank
@@ -174,8 +166,10 @@ def test_any_mixture_of_algorithms_raises_everywhere_and_leaves_nothing_in_fligh
 
 @pytest.mark.at_least(2)
 def test_the_exact_one_begins_without_a_round_of_terms(comm):
-    """Messages of a rank: its parts, the histograms of three digits at most, and what is gathered."""
+    """Messages of a rank: its parts, and those of one gathering, as what is chosen is spread over the shares."""
     before = traffic(comm).messages
-    vector = SparseVector(np.arange(50) + 50 * comm.rank, np.linspace(1, 2, 50) + comm.rank, 50 * comm.size)
-    gtopk_allreduce(vector, comm, algorithm="exact")
-    assert traffic(comm).messages - before <= comm.size - 1 + 3 + (comm.size - 1).bit_length()
+    values = np.random.default_rng(comm.rank).standard_normal(400)
+    gtopk_allreduce(
+        SparseVector(np.arange(400) * comm.size + comm.rank, values, 400 * comm.size), comm, 200, algorithm="exact"
+    )
+    assert traffic(comm).messages - before == comm.size - 1 + (comm.size - 1).bit_length()

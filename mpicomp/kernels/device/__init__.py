@@ -37,22 +37,17 @@ from mpicomp.kernels.device.selection import (
     divide_largest,
     exceeding,
     histogram,
-    kth_largest,
     largest,
-    magnitude_keys,
     raise_not_finite,
-    select,
     top_k,
 )
 from mpicomp.kernels.device.statistics import moments
 from mpicomp.kernels.device.surveying import Survey, sample, survey
-from mpicomp.kernels.host.selection import Search
 from mpicomp.kernels.host.statistics import Moments
 from mpicomp.kernels.host.surveying import Sums
 
 __all__ = [
     "Moments",
-    "Search",
     "Sums",
     "Survey",
     "above",
@@ -68,9 +63,7 @@ __all__ = [
     "from_offsets",
     "gather",
     "histogram",
-    "kth_largest",
     "largest",
-    "magnitude_keys",
     "magnitude_range",
     "merge",
     "moments",
@@ -78,7 +71,6 @@ __all__ = [
     "sample",
     "scatter",
     "scatter_add",
-    "select",
     "survey",
     "to_bitmap",
     "to_elias_fano",

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch, zeros
-from mpicomp.kernels.device.selection import magnitude_keys
 from mpicomp.kernels.host.bits import FORMATS
 
 _WORDS = 4 * THREADS  # that a block reads
@@ -35,7 +34,8 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
 
 def magnitude_range(values: Array) -> tuple[int, int]:
     """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
-    keys, _ = magnitude_keys(values)
+    form = FORMATS[values.dtype]
+    keys = values.view(form.keys) & form.keys.type(form.mask)
     return int(keys.min()), int(keys.max())
 
 

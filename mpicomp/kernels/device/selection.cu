@@ -22,7 +22,7 @@ __device__ inline void append(
             if (at < room) {
                 i64 position = place_of<Key>(first, i);
                 positions[at] = sources ? sources[position] : position;
-                if (kept) kept[at] = items.key[i];
+                kept[at] = items.key[i];
             }
             ++at;
         }

@@ -5,8 +5,6 @@ look-back", NVIDIA NVR-2016-002. A whole selection is started before the host wa
 """
 
 import math
-from functools import partial
-from typing import Any
 
 import cupy
 import numpy as np
@@ -15,9 +13,6 @@ from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launc
 from mpicomp.kernels.device.merging import divide
 from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import (
-    SEARCHED,
-    Search,
-    digit_by_digit,
     first_above,
     first_reaching,
     not_finite_error,
@@ -80,32 +75,6 @@ def histogram(values: Array) -> Array:
     search, counts = zeros(2, _BINS)
     _count_digits(values.view(form.keys), None, form.mask, search, form.width - _DIGIT, _DIGIT, counts, None)
     return counts.view(np.int64)
-
-
-def magnitude_keys(values: Array) -> tuple[Array, int]:
-    """Return the bits of the magnitudes as unsigned integers that order as the magnitudes do, and how many bits."""
-    form = FORMATS[values.dtype]
-    return values.view(form.keys) & form.keys.type(form.mask), form.width
-
-
-def kth_largest(keys: Array, k: int, width: int, spare: int = 0) -> Search:
-    """Search the k-th largest of `keys` digit by digit, as `mpicomp.kernels.host.kth_largest` does.
-
-    The histograms that it yields, and is sent, are NumPy's: 2 KiB, that the ranks add up.
-    """
-    return digit_by_digit(partial(_digit_counts, keys), k, width, spare)
-
-
-def select(keys: Array, threshold: int, ties: int) -> Array:
-    """Return, in increasing order, where keys are above `threshold`, and where the first `ties` equal to it are."""
-    positions = cupy.empty(keys.size, np.intp)
-    if not keys.size:
-        return positions
-    search = cupy.asarray(np.array([threshold, ties], np.uint64))
-    totals, *work = zeros(2, *_selecting(keys.size, keys))
-    _select(keys, None, -1, search, None, positions, None, totals, work)
-    over, equal = totals.get().tolist()
-    return positions[: over + min(equal, ties)]
 
 
 def raise_not_finite(values: Array) -> None:
@@ -208,12 +177,6 @@ def _find_kth(bits: Array, counted: Array | None, form: Format, search: Array, w
         _count_digits(bits, counted, form.mask, search, shift, digit, counts, done)
 
 
-def _digit_counts(keys: Array, prefix: int, shift: int, digit: int) -> Any:
-    (counts,), search = zeros(_BINS), cupy.asarray(np.array([prefix, 0], np.uint64))
-    _count_digits(keys, None, -1, search, shift, digit, counts, None)
-    return counts[: 1 << SEARCHED].get().view(np.int64)
-
-
 def _count_digits(
     bits: Array,
     counted: Array | None,
@@ -252,7 +215,7 @@ def _select(
     search: Array,
     sources: Array | None,
     positions: Array,
-    kept: Array | None,
+    kept: Array,
     totals: Array,
     work: list[Array],
 ) -> None:

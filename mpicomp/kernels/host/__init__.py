@@ -14,7 +14,7 @@ are the same in every run.
 ``instructions``  what a processor does at once, and Numba has no word for
 """
 
-from mpicomp.kernels.host.bits import from_bitmap, magnitude_keys, magnitude_range, to_bitmap
+from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.merging import (
     accumulate,
@@ -27,15 +27,12 @@ from mpicomp.kernels.host.merging import (
     scatter_add,
 )
 from mpicomp.kernels.host.selection import (
-    Search,
     above,
     divide_largest,
     exceeding,
     histogram,
-    kth_largest,
     largest,
     raise_not_finite,
-    select,
     top_k,
 )
 from mpicomp.kernels.host.statistics import Moments, moments
@@ -44,7 +41,6 @@ from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
 __all__ = [
     "Moments",
-    "Search",
     "Sums",
     "Survey",
     "above",
@@ -60,9 +56,7 @@ __all__ = [
     "from_offsets",
     "gather",
     "histogram",
-    "kth_largest",
     "largest",
-    "magnitude_keys",
     "magnitude_range",
     "merge",
     "moments",
@@ -70,7 +64,6 @@ __all__ = [
     "sample",
     "scatter",
     "scatter_add",
-    "select",
     "survey",
     "to_bitmap",
     "to_elias_fano",

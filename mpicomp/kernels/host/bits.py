@@ -37,12 +37,6 @@ def _format(dtype: np.dtype[Any]) -> Format:
 FORMATS = {dtype: _format(dtype) for dtype in map(np.dtype, (np.float16, np.float32, np.float64))}
 
 
-def magnitude_keys(values: Array) -> tuple[Array, int]:
-    """Return the bits of the magnitudes as unsigned integers that order as the magnitudes do, and how many bits."""
-    form = FORMATS[values.dtype]
-    return values.view(form.keys) & form.keys.type(form.mask), form.width
-
-
 def magnitude_range(values: Array) -> tuple[int, int]:
     """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
     form = FORMATS[values.dtype]

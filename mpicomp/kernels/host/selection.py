@@ -5,7 +5,7 @@ runs at the speed of memory.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +14,8 @@ import numpy as np
 from mpicomp.kernels.host.bits import FORMATS, Array, Format, extremes, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
-Search = Generator[Array, Array, tuple[int, int, int]]
 Found = tuple[Array, Array]
 
-SEARCHED = 8  # bits of a digit of a search: over ranks its counts are a message, and three of 11 had 8 times the bytes
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
 _SAMPLE, _LARGEST_SAMPLE = 1 << 14, 1 << 16  # values looked at for the lower threshold: a 256th, within these bounds
 _RUN = 16  # of them stand together: they come at once
@@ -108,48 +106,10 @@ def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
 def histogram(values: Array) -> Array:
     """Return how many magnitudes of `values` have each head of 11 bits: int64 of 2048 counts, the smallest first.
 
-    values: as for `top_k`. The head is that of the bits of `magnitude_keys`: the exponent and what follows it.
+    values: as for `top_k`. The head is that of the bits without the sign: the exponent and what follows it.
     """
     form = FORMATS[values.dtype]
     return _histogram(values.view(form.signed), form)
-
-
-def kth_largest(keys: Array, k: int, width: int, spare: int = 0) -> Search:
-    """Search the k-th largest of `keys` (unsigned, `width` bits) digit by digit, from the leading one.
-
-    A generator, so that the same search runs on one rank or over all: it yields the histogram of a digit, int64 of 256
-    counts, and is sent the histogram to go by: its own, or the sum over the ranks. It ends where at most `spare` more
-    than k keys share the leading digits of the k-th largest or are above it, or all its digits are known.
-
-    Returns (floor, ties, there): the least key with those digits, how many of the keys that have them are among the k
-    largest, and how many have them. Where there are fewer than `k` keys the floor is 0.
-    """
-
-    def counted(prefix: int, shift: int, digit: int) -> Array:
-        counts: Array = np.zeros(1 << SEARCHED, np.int64)
-        _digit_counts(keys, np.uint64(prefix), np.uint64(shift), np.uint64(digit), counts)
-        return counts
-
-    return digit_by_digit(counted, k, width, spare)
-
-
-def digit_by_digit(counted: Callable[[int, int, int], Array], k: int, width: int, spare: int) -> Search:
-    """Search as `kth_largest` does; counted(prefix, shift, digit) makes the histogram of `digit` bits at `shift`."""
-    prefix, shift, there = 0, width, k + spare + 1
-    while shift > 0 and there > k + spare:
-        digit = min(SEARCHED, shift)
-        shift -= digit
-        counts = yield counted(prefix, shift, digit)
-        bucket, k = bin_of_kth(counts, k)
-        there = int(counts[bucket])
-        prefix = prefix << digit | bucket
-    return prefix << shift, k, there
-
-
-def select(keys: Array, threshold: int, ties: int) -> Array:
-    """Return, in increasing order, where keys are above `threshold`, and where the first `ties` equal to it are."""
-    chosen = np.empty(keys.size + 1, np.intp)
-    return chosen[: int(_select(keys, keys.dtype.type(threshold), ties, chosen))]
 
 
 def raise_not_finite(values: Array) -> None:
@@ -396,25 +356,3 @@ def _divide_at(indices, bits, mask, threshold, ties, one_indices, one, other_ind
         one[a], other[b] = bits[i], bits[i]
         a += np.uint64(here)
         b += np.uint64(not here)
-
-
-@jit
-def _digit_counts(keys, prefix, shift, digit, counts):  # type: ignore[no-untyped-def]
-    """Count the digit at `shift` of the keys whose leading bits are `prefix`."""
-    lowest = (np.uint64(1) << digit) - np.uint64(1)
-    for i in range(keys.size):
-        head = np.uint64(keys[i]) >> shift
-        if head >> digit == prefix:
-            counts[head & lowest] += 1
-
-
-@jit
-def _select(keys, threshold, ties, chosen):  # type: ignore[no-untyped-def]
-    # The threshold has the dtype of the keys: Numba compares signed with unsigned 64-bit integers as float64.
-    count = np.uint64(0)
-    for i in range(keys.size):
-        equal = keys[i] == threshold
-        chosen[count] = i
-        count += np.uint64(keys[i] > threshold or (equal and ties > 0))
-        ties -= equal
-    return count

@@ -39,7 +39,6 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
     long = np.random.default_rng(0).standard_normal(1 << 16).astype(dtype)  # long enough for a sample
     longest = np.tile(long, 16)
     values, indices = long[:64], np.arange(64, dtype=index_dtype)
-    keys, width = host.magnitude_keys(values)
     words, room = np.zeros(4, np.uint64), np.empty(64, index_dtype)
     planes = np.zeros(long.nbytes, np.uint8)
     return [
@@ -50,8 +49,6 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.above(values, 1.0),
         lambda: host.exceeding(values, 1.0),
         lambda: host.histogram(values),
-        lambda: next(host.kth_largest(keys, 9, width)),
-        lambda: host.select(keys, int(keys[0]), 1),
         lambda: host.moments(long),
         lambda: host.survey(long),
         lambda: host.sample(longest),
