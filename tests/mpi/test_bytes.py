@@ -30,6 +30,11 @@ def spread(rank, length=LENGTH, k=K):
     return SparseVector(chosen, np.ones(k, np.float32), length)
 
 
+def varied(vector, rank):
+    """Return the vector with values of different magnitudes."""
+    return SparseVector(vector.indices, np.random.default_rng(rank).standard_normal(K).astype(np.float32), LENGTH)
+
+
 def sent_by_all(comm, call):
     """Return the bytes that every rank sends in a call, in rank order."""
     before = traffic(comm).nbytes
@@ -123,8 +128,8 @@ OTHERS = {
         lambda size: 2 * (size - 1) * K * ENTRY,
     ),
     "gtopk exact": (
-        lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact"),
-        lambda size: (size - 1) * (2 * K * ENTRY + 4 * 2 * 256 * 8),
+        lambda v, comm: gtopk_allreduce(varied(v, comm.rank), comm, K, algorithm="exact"),
+        lambda size: (size - 1) * (K + K + 3 * math.sqrt(size * K) + size / 2) * ENTRY,
     ),
     "gtopk exact_doubling": (
         lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact_doubling"),
@@ -216,3 +221,13 @@ def test_gtopk_by_recursive_doubling_sends_one_message_a_round(comm):
     rounds = int(math.log2(core)) * in_core + folds
     assert after.messages - before.messages == rounds
     assert rounds * k * 8 <= after.nbytes - before.nbytes <= rounds * (k * 8 + 64 + 63)
+
+
+@pytest.mark.at_least(2)
+def test_the_exact_gtopk_of_equal_values_stays_below_the_bound_of_the_table(comm):
+    """The k largest are those of the first shares, whose owners send more and more."""
+    size, rounds = comm.size, (comm.size - 1).bit_length()
+    sent = sent_by_all(comm, lambda: gtopk_allreduce(spread(comm.rank), comm, K, algorithm="exact"))
+    once = K + K + 3 * math.sqrt(size * K) + size
+    assert sum(sent) > (size - 1) * once * ENTRY  # so it gathered more than once
+    assert sum(sent) <= (size - 1) * (once + (rounds + 1) * (2 * K + size)) * ENTRY * 1.05
