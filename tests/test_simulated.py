@@ -14,7 +14,7 @@ from collectives.channel import Channel, Offer
 from collectives.partition import equal_ranges
 from collectives.survey import Survey, look_around
 from collectives.terms import Terms
-from mpicomp import CollectiveError, SparseVector
+from mpicomp import CollectiveError, SparseVector, TopK
 
 SIZES = [*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128]
 LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
@@ -303,3 +303,29 @@ def test_the_exact_gtopk_wherever_the_largest_are(family, size):
         np.testing.assert_array_equal(select(total, k) + sum(rejected.to_dense() for _, rejected in results), total)
         gatherings = (rounds - (size > 1)) / max(1, upper(size))
         assert gatherings <= (1 if family == "even" and k >= 40 else upper(size) + 2), k
+
+
+@pytest.mark.parametrize("common", [0, 0.5])  # the part of a gradient that all ranks share
+@pytest.mark.parametrize("spread", [0, 0.3, 1])  # of the scales of the layers: deviations of their logarithms
+@pytest.mark.parametrize(("size", "length", "k"), [(8, 100_000, 1000), (64, 50_000, 200)])
+def test_of_gradients_in_layers_the_exact_gtopk_gathers_little_more_than_k(
+    monkeypatch, size, length, k, spread, common
+):
+    rng = np.random.default_rng([size, round(10 * spread), round(10 * common)])
+    scales = np.repeat(rng.lognormal(0, spread, 40), length // 40)
+    base = common * rng.standard_normal(length)
+    held = [TopK(k=k).compress(((1 - common) * rng.standard_normal(length) + base) * scales) for _ in range(size)]
+    gathered, gather = [], Channel.gather
+
+    def counted(channel, offer):
+        gathered.append(offer.vector.nnz)
+        return gather(channel, offer)
+
+    monkeypatch.setattr(Channel, "gather", counted)
+    _, rounds = Network(size).run(
+        lambda rank, channel: gtopk.exact(Offer(held[rank], k), channel), length=length, dtype="float64", k=k
+    )
+    assert rounds <= 1 + 2 * upper(size)
+    assert k <= sum(gathered) <= {8: 1.6, 64: 3}[size] * k
+    if not spread:
+        assert rounds == 1 + upper(size)
