@@ -416,7 +416,7 @@ def gtopk_exact(model: Model) -> Cost:
     """See `collectives.gtopk.exact`; what is chosen is spread at random over the shares, so it gathers once."""
     case = model.case
     share = case.union(case.ranks) / case.ranks
-    sent = min(likely(case.entries / case.ranks), share)
+    sent = min(likely(case.entries / case.ranks, case.ranks), share)
     cost = split(model) + select(model, share, sent) + model.gather(model.message(sent, case.span / case.ranks))
     some = case.ranks * sent
     return cost + model.kernel("join", some) + select(model, some, case.entries)

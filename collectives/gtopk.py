@@ -132,16 +132,17 @@ def exact(offer: Offer, channel: Channel) -> Steps[Result]:
     share = without_zeros(add_up([theirs.vector for theirs in parts]))  # what cancelled out is nowhere missing
     k = max(theirs.k for theirs in parts) if channel.terms.k is None else channel.terms.k
     entries, here = sum(theirs.k for theirs in parts), sum(theirs.vector.nnz for theirs in parts)
-    return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1)), shares, channel))
+    del parts  # of the memory that an operation takes they would be a fifth
+    return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1), channel.size), shares, channel))
 
 
 def largest_of_all(share: SparseVector, k: int, quota: int, shares: Ranges, channel: Channel) -> Steps[Result]:
     """Return the k largest of what all owners have, and what is rejected of this rank's share.
 
     The owners send their largest entries first, `quota` at once. An owner of which one is dropped has none left that
-    could be chosen; from the others more is gathered: what its quota lets pass of what may yet be chosen, and this
-    at most doubles what it has sent, all of which was chosen, or takes it to an even part of k. So about k entries
-    travel in the first gathering, at most 2k in any other one, and there are at most ceil(lg P) + 2 of these.
+    could be chosen; from the others more is gathered: of what may yet be chosen as many as it has sent, all of which
+    was chosen, or an even part of k. So about k entries travel in the first gathering, at most 2k + P in any other one,
+    and there are at most ceil(lg P) + 2 of them in all.
     """
     left, chance, sent = share, min(share.nnz, k), 0
     result = rejected = channel.nothing

@@ -108,9 +108,14 @@ def hashed_blocks(length: int, size: int) -> Blocks:
     return Blocks(size, max(1, min(LONGEST_BLOCK, length // (size * BLOCKS_A_SHARE))))
 
 
-def likely(mean: float) -> int:
-    """Return how many entries a share holds at most, but for one of 700, of those spread at random with such a mean."""
-    return math.ceil(mean + 3 * math.sqrt(mean))
+def likely(mean: float, size: int) -> int:
+    """Return how many entries each of `size` shares holds at most, as a rule, where they are spread at random.
+
+    mean: of a share. By Bernstein's inequality the chance that any of the shares holds more is below exp(-2), whatever
+    the mean is; it is 1 or 2 %.
+    """
+    bound = 2 * math.log(size) + 4
+    return math.ceil(mean + math.sqrt(bound * mean) + bound / 3) if mean else 0
 
 
 def given_ranges(bounds: Any, length: int, size: int) -> Ranges:

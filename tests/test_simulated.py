@@ -11,7 +11,7 @@ from simulated import Network
 from collectives import allgather, allreduce, gtopk, reduce_scatter, rooted
 from collectives.agreement import all_or_none
 from collectives.channel import Channel, Offer
-from collectives.partition import equal_ranges
+from collectives.partition import equal_ranges, likely
 from collectives.survey import Survey, look_around
 from collectives.terms import Terms
 from mpicomp import CollectiveError, SparseVector, TopK
@@ -284,7 +284,7 @@ PLACES = {  # of the entries of a rank, and the factor of its values there
 def test_the_exact_gtopk_wherever_the_largest_are(family, size):
     """The k largest, nothing lost, and as few gatherings as it says: one for what is spread evenly."""
     length = 60 * size
-    for k in 1, 9, 40, 100, length:
+    for k in 0, 1, 9, 40, 100, length:
         held = []
         for rank in range(size):
             rng = np.random.default_rng([rank, size])
@@ -302,7 +302,7 @@ def test_the_exact_gtopk_wherever_the_largest_are(family, size):
             np.testing.assert_array_equal(result.to_dense(), select(total, k))
         np.testing.assert_array_equal(select(total, k) + sum(rejected.to_dense() for _, rejected in results), total)
         gatherings = (rounds - (size > 1)) / max(1, upper(size))
-        assert gatherings <= (1 if family == "even" and k >= 40 else upper(size) + 2), k
+        assert gatherings <= (1 if not k or (family == "even" and k >= 40) else upper(size) + 2), k
 
 
 @pytest.mark.parametrize("common", [0, 0.5])  # the part of a gradient that all ranks share
@@ -315,17 +315,49 @@ def test_of_gradients_in_layers_the_exact_gtopk_gathers_little_more_than_k(
     scales = np.repeat(rng.lognormal(0, spread, 40), length // 40)
     base = common * rng.standard_normal(length)
     held = [TopK(k=k).compress(((1 - common) * rng.standard_normal(length) + base) * scales) for _ in range(size)]
-    gathered, gather = [], Channel.gather
+    gathered = entries_gathered(monkeypatch, held, k)
+    assert len(gathered) <= (2 if spread else 1)
+    assert k <= sum(gathered) <= {8: 1.6, 64: 5}[size] * k
+
+
+def entries_gathered(monkeypatch, held, k):
+    """Return how many entries all ranks together send in each gathering of an exact gTop-k of these vectors."""
+    gathered, gather = [[] for _ in held], Channel.gather
 
     def counted(channel, offer):
-        gathered.append(offer.vector.nnz)
+        gathered[channel.rank].append(offer.vector.nnz)
         return gather(channel, offer)
 
     monkeypatch.setattr(Channel, "gather", counted)
-    _, rounds = Network(size).run(
+    network, length = Network(len(held)), held[0].length
+    results, _ = network.run(
         lambda rank, channel: gtopk.exact(Offer(held[rank], k), channel), length=length, dtype="float64", k=k
     )
-    assert rounds <= 1 + 2 * upper(size)
-    assert k <= sum(gathered) <= {8: 1.6, 64: 3}[size] * k
-    if not spread:
-        assert rounds == 1 + upper(size)
+    np.testing.assert_array_equal(results[0][0].to_dense(), select(sum(vector.to_dense() for vector in held), k))
+    return np.sum(gathered, axis=0).tolist()
+
+
+@pytest.mark.parametrize("family", ["all in a share that has few entries", "all but in a share that has most entries"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 13, 16, 32])
+def test_the_exact_gtopk_stays_within_its_bounds(monkeypatch, family, size):
+    """The k largest are where the owners expect few of them, so that they send too few at first."""
+    k, width = 50 * size, 4000 * size
+    few = family.startswith("all in")
+    held = []
+    for rank in range(size):
+        dense = np.zeros((size, width))
+        rng = np.random.default_rng([size, rank])
+        for share in range(size):
+            if (share == size // 2) if few else (share < size - 1):
+                dense[share, rank:k:size] = 100 + rng.random(dense[share, rank:k:size].size)
+            elif few:
+                dense[share, rng.choice(width, 1000, replace=False)] = rng.random(1000)
+            else:
+                dense[share, : width - 1] = 1e-3
+        held.append(SparseVector.from_dense(dense.ravel()))
+    gathered = entries_gathered(monkeypatch, held, k)
+    assert 1 < len(gathered) <= upper(size) + 2
+    assert gathered[0] <= size * likely(k / size, size)
+    assert max(gathered[1:]) <= 2 * k + size
+    if few:
+        assert len(gathered) == upper(size) + 2  # as many as there can be

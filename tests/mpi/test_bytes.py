@@ -17,6 +17,7 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
+from collectives.partition import likely
 from collectives.tuning import expected_union
 from mpicomp import SparseVector
 
@@ -129,7 +130,7 @@ OTHERS = {
     ),
     "gtopk exact": (
         lambda v, comm: gtopk_allreduce(varied(v, comm.rank), comm, K, algorithm="exact"),
-        lambda size: (size - 1) * (K + K + 3 * math.sqrt(size * K) + size / 2) * ENTRY,
+        lambda size: (size - 1) * (K + size * likely(K / size, size)) * ENTRY,
     ),
     "gtopk exact_doubling": (
         lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact_doubling"),
@@ -228,6 +229,6 @@ def test_the_exact_gtopk_of_equal_values_stays_below_the_bound_of_the_table(comm
     """The k largest are those of the first shares, whose owners send more and more."""
     size, rounds = comm.size, (comm.size - 1).bit_length()
     sent = sent_by_all(comm, lambda: gtopk_allreduce(spread(comm.rank), comm, K, algorithm="exact"))
-    once = K + K + 3 * math.sqrt(size * K) + size
+    once = K + size * likely(K / size, size)
     assert sum(sent) > (size - 1) * once * ENTRY  # so it gathered more than once
     assert sum(sent) <= (size - 1) * (once + (rounds + 1) * (2 * K + size)) * ENTRY * 1.05
