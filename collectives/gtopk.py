@@ -132,7 +132,7 @@ def exact(offer: Offer, channel: Channel) -> Steps[Result]:
     share = without_zeros(add_up([theirs.vector for theirs in parts]))  # what cancelled out is nowhere missing
     k = max(theirs.k for theirs in parts) if channel.terms.k is None else channel.terms.k
     entries, here = sum(theirs.k for theirs in parts), sum(theirs.vector.nnz for theirs in parts)
-    del parts  # of the memory that an operation takes they would be a fifth
+    del parts  # nearly k s of memory until the end otherwise
     return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1), channel.size), shares, channel))
 
 

@@ -112,7 +112,7 @@ def likely(mean: float, size: int) -> int:
     """Return how many entries each of `size` shares holds at most, as a rule, where they are spread at random.
 
     mean: of a share. By Bernstein's inequality the chance that any of the shares holds more is below exp(-2), whatever
-    the mean is; it is 1 or 2 %.
+    the mean is; it is under 2 %.
     """
     bound = 2 * math.log(size) + 4
     return math.ceil(mean + math.sqrt(bound * mean) + bound / 3) if mean else 0

@@ -108,7 +108,7 @@ def test_bytes_and_rounds_of_the_others(size):
         assert rounds <= predicted.rounds <= rounds + (name == "tree") * math.ceil(math.log2(size))
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 8, 16, 64, 257])
 def test_bytes_of_the_exact_gtopk(size):
     nbytes, rounds = simulate(gtopk.ALGORITHMS["exact"], size, 20_000, 1000, "plain")
     predicted = cost.predict("gtopk_allreduce", "exact", cost.Case(size, 20_000, 1000, codec="plain"), PROFILE)

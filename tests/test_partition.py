@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from collectives.partition import (
     equal_ranges,
     given_ranges,
     hashed_blocks,
+    likely,
     quantile_ranges,
     sample,
 )
@@ -181,3 +183,14 @@ def test_the_rule_of_auto(length, counts, algorithm):
 )
 def test_auto_goes_dense_where_that_is_smaller(value_nbytes, algorithm):
     assert choose_allreduce(10**6, [130_000] * 5, value_nbytes) == algorithm
+
+
+@pytest.mark.parametrize("size", [2, 8, 64, 1024])
+@pytest.mark.parametrize("mean", [0.1, 1, 4, 100, 1875])
+def test_what_a_share_is_likely_to_hold_is_rarely_too_little_and_little_too_much(size, mean):
+    """Entries that are spread at random are about Poisson distributed over the shares."""
+    most = likely(mean, size)
+    within = sum(math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) for count in range(most + 1))
+    assert size * (1 - within) < 0.02
+    assert most <= mean + 5 * math.sqrt(mean) + 7
+    assert likely(0, size) == 0
