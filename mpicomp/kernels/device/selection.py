@@ -12,11 +12,7 @@ import numpy as np
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.device.merging import divide
 from mpicomp.kernels.host.bits import FORMATS, Format
-from mpicomp.kernels.host.selection import (
-    first_above,
-    first_reaching,
-    not_finite_error,
-)
+from mpicomp.kernels.host.selection import first_above, first_reaching, not_finite_error
 
 Found = tuple[Array, Array]
 
