@@ -16,7 +16,7 @@ from collectives import cuda_aware, messages, staging, waiting
 from collectives.failure import found, is_failure
 from collectives.messages import Arrival, Buffer, Pending, Reply, Sending, announce, new_status
 from collectives.tuning import agreed_tuner
-from mpicomp import checking
+from mpicomp import checking, threads
 from mpicomp.arrays import on_device
 from mpicomp.errors import CollectiveError, CollectiveTimeoutError, RankFailedError
 
@@ -93,7 +93,8 @@ class Endpoint:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
-        self.naps = waiting.naps(duplicate, self.nodes)
+        self.naps, sharers = waiting.sleeps_and_sharers(duplicate, self.nodes)
+        threads.share(sharers)
         self.direct = cuda_aware.agreed(duplicate)
         self.tuner = agreed_tuner(duplicate, self.nodes)
         self.checked = _checked(duplicate)  # the debug mode: see `collectives.checking`
@@ -207,6 +208,16 @@ def _checked(comm: "MPI.Intracomm") -> bool:
     return bool(mine[0])
 
 
+def check_communicator(comm: Any) -> None:
+    """Raise TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null."""
+    from mpi4py import MPI
+
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:  # mpi4py's constant is a Comm, what Split returns is not
+        raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
+
+
 def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     """Return the endpoint of a communicator. The first call on it is collective, and waits by `wait_for`.
 
@@ -216,10 +227,7 @@ def endpoint_of(comm: Any, wait_for: Callable[[Pending], None]) -> Endpoint:
     """
     from mpi4py import MPI
 
-    if not isinstance(comm, MPI.Intracomm):
-        raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
-    if comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
+    check_communicator(comm)
 
     def make() -> Endpoint:
         duplicate = comm  # until there is one

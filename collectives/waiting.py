@@ -17,10 +17,11 @@ SETTINGS = ("auto", "nap", "block")
 TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
-def naps(comm: "MPI.Intracomm", nodes: Sequence[int]) -> bool:
-    """Return whether this rank waits with naps. Collective, blocks; ValueError on all ranks for a bad variable.
+def sleeps_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int]:
+    """Return whether this rank waits with naps, and how many ranks, itself among them, share cores with it.
 
-    nodes: for each rank, the first rank that shares its memory.
+    nodes: for each rank, the first rank that shares its memory. Collective, blocks; ValueError on all ranks for a bad
+    variable.
     """
     said = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
     for rank, (setting, time, _) in enumerate(said):
@@ -29,12 +30,13 @@ def naps(comm: "MPI.Intracomm", nodes: Sequence[int]) -> bool:
             raise ValueError(f"{said_by}: expected one of {list(SETTINGS)}")
         seconds(time or None, f"the environment variable {TIMEOUT} on rank {rank}")
     here = [mask for (_, _, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
-    setting = said[comm.rank][0]
-    return crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "nap"
+    setting, _, mine = said[comm.rank]
+    sleeps = crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "nap"
+    return sleeps, sum(1 for mask in here if mask & mine)
 
 
 def asked_timeout() -> float | None:
-    """Return the seconds that the environment asks for; None where it does not, or `naps` raises for what it says."""
+    """Return the seconds that the environment asks for; None where it does not, or has a bad value."""
     try:
         return seconds(os.environ.get(TIMEOUT) or None, TIMEOUT)
     except ValueError:

@@ -17,6 +17,7 @@ from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
     coding,
+    fused,
     instructions,
     merging,
     selection,
@@ -27,7 +28,7 @@ from mpicomp.kernels.host import (
 )
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, coding, merging, selection, statistics, streaming, surveying]
+MODULES = [bits, coding, fused, merging, selection, statistics, streaming, surveying]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -143,6 +144,7 @@ def test_top_k_for_every_k(monkeypatch):
 
 @pytest.mark.parametrize("family", ["normal", "laplace", "cauchy", "sorted", "quantised", "all equal", "zeros"])
 def test_a_sample_serves_ordinary_data_on_any_number_of_threads(monkeypatch, family):
+    monkeypatch.setattr("mpicomp.threads._LEAST", 1 << 10)
     values = families(np.float32, 200_003)[family].astype(np.float32)
     monkeypatch.setattr(selection, "_by_histogram", None)
     for k in 1, 200, 2000, 150_000:
@@ -154,6 +156,7 @@ def test_a_sample_serves_ordinary_data_on_any_number_of_threads(monkeypatch, fam
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("seen", [9.0, 0.5])
 def test_top_k_is_exact_when_the_sample_misleads(monkeypatch, seen, threads):
+    monkeypatch.setattr("mpicomp.threads._LEAST", 1 << 10)
     monkeypatch.setattr(selection, "_SAMPLE", 64)
     places = np.empty(64, np.uint32)
     selection._sample(np.arange(3000, dtype=np.int32), np.int32(2**31 - 1), places)
@@ -236,6 +239,120 @@ def test_histogram(mode, dtype):
     keys, width = magnitude_keys(values)
     heads = (keys >> keys.dtype.type(width - 11)).astype(np.int64)
     np.testing.assert_array_equal(host.histogram(values), np.bincount(heads, minlength=2048))
+
+
+def halves(values, seed=1):
+    """Return two vectors whose sum is `values`, and which have the signs of its zeros."""
+    first = np.random.default_rng(seed).random(values.size) < 0.5
+    zeros = np.copysign(values.dtype.type(0), values)
+    return np.where(first, values, zeros), np.where(first, zeros, values)
+
+
+def assert_adds_and_finds_the_largest(a, b, k, first=0):
+    with np.errstate(all="ignore"):
+        total, room = a + b, np.full(a.size + first, 7, a.dtype)
+        positions, found = host.add_largest(a, b, room[first:], k, long=0)
+    assert room[first:].tobytes() == total.tobytes()
+    assert (room[:first] == 7).all()
+    np.testing.assert_array_equal(positions, expected_top_k(total, k), strict=True)
+    assert (found.dtype, found.tobytes()) == (total.dtype, total[positions].tobytes())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", families(np.float32))
+@pytest.mark.parametrize("sample", [64, 512, 10**6])
+def test_add_largest_finds_what_largest_finds_in_the_sum(mode, monkeypatch, dtype, family, sample):
+    monkeypatch.setattr(selection, "_SAMPLE", sample)
+    drawn = families(dtype)
+    values = drawn[family].astype(dtype)
+    for k in (1, 2, 37, 1500, 2999, 3000, 10**6) if mode == "compiled" else (37,):
+        assert_adds_and_finds_the_largest(*halves(values), k)
+        assert_adds_and_finds_the_largest(drawn["laplace"].astype(dtype), values, k, first=k % 5)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_add_largest_on_any_values(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    a = data.draw(finite_values(dtype, st.integers(0, 200)))
+    b = a[data.draw(st.integers(0, 200)) % max(1, a.size) :]
+    k, first = data.draw(st.integers(1, 210)), data.draw(st.integers(0, 17))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "_SAMPLE", data.draw(st.sampled_from([16, 10**6])))
+        assert_adds_and_finds_the_largest(a[: b.size], b, k, first)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("seen", [9.0, 0.5])
+def test_add_largest_is_exact_when_the_sample_misleads(mode, monkeypatch, dtype, seen, threads):
+    monkeypatch.setattr("mpicomp.threads._LEAST", 1 << 10)
+    monkeypatch.setattr(selection, "_SAMPLE", 64)
+    places = selection.take_sample(np.arange(3000, dtype=np.int32), np.int32(-1))
+    values = (1 + np.arange(3000)[::-1] / 3000).astype(dtype)
+    values[places] = seen
+    out = np.empty_like(values)
+    for k in 5, 100, 1000:
+        positions, found = host.add_largest(*halves(values), out, k, threads=threads, long=0)
+        np.testing.assert_array_equal(positions, expected_top_k(values, k))
+        assert (found.tobytes(), out.tobytes()) == (values[positions].tobytes(), values.tobytes())
+
+
+@pytest.mark.parametrize("family", ["normal", "laplace", "cauchy", "sorted", "zeros"])
+def test_a_sample_of_the_sum_serves_ordinary_data(monkeypatch, family):
+    values = families(np.float32, 200_003)[family].astype(np.float32)
+    monkeypatch.setattr(fused, "largest", None)
+    for k in 1, 200, 2000, 150_000:
+        assert_adds_and_finds_the_largest(*halves(values), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", families(np.float32))
+def test_add_above_finds_what_above_finds_in_the_sum(mode, dtype, family):
+    drawn = families(dtype)
+    values = drawn[family].astype(dtype)
+    for a, b in (halves(values), (drawn["laplace"].astype(dtype), values)):
+        for threshold in (0, 0.1, 1, 3.0, 1e6, np.inf)[:: 1 if mode == "compiled" else 4]:
+            with np.errstate(all="ignore"):
+                total, room = a + b, np.full(a.size + 9, 7, dtype)
+                positions, found = host.add_above(a, b, room[3:-6], threshold, long=0)
+            np.testing.assert_array_equal(positions, host.above(total, threshold), strict=True)
+            assert found.tobytes() == total[positions].tobytes()
+            assert (room[3:-6].tobytes(), room[:3].tolist(), room[-6:].tolist()) == (total.tobytes(), [7] * 3, [7] * 6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_that_are_nan_come_as_they_were_written(mode, dtype):
+    a, b = np.random.default_rng(0).standard_normal((2, 300)).astype(dtype)
+    keys = f"u{a.itemsize}"
+    a[5:250:7], b[5:250:7] = np.nan, -np.nan
+    b.view(keys)[5:250:7] += 77
+    a[6], b[6], a[8] = np.inf, -np.inf, np.nan
+    out = np.empty_like(a)
+    for find, most in (host.add_above, 2.0), (host.add_largest, 41):
+        with np.errstate(all="ignore"):
+            positions, found = find(a, b, out, most, long=0)
+            np.testing.assert_array_equal(out, a + b)
+        assert {5, 6, 8, 12, 19} <= set(positions.tolist())
+        assert found.tobytes() == out[positions].tobytes()
+
+
+def test_add_above_wants_a_threshold_before_it_writes():
+    out = np.zeros(3, np.float32)
+    for threshold in -1, np.nan:
+        with pytest.raises(ValueError, match="expected a number >= 0"):
+            host.add_above(out + 1, out + 1, out, threshold, long=0)
+    assert not out.any()
+
+
+def test_vectors_with_gaps_are_added_before_the_largest_are_found():
+    a, b = np.random.default_rng(0).standard_normal((2, 4000), np.float32)
+    out, total = np.empty(2000, np.float32), a[::2] + b[1::2]
+    positions, found = host.add_largest(a[::2], b[1::2], out, 9, long=0)
+    np.testing.assert_array_equal(positions, expected_top_k(total, 9))
+    np.testing.assert_array_equal(found, total[positions])
+    np.testing.assert_array_equal(out, total)
+    np.testing.assert_array_equal(host.add_above(a[::2], b[1::2], out, 2.0)[1], total[np.abs(total) >= 2])
 
 
 def moments_in_the_order_of_the_docstring(values):
@@ -471,6 +588,16 @@ def test_scatter_writes_what_numpy_does(mode, dtype):
         assert dense.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", [1, 2])
+def test_clear_leaves_no_bit_and_nothing_else(dtype, step):
+    values = np.full((4, 50), -1, dtype)
+    expected = values.copy()
+    host.clear(values[1:3, ::step])
+    expected[1:3, ::step] = 0
+    assert values.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=str)
 @pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1000), (7, 8), (2**31 - 9, 2**31 - 1)])
 def test_consecutive_is_arange(mode, dtype, first, end):
@@ -569,11 +696,60 @@ def test_after_warming_up_nothing_is_left_to_compile(dtype):
         vector = TopK(density=0.1).compress(dense)
         vector.validate()
         kept, dropped = top_k(add_up([merge(vector, vector), vector, vector]), 5)
-        feedback = ErrorFeedback()
-        feedback.keep(feedback.correct(dense), kept, dropped)
+        for feedback in ErrorFeedback(), ErrorFeedback(in_place=True):
+            corrected, _ = feedback.compress(dense, TopK(density=0.1))
+            feedback.settle(corrected, kept, dropped, kept)
+            feedback.commit()
         for choose in (codec.plain, codec.quick, codec.smallest):
             codec.decode(codec.encode(vector, coding=choose(vector)))
         host.survey(dense), host.survey(dense, 0.5, 0.5).exceeding(0.5), host.exceeding(dense, 0.5)
         host.sample(np.tile(dense, 1 + (1 << 19) // dense.size))
         host.moments(dense), host.above(dense, 0.5), host.histogram(dense), host.gather(dense, vector.indices)
     assert signatures() == before
+
+
+def test_read_only_arrays_are_not_compiled_for():
+    def signatures():
+        return {(module.__name__, name): len(getattr(module, name).signatures) for module, name in KERNELS}
+
+    def locked(array):
+        view = array.view()
+        view.flags.writeable = False
+        return view
+
+    values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
+    indices = np.arange(0, 1 << 16, 100, dtype=np.int32)
+    words, lows, highs = np.zeros(1 << 10, np.uint64), np.zeros(2, np.uint64), np.zeros(1 << 11, np.uint64)
+    planes, back = np.zeros(values.nbytes, np.uint8), np.empty_like(indices)
+    few, out = values[indices], np.empty_like(values)
+
+    def call(given):
+        v, i, f = given(values), given(indices), given(few)
+        host.largest(v, 9), host.above(v, 1.0), host.exceeding(v, 1.0), host.histogram(v), host.raise_not_finite(v)
+        host.moments(v), host.survey(v, 0.5, 0.5), host.sample(given(np.tile(values, 16))), host.magnitude_range(v)
+        host.add(v, v, out, long=0), host.add_largest(v, v, out, 9, long=0), host.add_above(v, v, out, 9.0, long=0)
+        host.gather(v, i), host.scatter(out, i, f), host.scatter_add(out, i, f), host.first_disorder(i, 1 << 16)
+        host.merge(i, f, i, f), host.accumulate([i] * 3, [f] * 3, 1 << 16), host.divide(i, f, given(np.arange(3)))
+        host.divide_largest(i, f, 9), host.to_bitmap(i, 0, words), host.from_bitmap(given(words), 0, back)
+        host.to_elias_fano(i, 0, 0, lows, highs), host.from_elias_fano(given(lows), given(highs), 0, 0, back)
+        host.to_offsets(v, 0, 31, planes), host.from_offsets(given(planes), 0, 31, out)
+
+    call(np.copy)
+    before = signatures()
+    call(locked)
+    assert signatures() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_view_taken_for_writable_holds_the_same_memory(dtype, step):
+    values = np.arange(12).astype(dtype)
+    view = values[::step]
+    assert bits.as_writable(view) is view
+    view.flags.writeable = False
+    writable = bits.as_writable(view)
+    assert writable.flags.writeable
+    assert (writable.ctypes.data, writable.strides, writable.dtype) == (view.ctypes.data, view.strides, dtype)
+    del values, view
+    np.testing.assert_array_equal(writable, np.arange(0, 12, step))
+    assert bits.as_writable(np.broadcast_to(dtype.type(3), 0)).size == 0

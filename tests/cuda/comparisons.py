@@ -347,6 +347,56 @@ def offsets(device, cupy):
                 compare_in_place(device, cupy, "from_offsets", planes, least, width, np.zeros(size, dtype), written=[3])
 
 
+def compare_fused(device, cupy, a, b, *, k, threshold):
+    """Compare the sum, and what is found in it; the vectors may lie at any place of their memory."""
+    with np.errstate(all="ignore"):
+        for name, wanted in (("add_largest", k), ("add_above", threshold)):
+            ours, expected = cupy.asarray(a * 0 - 7), np.empty_like(a)
+            found = getattr(device, name)(*(cupy.asarray(each) for each in (a, b)), ours, wanted)
+            assert_same(here(found), getattr(host, name)(a, b, expected, wanted))
+            assert_same(ours.get(), expected)
+
+
+def sums_and_the_largest_of_them(device, cupy):
+    for dtype in DTYPES:
+        tile = TILES[dtype.itemsize]
+        for size in (0, 1, 33, tile - 1, tile, tile + 1, 2 * tile + 77):
+            a, b = np.random.default_rng(size).standard_normal((2, size)).astype(dtype)
+            compare_fused(device, cupy, a, b, k=size // 9 + 1, threshold=1.0)
+        for values in families(dtype).values():
+            compare_fused(device, cupy, np.roll(values, 7).astype(dtype), values.astype(dtype), k=37, threshold=3.0)
+            compare_fused(device, cupy, values.astype(dtype), np.zeros_like(a, shape=3000), k=370, threshold=0.0)
+
+
+def sums_sampled(device, cupy):
+    drawn = families(np.float16, 66_001)
+    for dtype in DTYPES:
+        for family in ("normal", "all equal", "sorted", "one non-zero") if dtype == np.float32 else ("cauchy",):
+            a, b = drawn["laplace" if family == "normal" else "zeros"].astype(dtype), drawn[family].astype(dtype)
+            compare_fused(device, cupy, a, b, k=66, threshold=6.0)
+            compare_fused(device, cupy, b, a, k=6600, threshold=0.5)
+        compare_fused(device, cupy, a, b, k=66_000, threshold=0.0)
+
+
+def misaligned_sums(device, cupy):
+    for dtype in DTYPES:
+        values = np.random.default_rng(1).standard_normal((2, 2 * TILES[dtype.itemsize] + 9)).astype(dtype)
+        for starts in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 2, 1)):
+            size = values.shape[1] - 3
+            a, b, out = (
+                cupy.asarray(each)[start : start + size]
+                for each, start in zip((*values, values[0] * 0), starts, strict=True)
+            )
+            found, expected = device.add_above(a, b, out, 1.5), np.empty(size, dtype)
+            assert_same(here(found), host.add_above(a.get(), b.get(), expected, 1.5))
+            assert_same(out.get(), expected)
+
+
+def cleared(device, cupy):
+    for dtype in DTYPES:
+        compare_in_place(device, cupy, "clear", np.full((3, 50), -1, dtype), written=[0])
+
+
 ALL = [
     top_k_at_the_edges_of_tiles,
     top_k_of_hostile_data,
@@ -372,4 +422,8 @@ ALL = [
     bitmaps,
     elias_fano,
     offsets,
+    sums_and_the_largest_of_them,
+    sums_sampled,
+    misaligned_sums,
+    cleared,
 ]

@@ -25,7 +25,12 @@ RUNS = {
     COMMON: ([COMMON, "coding.cu"], [comparisons.bitmaps]),
     SELECTION: (
         [COMMON, SELECTION],
-        [comparisons.histograms_and_selections, comparisons.top_k_of_several_blocks, comparisons.floors_from_a_sample],
+        [
+            comparisons.histograms_and_selections,
+            comparisons.top_k_of_several_blocks,
+            comparisons.floors_from_a_sample,
+            comparisons.misaligned_sums,
+        ],
     ),
     "statistics.cu": ([COMMON, SELECTION, "statistics.cu"], [comparisons.moments, comparisons.moments_of_many_blocks]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
@@ -94,6 +99,8 @@ FAULTS = {
     "a tie too many": (SELECTION, "(at++ < ties)", "(at++ <= ties)"),
     "the last block does not wait for the others": (SELECTION, "shared.turn != gridDim.x - 1", "shared.turn != 0"),
     "a sum is a difference": ("merging.cu", "= sum[i] + widened(values_b", "= sum[i] - widened(values_b"),
+    "a vector is added to itself": (SELECTION, "read(b, size, first, others);", "read(a, size, first, others);"),
+    "a sum is not written": (SELECTION, "write(out, size, first, items);", ""),
     "groups are dealt to other lanes": ("surveying.cu", "group += GROUP_LANES", "group += 2 * GROUP_LANES"),
 }  # fmt: skip
 

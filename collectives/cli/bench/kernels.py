@@ -1,7 +1,10 @@
-"""`mpicomp bench kernels`: the host kernels against what NumPy and PyTorch offer, and against one read of the data."""
+"""`mpicomp bench kernels`: the host kernels against what NumPy and PyTorch offer, and against one read of the data.
+
+All on one thread, but for the rows that compare several threads with one.
+"""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 from collectives.cli.bench.data import FAMILIES
 from collectives.cli.bench.floor import read_once
 from collectives.cli.bench.timing import Call, Row, compare
+from mpicomp import threads
 from mpicomp.codec import Coding, decode, encode, plain, quick
 from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
@@ -30,6 +34,8 @@ def rows(length: int, repeats: int) -> Iterator[Row]:
         yield from top_k_rows(rng, length, repeats)
     yield from hard_rows(rng, length, repeats)
     yield from pass_rows(rng, length, repeats)
+    yield from fused_rows(rng, length, repeats)
+    yield from thread_rows(rng, length, repeats)
     yield from merge_rows(rng, repeats)
     yield from accumulate_rows(rng, repeats)
     yield from dense_rows(rng, length, repeats)
@@ -69,7 +75,7 @@ def hard_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[R
 
 def top_k_row(name: str, values: Array, k: int, against: Mapping[str, Call], repeats: int) -> list[Row]:
     """Compare top_k with its rivals."""
-    return compare(name, partial(host.top_k, values, k), against, repeats, floor=read_once(values))
+    return compare(name, partial(host.top_k, values, k, threads=1), against, repeats, floor=read_once(values))
 
 
 def pass_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
@@ -83,26 +89,59 @@ def pass_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[R
 
     other, out = values[::-1].copy(), np.empty_like(values)
     comparisons: dict[str, tuple[Call, str, Call]] = {
-        "moments": (partial(host.moments, values), "NumPy, five passes", moments),
+        "moments": (partial(host.moments, values, threads=1), "NumPy, five passes", moments),
         "raise_not_finite": (
-            partial(host.raise_not_finite, values),
+            partial(host.raise_not_finite, values, threads=1),
             "np.isfinite(x).all()",
             lambda: np.isfinite(values).all(),
         ),
         "above, 0.27 %": (
-            partial(host.above, values, 3),
+            partial(host.above, values, 3, threads=1),
             "np.flatnonzero(abs >= t)",
             lambda: np.flatnonzero(np.abs(values) >= 3),
         ),
         "histogram": (
-            partial(host.histogram, values),
+            partial(host.histogram, values, threads=1),
             "np.bincount of the heads",
             lambda: np.bincount((values.view(np.uint32) & 0x7FFF_FFFF) >> 20, minlength=2048),
         ),
-        "add": (partial(host.add, values, other, out), "np.add", partial(np.add, values, other, out=out)),
+        "add": (partial(host.add, values, other, out, threads=1), "np.add", partial(np.add, values, other, out=out)),
     }
     for name, (ours, what, theirs) in comparisons.items():
         yield from compare(f"{name} {length / 1e6:g}e6", ours, {what: theirs}, repeats, floor=read_once(values))
+
+
+def fused_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """A sum and the largest of it in one pass, against a pass for each."""
+    a, b = (rng.standard_normal(length, np.float32) for _ in range(2))
+    out = np.empty_like(a)
+
+    def one_after_the_other(k: int) -> Sparse:
+        host.add(a, b, out, threads=1)
+        return host.largest(out, k, threads=1)
+
+    for density in (0.001, 0.01):
+        k = round(density * length)
+        ours, name = partial(host.add_largest, a, b, out, k, threads=1), f"add_largest {length / 1e6:g}e6 k/n={density}"
+        against: dict[str, Call] = {"add, then largest": partial(one_after_the_other, k)}
+        yield from compare(name, ours, against, repeats, floor=read_once(a))
+
+
+def thread_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[Row]:
+    """Kernels on as many threads as they take by default, against one thread."""
+    a, b = (rng.standard_normal(length, np.float32) for _ in range(2))
+    out, k = np.empty_like(a), length // 1000
+    calls: dict[str, Callable[..., Any]] = {
+        "largest 0.1 %": partial(host.largest, a, k),
+        "add": partial(host.add, a, b, out),
+        "add_largest 0.1 %": partial(host.add_largest, a, b, out, k),
+        "above, 0.27 %": partial(host.above, a, 3),
+        "moments": partial(host.moments, a),
+        "raise_not_finite": partial(host.raise_not_finite, a),
+    }
+    for name, ours in calls.items():
+        against: dict[str, Call] = {"one thread": partial(ours, threads=1)}
+        yield from compare(f"{name} {length / 1e6:g}e6 on {threads.count()} threads", ours, against, repeats)
 
 
 def merge_rows(rng: np.random.Generator, repeats: int) -> Iterator[Row]:
@@ -147,9 +186,9 @@ def dense_rows(rng: np.random.Generator, length: int, repeats: int) -> Iterator[
     for dtype in (np.float32, np.float16):
         dense, (indices, values) = np.zeros(length, dtype), sparse(rng, length, length // 100, dtype)
         calls: list[Call] = [
-            partial(host.scatter_add, dense, indices, values),
+            partial(host.scatter_add, dense, indices, values, threads=1),
             partial(np.add.at, dense, indices, values),
-            partial(host.gather, dense, indices),
+            partial(host.gather, dense, indices, threads=1),
             partial(dense.__getitem__, indices),
         ]
         name = f"{indices.size} of {length / 1e6:g}e6 {dense.dtype}"

@@ -5,7 +5,7 @@ NaN that a sum gives are the processor's. They take and return contiguous CuPy a
 and stream. Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
-``selection``   the largest magnitudes, and what is above a threshold
+``selection``   the largest magnitudes, and what is above a threshold; of a sum in the pass that forms it
 ``statistics``  sums over a gradient, in one read
 ``surveying``   sums in one fast read, and the values that what comes next is expected to need
 ``merging``     sums of sparse vectors, and what goes between sparse and dense
@@ -24,6 +24,7 @@ from mpicomp.kernels.device.coding import (
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
+    clear,
     consecutive,
     divide,
     first_disorder,
@@ -34,6 +35,8 @@ from mpicomp.kernels.device.merging import (
 )
 from mpicomp.kernels.device.selection import (
     above,
+    add_above,
+    add_largest,
     divide_largest,
     exceeding,
     histogram,
@@ -53,6 +56,9 @@ __all__ = [
     "above",
     "accumulate",
     "add",
+    "add_above",
+    "add_largest",
+    "clear",
     "consecutive",
     "divide",
     "divide_largest",

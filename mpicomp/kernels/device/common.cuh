@@ -116,6 +116,22 @@ __device__ inline void narrow(double value, Half& result) {
     result.bits = (u16)((bits >> 48 & 0x8000u) | rounded);
 }
 
+// Numbers and their bits.
+__device__ inline Half number_of(u16 bits) { return Half{bits}; }
+__device__ inline Single number_of(u32 bits) { return Single(__uint_as_float(bits)); }
+__device__ inline double number_of(u64 bits) { return __longlong_as_double((i64)bits); }
+__device__ inline u16 bits_of(Half value) { return value.bits; }
+__device__ inline u32 bits_of(Single value) { return __float_as_uint(value.value); }
+__device__ inline u64 bits_of(double value) { return (u64)__double_as_longlong(value); }
+
+// The bits of the sum of two numbers of one format, rounded once.
+template <typename Key>
+__device__ inline Key add_bits(Key a, Key b) {
+    auto sum = number_of(a);
+    narrow(widened(sum) + widened(number_of(b)), sum);
+    return bits_of(sum);
+}
+
 template <typename T> struct Format;
 template <> struct Format<Half> { typedef Single Wide; };
 template <> struct Format<Single> { typedef Single Wide; };
@@ -219,6 +235,15 @@ __device__ inline void unpack(uint4 from, u16* to) {
     to[4] = (u16)from.z, to[5] = (u16)(from.z >> 16), to[6] = (u16)from.w, to[7] = (u16)(from.w >> 16);
 }
 
+__device__ inline uint4 pack(const u64* from) {
+    return uint4{(u32)from[0], (u32)(from[0] >> 32), (u32)from[1], (u32)(from[1] >> 32)};
+}
+__device__ inline uint4 pack(const u32* from) { return uint4{from[0], from[1], from[2], from[3]}; }
+__device__ inline uint4 pack(const u16* from) {
+    return uint4{from[0] | (u32)from[1] << 16, from[2] | (u32)from[3] << 16,
+                 from[4] | (u32)from[5] << 16, from[6] | (u32)from[7] << 16};
+}
+
 // The place of item i of this thread, among those of a warp that begin at `first`.
 template <typename Key>
 __device__ inline i64 place_of(i64 first, int i) {
@@ -250,6 +275,23 @@ __device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& it
         for (int i = 0; i < Items<Key>::COUNT; ++i) {
             i64 place = place_of<Key>(first, i);
             items.key[i] = place < size ? keys[place] : (Key)0;
+        }
+    }
+}
+
+// Write the items of a warp, those that are among the first `size`.
+template <typename Key>
+__device__ inline void write(Key* keys, i64 size, i64 first, const Items<Key>& items) {
+    const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
+    if (first + Items<Key>::WARP <= size && (u64)keys % 16 == 0) {
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l)
+            *(uint4*)(keys + first + (l * 32 + lane()) * VECTOR) = pack(items.key + l * VECTOR);
+    } else {
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) {
+            i64 place = place_of<Key>(first, i);
+            if (place < size) keys[place] = items.key[i];
         }
     }
 }

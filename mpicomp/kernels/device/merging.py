@@ -86,6 +86,11 @@ def add(a: Array, b: Array, out: Array) -> None:
         launch("add", [out.dtype], in_tiles(out.size, THREADS), a, b, out.size, out)
 
 
+def clear(out: Array) -> None:
+    """Make all values of `out` zero."""
+    out[...] = 0
+
+
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
     """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 

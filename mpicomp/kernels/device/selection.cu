@@ -31,16 +31,16 @@ __device__ inline void append(
 }
 
 // Write positions and bits of the magnitudes at or above `floor` (or `*floors`), in order, as far as there is room;
-// *total is how many there are.
-template <typename Key>
+// *total is how many there are. read_items: reads the items of a warp that begin at a position.
+template <typename Key, typename Reader>
 __device__ inline void compact(
-    const Key* bits, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions, Key* kept, u64 room,
+    const Reader& read_items, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions, Key* kept, u64 room,
     u64* total, u64* ticket, u64* states, i64 tiles) {
     SHARED(Scan<1>, scan);
     Key least = (Key)(floors ? *floors : floor);
     i64 first = take_tile(scan, ticket) * Items<Key>::TILE + warp() * Items<Key>::WARP;
     Items<Key> items;
-    read(bits, size, first, items);
+    read_items(first, items);
     u32 chosen = 0;
 #pragma unroll
     for (int i = 0; i < Items<Key>::COUNT; ++i)
@@ -52,15 +52,46 @@ __device__ inline void compact(
     if (any) append(items, chosen, first, (const i64*)0, counts[0], room, positions, kept);
 }
 
+// Reads items of a vector.
+template <typename Key>
+struct Values {
+    const Key* bits;
+    i64 size;
+    __device__ void operator()(i64 first, Items<Key>& items) const { read(bits, size, first, items); }
+};
+
+// Adds items of two vectors, and writes the sums to a third.
+template <typename Key>
+struct Sums {
+    const Key *a, *b;
+    Key* out;
+    i64 size;
+    __device__ void operator()(i64 first, Items<Key>& items) const {
+        Items<Key> others;
+        read(a, size, first, items);
+        read(b, size, first, others);
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) items.key[i] = add_bits(items.key[i], others.key[i]);
+        write(out, size, first, items);
+    }
+};
+
 #define COMPACT(name, Key)                                                                                          \
-    KERNEL name(                                                                                                    \
+    KERNEL compact_##name(                                                                                          \
         const Key* bits, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions, Key* kept, u64 room,     \
         u64* total, u64* ticket, u64* states, i64 tiles) {                                                          \
-        compact(bits, size, mask, floor, floors, positions, kept, room, total, ticket, states, tiles);              \
+        Values<Key> values{bits, size};                                                                             \
+        compact(values, size, mask, floor, floors, positions, kept, room, total, ticket, states, tiles);            \
+    }                                                                                                               \
+    KERNEL add_compact_##name(                                                                                      \
+        const Key* a, const Key* b, Key* out, i64 size, u64 mask, u64 floor, const u64* floors, i64* positions,     \
+        Key* kept, u64 room, u64* total, u64* ticket, u64* states, i64 tiles) {                                     \
+        Sums<Key> sums{a, b, out, size};                                                                            \
+        compact(sums, size, mask, floor, floors, positions, kept, room, total, ticket, states, tiles);              \
     }
-COMPACT(compact_u2, u16)
-COMPACT(compact_u4, u32)
-COMPACT(compact_u8, u64)
+COMPACT(u2, u16)
+COMPACT(u4, u32)
+COMPACT(u8, u64)
 
 // The search for the k-th largest: the leading digits found so far, and its rank among what has them.
 struct Search {
@@ -218,21 +249,36 @@ struct SampleCounts {
     Finder finder;
 };
 
+// The place of sample `number`, in one of 16384 equal strides, scattered by a hash of the number.
+__device__ inline i64 sample_place(i64 number, i64 size) {
+    i64 start = number * size / (SAMPLERS * SAMPLES), end = (number + 1) * size / (SAMPLERS * SAMPLES);
+    u64 scattered = ((u64)number + 1) * 0x9E3779B97F4A7C15ull;
+    scattered = (scattered ^ scattered >> 32) * 0xD6E8FEB86659FD93ull;
+    return start + (i64)__umul64hi(scattered, (u64)(end - start));
+}
+
+// Write the sums at the places of the sample of two vectors: a vector of 16384 values, which is its own sample.
+template <typename Key>
+__device__ inline void add_sample(const Key* a, const Key* b, i64 size, Key* sums) {
+    i64 number = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (number >= SAMPLERS * SAMPLES) return;
+    i64 place = sample_place(number, size);
+    sums[number] = add_bits(a[place], b[place]);
+}
+
+KERNEL add_sample_u2(const u16* a, const u16* b, i64 size, u16* sums) { add_sample(a, b, size, sums); }
+KERNEL add_sample_u4(const u32* a, const u32* b, i64 size, u32* sums) { add_sample(a, b, size, sums); }
+KERNEL add_sample_u8(const u64* a, const u64* b, i64 size, u64* sums) { add_sample(a, b, size, sums); }
+
 // Set *floor to the magnitude of a rank among a sample, at least 1, and `search` to look for the k-th largest: one block
-// of 1024 threads. The sample is one place in each of 16384 equal strides, scattered by a hash of its number.
+// of 1024 threads.
 template <typename Key>
 __device__ inline void sample_floor(
     const Key* bits, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {
     SHARED(SampleCounts, shared);
     Key keys[SAMPLES];
 #pragma unroll
-    for (int s = 0; s < SAMPLES; ++s) {
-        i64 number = s * SAMPLERS + threadIdx.x;
-        i64 start = number * size / (SAMPLERS * SAMPLES), end = (number + 1) * size / (SAMPLERS * SAMPLES);
-        u64 scattered = ((u64)number + 1) * 0x9E3779B97F4A7C15ull;
-        scattered = (scattered ^ scattered >> 32) * 0xD6E8FEB86659FD93ull;
-        keys[s] = (Key)(bits[start + (i64)__umul64hi(scattered, (u64)(end - start))] & mask);
-    }
+    for (int s = 0; s < SAMPLES; ++s) keys[s] = (Key)(bits[sample_place(s * SAMPLERS + threadIdx.x, size)] & mask);
     u64 prefix = 0, left = rank;
     for (u64 shift = width; shift;) {
         u64 digit = lesser((u64)DIGIT, shift);

@@ -9,12 +9,13 @@ import math
 import cupy
 import numpy as np
 
-from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
-from mpicomp.kernels.device.merging import divide
+from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.device.merging import add, divide
 from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import first_above, first_reaching, not_finite_error
 
 Found = tuple[Array, Array]
+Summands = tuple[Array, Array] | tuple[()]
 
 _DIGIT = 11
 _BINS = 1 << _DIGIT
@@ -24,12 +25,12 @@ _SEARCHING = _BINS, 1  # sizes of the counts, and of what says which block is th
 _TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block reads at a time, by their bytes
 
 
-def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
+def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order; see `largest`."""
     return largest(values, k)[0]
 
 
-def largest(values: Array, k: int, *, threads: int = 1) -> Found:
+def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
     It is `mpicomp.kernels.host.largest`. threads: without effect.
@@ -45,6 +46,33 @@ def largest(values: Array, k: int, *, threads: int = 1) -> Found:
     found = _by_sample(bits, form, k) if bits.size >= 4 * _SAMPLE else None
     positions, kept = found or _by_digits(bits, form, k)
     return positions, kept.view(values.dtype)
+
+
+def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None = None) -> Found:
+    """Write ``a + b`` to `out`, and return what ``largest(out, k)`` returns, in one pass over `a` and `b`.
+
+    It is `mpicomp.kernels.host.add_largest`. threads: without effect. The compaction adds what it reads, and writes the
+    sum, so that the sum is not read again. Where the sample misled, and on short vectors, they are added first.
+    """
+    form = FORMATS[out.dtype]
+    bits, k = out.view(form.keys), min(k, out.size)
+    summands = a.view(form.keys), b.view(form.keys)
+    found = _by_sample(bits, form, k, summands) if bits.size >= 4 * _SAMPLE else None
+    if found is None:
+        add(a, b, out)
+        return largest(out, k)
+    return found[0], found[1].view(out.dtype)
+
+
+def add_above(a: Array, b: Array, out: Array, threshold: float, *, threads: int | None = None) -> Found:
+    """Write ``a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
+
+    As `mpicomp.kernels.host.add_above` does. threads: without effect.
+    """
+    form = FORMATS[out.dtype]
+    floor, summands = int(first_reaching(threshold, out.dtype)), (a.view(form.keys), b.view(form.keys))
+    positions, kept = _found(out.view(form.keys), form, floor, summands)
+    return positions, kept.view(out.dtype)
 
 
 def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
@@ -104,21 +132,21 @@ def _blocks(bits: Array) -> int:
     return min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
 
 
-def _found(bits: Array, form: Format, floor: int) -> Found:
-    """Return positions and bits of what is at or above `floor`, however many they are."""
+def _found(bits: Array, form: Format, floor: int, summands: Summands = ()) -> Found:
+    """Return positions and bits of what is at or above `floor`, however many they are; `summands` as for `_compact`."""
     room, total = min(bits.size, max(4096, bits.size // 64)), -1
     while not 0 <= total <= room:
         room = max(room, total)
         positions, kept = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
         found, *work = zeros(1, *_compacting(bits.size, bits))
         if bits.size:
-            _compact(bits, form, floor, None, positions, kept, found, work)
-        total = int(found.get()[0])
+            _compact(bits, form, floor, None, positions, kept, found, work, summands)
+        total, summands = int(found.get()[0]), ()
     return positions[:total], kept[:total]
 
 
-def _by_sample(bits: Array, form: Format, k: int) -> Found | None:
-    """Return the `k` largest by a threshold from a sample; None when the sample misled."""
+def _by_sample(bits: Array, form: Format, k: int, summands: Summands = ()) -> Found | None:
+    """Return the `k` largest by a threshold from a sample; None when the sample misled. summands: as for `_compact`."""
     share = _SAMPLE * k / bits.size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
     if rank >= _SAMPLE:
@@ -126,10 +154,11 @@ def _by_sample(bits: Array, form: Format, k: int) -> Found | None:
     room = min(bits.size, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / _SAMPLE))
     report, *work = zeros(6, *_compacting(bits.size, bits), *_SEARCHING, *_selecting(room, bits))
     found, totals, floor, search = report[:1], report[1:3], report[3:4], report[4:]
-    sampling = bits, bits.size, form.mask, form.width, rank, k, floor, search
+    sampled = _sum_of_samples(*summands) if summands else bits
+    sampling = sampled, sampled.size, form.mask, form.width, rank, k, floor, search
     launch("sample_floor", [bits.dtype], 1, *sampling, threads=_SAMPLERS)
     candidates, candidate_bits = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
-    _compact(bits, form, 0, floor, candidates, candidate_bits, found, work[:2])
+    _compact(bits, form, 0, floor, candidates, candidate_bits, found, work[:2], summands)
     positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
     _find_kth(candidate_bits, found, form, search, work[2:4])
     _select(candidate_bits, found, form.mask, search, candidates, positions, kept, totals, work[4:])
@@ -138,6 +167,13 @@ def _by_sample(bits: Array, form: Format, k: int) -> Found | None:
         return None
     chosen = over + min(equal, ties)
     return positions[:chosen], kept[:chosen]
+
+
+def _sum_of_samples(a: Array, b: Array) -> Array:
+    """Return the sums of two vectors at the places of a sample."""
+    sums = cupy.empty(_SAMPLE, a.dtype)
+    launch("add_sample", [a.dtype], in_tiles(_SAMPLE, THREADS), a, b, a.size, sums)
+    return sums
 
 
 def _by_digits(bits: Array, form: Format, k: int) -> Found:
@@ -197,11 +233,29 @@ def _compact(
     kept: Array,
     found: Array,
     work: list[Array],
+    summands: Summands = (),
 ) -> None:
-    """Write positions and bits of what is at or above `floor`, or `floors[0]`, as far as there is room; count all."""
+    """Write positions and bits of what is at or above `floor`, or `floors[0]`, as far as there is room; count all.
+
+    summands: two vectors whose sum is written to `bits` first; none where `bits` is there.
+    """
     ticket, states = work
-    args = bits, bits.size, form.mask, floor, floors, positions, kept, kept.size, found, ticket, states, states.size
-    launch("compact", [bits.dtype], states.size, *args)
+    args = (
+        *summands,
+        bits,
+        bits.size,
+        form.mask,
+        floor,
+        floors,
+        positions,
+        kept,
+        kept.size,
+        found,
+        ticket,
+        states,
+        states.size,
+    )
+    launch("add_compact" if summands else "compact", [bits.dtype], states.size, *args)
 
 
 def _select(

@@ -4,11 +4,17 @@ The public functions take arrays and return arrays; the compiled kernels beneath
 buffers that they are given and return a count. No kernel uses fastmath, and every sum has a fixed order, so the results
 are the same in every run.
 
+Passes over two million values or more use several threads: MPICOMP_THREADS of them, else as many as this rank has
+cores (:mod:`mpicomp.threads`). The results do not depend on how many. Arrays that are only read may be
+read-only.
+
 ``selection``     the largest magnitudes, and what is above a threshold
 ``statistics``    sums over a gradient, in one read
 ``surveying``     sums in one fast read, and the values that what comes next is expected to need
 ``merging``       sums of sparse vectors, and what goes between sparse and dense
 ``streaming``     passes over dense vectors that are longer than the cache
+``fused``         a sum, and in the same pass the largest of it
+``threads``       how many threads a kernel uses
 ``bits``          magnitudes as integers; indices as bitmaps
 ``coding``        indices and values at the fewest bits
 ``instructions``  what a processor does at once, and Numba has no word for
@@ -16,6 +22,7 @@ are the same in every run.
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
+from mpicomp.kernels.host.fused import add_above, add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
     consecutive,
@@ -36,7 +43,7 @@ from mpicomp.kernels.host.selection import (
     top_k,
 )
 from mpicomp.kernels.host.statistics import Moments, moments
-from mpicomp.kernels.host.streaming import add
+from mpicomp.kernels.host.streaming import add, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
 __all__ = [
@@ -46,6 +53,9 @@ __all__ = [
     "above",
     "accumulate",
     "add",
+    "add_above",
+    "add_largest",
+    "clear",
     "consecutive",
     "divide",
     "divide_largest",

@@ -16,6 +16,9 @@ Array = NDArray[Any]
 
 jit = njit(cache=True, nogil=True)
 
+_FEW = 1 << 13  # values whose memory the C library keeps anyway
+_LONGEST_KEPT = 1 << 25  # bytes: a longer piece of memory is returned to the system as soon as it is freed
+
 # Kernels count in uint64 where they store at the count: Numba looks at every signed subscript for a negative one.
 
 
@@ -37,16 +40,49 @@ def _format(dtype: np.dtype[Any]) -> Format:
 FORMATS = {dtype: _format(dtype) for dtype in map(np.dtype, (np.float16, np.float32, np.float64))}
 
 
+class _Interface:
+    """What NumPy makes an array of: a description of memory, and the array that holds the memory."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        described = array.__array_interface__
+        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
+
+
+def as_writable(array: Array) -> Array:
+    """Return an array itself if it can be written, else a view that NumPy and Numba take for writable.
+
+    For kernels that only read: Numba compiles a kernel once more for arrays that are read-only.
+    """
+    return array if array.flags.writeable else np.asarray(_Interface(array))
+
+
+def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
+    """Return an array of `room` values of each dtype, the widest dtypes first, in one piece of memory.
+
+    The GNU C library returns memory to the system once twice the longest piece that was freed, up to 32 MiB, is unused.
+    Its pages are then cleared and mapped anew in the next call, which takes as long as a read of the vector. So the
+    piece is twice as long as needed, where that is no more than 32 MiB, and longer than all else of a selection
+    together; what is not written takes no memory.
+    """
+    if room < _FEW:
+        return [np.empty(room, dtype) for dtype in dtypes]
+    ends = np.cumsum([room * dtype.itemsize for dtype in dtypes])
+    size = int(ends[-1])
+    whole = np.empty(2 * size if 2 * size <= _LONGEST_KEPT else size, np.uint8)[:size]
+    return [part.view(dtype) for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)]
+
+
 def magnitude_range(values: Array) -> tuple[int, int]:
     """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
     form = FORMATS[values.dtype]
-    least, largest = extremes(values.view(form.signed), form.mask)
+    least, largest = extremes(as_writable(values).view(form.signed), form.mask)
     return int(least), int(largest)
 
 
 def to_bitmap(indices: Array, first: int, words: Array) -> None:
     """Set the bits of increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
-    _set_bits(indices, first, words)
+    _set_bits(as_writable(indices), first, words)
 
 
 def from_bitmap(words: Array, first: int, indices: Array) -> int:
@@ -54,7 +90,7 @@ def from_bitmap(words: Array, first: int, indices: Array) -> int:
 
     Returns how many are set; `indices` holds the first of them, as many as it has room for.
     """
-    return int(_find_bits(words, first, indices))
+    return int(_find_bits(as_writable(words), first, indices))
 
 
 @jit

@@ -12,7 +12,7 @@ in bytes can be written and read many at a time.
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
 
@@ -21,7 +21,7 @@ def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs:
 
     lows has one word more than the N * low_bits bits fill; highs one bit for each index and for each step of high bits.
     """
-    _to_elias_fano(indices, first, low_bits, lows, highs)
+    _to_elias_fano(as_writable(indices), first, low_bits, lows, highs)
 
 
 def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indices: Array) -> int:
@@ -29,7 +29,7 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
 
     Whatever the words hold, nothing is read or written out of range; what comes out may then not increase.
     """
-    return int(_from_elias_fano(lows, highs, first, low_bits, indices))
+    return int(_from_elias_fano(as_writable(lows), as_writable(highs), first, low_bits, indices))
 
 
 def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
@@ -42,12 +42,14 @@ def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
     form = FORMATS[values.dtype]
     fields = np.zeros(-(-values.size // WORD) * WORD, form.keys)
     same = fields.view(form.signed)
-    _to_offsets(values.view(form.keys), form.mask, least, width, fields, same, planes, planes.view(np.uint64))
+    keys = as_writable(values).view(form.keys)
+    _to_offsets(keys, form.mask, least, width, fields, same, planes, planes.view(np.uint64))
 
 
 def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
     """Fill `values` with what `to_offsets` wrote; whatever the planes hold, nothing is read out of range."""
     form = FORMATS[values.dtype]
+    planes = as_writable(planes)
     _from_offsets(planes, planes.view(np.uint64), form.mask, least, width, values.view(form.keys))
 
 

@@ -38,6 +38,16 @@ def store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
     out[first:end] = a[first:end] + b[first:end]
 
 
+def store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
+    """Write 64 values of ``a + b`` as `store_sum` does, and return which are at least `floor` under `mask`.
+
+    mask, floor: signed integers of the width of the values. The result is that of `reaching` on the bits of the sums.
+    """
+    end = first + WORD
+    out[first:end] = a[first:end] + b[first:end]
+    return _as_word(out[first:end].view(f"i{out.itemsize}") & mask >= floor)
+
+
 def lowest(word):  # type: ignore[no-untyped-def]
     """Return the number of the lowest bit that is set in a uint64, which is not 0, as a uint64."""
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
@@ -60,6 +70,11 @@ def _nonzero(words, first):  # type: ignore[no-untyped-def]
 @overload(store_sum)
 def _store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
     return lambda a, b, out, first: _store_sum_of_vectors(a, b, out, first)
+
+
+@overload(store_sum_reaching)
+def _store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
+    return lambda a, b, out, first, mask, floor: _store_sum_reaching_in_vectors(a, b, out, first, mask, floor)
 
 
 @overload(lowest)
@@ -87,16 +102,23 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
 @intrinsic
 def _store_sum_of_vectors(typing: Any, a: Any, b: Any, out: Any, first: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        places = [
-            _vector_at(context, builder, array, given, arguments[3], LINE * 8 // array.dtype.bitwidth)
-            for array, given in zip(signature.args[:3], arguments[:3], strict=True)
-        ]
-        one, other = (builder.load(place, align=out.dtype.bitwidth // 8) for place in places[:2])
-        store = builder.store(builder.fadd(one, other), places[2], align=LINE)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        _stored_sum(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
         return context.get_dummy_value()
 
     return (types.void(a, b, out, types.intp), code) if a.is_contig and b.is_contig and out.is_contig else None
+
+
+@intrinsic
+def _store_sum_reaching_in_vectors(typing: Any, a: Any, b: Any, out: Any, first: Any, mask: Any, floor: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        total = _stored_sum(context, builder, signature, arguments, WORD)
+        bits = builder.bitcast(total, ir.VectorType(context.get_value_type(signature.args[4]), WORD))
+        mask, floor = (_in_all_places(builder, each, bits.type) for each in arguments[4:])
+        return builder.bitcast(builder.icmp_signed(">=", builder.and_(bits, mask), floor), ir.IntType(WORD))
+
+    key = types.Integer.from_bitwidth(out.dtype.bitwidth)
+    contiguous = a.is_contig and b.is_contig and out.is_contig
+    return (types.uint64(a, b, out, types.intp, key, key), code) if contiguous else None
 
 
 @intrinsic
@@ -117,6 +139,19 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
         return builder.bitcast(flags(builder, values, arguments), ir.IntType(WORD))
 
     return code
+
+
+def _stored_sum(context: Any, builder: Any, signature: Any, arguments: Any, size: int) -> Any:
+    """Return so many sums of two arrays as one vector, and store them past the cache; see `store_sum`."""
+    places = [
+        _vector_at(context, builder, array, given, arguments[3], size)
+        for array, given in zip(signature.args[:3], arguments[:3], strict=True)
+    ]
+    one, other = (builder.load(place, align=signature.args[2].dtype.bitwidth // 8) for place in places[:2])
+    total = builder.fadd(one, other)
+    store = builder.store(total, places[2], align=LINE)
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+    return total
 
 
 def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, size: int) -> Any:

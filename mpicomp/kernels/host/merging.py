@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.kernels.host.bits import FORMATS, Array, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
+from mpicomp.threads import in_pieces
 
 _TILE = 1 << 16  # positions added up at a time: 256 KiB of float32 stay in the second-level cache
 _BATCH = 1 << 18  # about as many entries are brought together at a time, for the same reason
@@ -33,7 +34,8 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
     values = np.empty(indices.size, wide)
     if values_a.dtype != wide:
         values_a, values_b = values_a.astype(wide), values_b.astype(wide)
-    count = _merge(indices_a, values_a, indices_b, values_b, indices, values)
+    pairs = (as_writable(each) for each in (indices_a, values_a, indices_b, values_b))
+    count = _merge(*pairs, indices, values)
     return indices[:count], _narrow(values[:count], dtype)
 
 
@@ -72,15 +74,19 @@ def divide(indices: Array, values: Array, positions: Array) -> tuple[Array, Arra
     # One place to spare in each: every entry is written to both, and the pointer of one of them moves on.
     one = np.empty(chosen + 1, indices.dtype), np.empty((chosen + 1, *values.shape[1:]), values.dtype)
     other = np.empty(rest + 1, indices.dtype), np.empty((rest + 1, *values.shape[1:]), values.dtype)
-    _divide(indices, _keys(values), positions, one[0], _keys(one[1]), other[0], _keys(other[1]))
+    given = as_writable(indices), _keys(as_writable(values)), as_writable(positions)
+    _divide(*given, one[0], _keys(one[1]), other[0], _keys(other[1]))
     return one[0][:chosen], one[1][:chosen], other[0][:rest], other[1][:rest]
 
 
-def gather(dense: Array, indices: Array) -> Array:
-    """Return ``dense[indices]`` of a 1-d `dense`; the indices (int32 or int64) must be in range."""
+def gather(dense: Array, indices: Array, *, threads: int | None = None) -> Array:
+    """Return ``dense[indices]`` of a 1-d `dense`; the indices (int32 or int64) must be in range.
+
+    threads: the most threads; None for `threads.count`.
+    """
     out = np.empty(indices.size, dense.dtype)
-    bits = FORMATS[dense.dtype].keys
-    _gather(dense.view(bits), indices, out.view(bits))
+    keys, places, found = _keys(as_writable(dense)), as_writable(indices), _keys(out)
+    in_pieces(lambda start, end: _gather(keys, places[start:end], found[start:end]), out.size, threads)
     return out
 
 
@@ -91,18 +97,23 @@ def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
     return out
 
 
-def scatter(dense: Array, indices: Array, values: Array) -> None:
-    """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``; the indices must be in range."""
-    _scatter(_keys(dense), indices, _keys(values))
+def scatter(dense: Array, indices: Array, values: Array, *, threads: int | None = None) -> None:
+    """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``.
+
+    indices: in range and unique. threads: the most threads; None for `threads.count`.
+    """
+    keys, places, given = _keys(dense), as_writable(indices), _keys(as_writable(values))
+    in_pieces(lambda start, end: _scatter(keys, places[start:end], given[start:end]), places.size, threads)
 
 
-def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+def scatter_add(dense: Array, indices: Array, values: Array, *, threads: int | None = None) -> None:
     """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
-    The sum is rounded once to the dtype of `dense`, whatever that of the values.
+    The sum is rounded once to the dtype of `dense`, whatever that of the values. threads: as for `scatter`.
     """
     if dense.dtype == values.dtype != np.float16:
-        _scatter_add(dense, indices, values)
+        places, given = as_writable(indices), as_writable(values)
+        in_pieces(lambda start, end: _scatter_add(dense, places[start:end], given[start:end]), places.size, threads)
     else:
         sums = gather(dense, indices).astype(_wide_dtype(dense)) + values
         dense[indices] = _narrow(sums, dense.dtype)
@@ -110,9 +121,12 @@ def scatter_add(dense: Array, indices: Array, values: Array) -> None:
 
 def first_disorder(indices: Array, length: int) -> int:
     """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
-    if not indices.size or (indices[0] >= 0 and indices[-1] < length and _increases(indices)):
+    if not indices.size:
         return -1
-    return int(_first_disorder(indices, length))
+    places = as_writable(indices)
+    if places[0] >= 0 and places[-1] < length and _increases(places):
+        return -1
+    return int(_first_disorder(places, length))
 
 
 def _keys(values: Array) -> Array:

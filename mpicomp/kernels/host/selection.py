@@ -5,49 +5,63 @@ runs at the speed of memory.
 """
 
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, Format, extremes, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, empty_together, extremes, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
+from mpicomp.threads import in_pieces
 
 Found = tuple[Array, Array]
 
 _DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
-_SAMPLE, _LARGEST_SAMPLE = 1 << 14, 1 << 16  # values looked at for the lower threshold: a 256th, within these bounds
+_SAMPLE, _LARGEST_SAMPLE = 1 << 12, 1 << 14  # values looked at for the lower threshold: a 256th, within these bounds
 _RUN = 16  # of them stand together: they come at once
 _SIGMAS = 4
 _FEW = 1 << _DIGIT  # values: below, a histogram has more counts than there are
 
 
-def top_k(values: Array, k: int, *, threads: int = 1) -> Array:
+def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order; see `largest`."""
     return largest(values, k, threads=threads)[0]
 
 
-def largest(values: Array, k: int, *, threads: int = 1) -> Found:
+def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
     values: 1-d contiguous float16, float32 or float64. k: at least 1. Ties at the threshold go to the lowest positions,
     and zeros are never selected, so fewer than `k` come back when fewer values are non-zero. Returns an intp array, and
     one of the dtype of the values. Infinities, and beyond them NaN, count as the largest: where there are any, one is
     selected.
-    threads: how many read the data at the same time; the result does not depend on it.
+    threads: the most threads that read the data; None for `threads.count`. The result does not depend on it.
 
     A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
     those, and the selection among them is exact. Where the sample misled, and on short vectors, two reads do it: a
     histogram of the leading 11 bits, then the compaction of what is at or above the bin of the k-th largest.
     """
     form = FORMATS[values.dtype]
-    bits = values.view(form.signed)
-    found = _by_sample(bits, form, k, threads) if bits.size >= 4 * _SAMPLE else None
-    positions, found_bits = found or _by_histogram(bits, form, k, threads)
-    if positions.size > k:
-        return divide_largest(positions, found_bits.view(values.dtype), k)[:2]
-    return positions, found_bits.view(values.dtype)
+    bits = as_writable(values).view(form.signed)
+    parts = _by_sample(bits, form, k, threads) if is_sampled(bits.size) else None
+    positions, found = largest_of(parts or _by_histogram(bits, form, k, threads), form, k)
+    return positions, found.view(values.dtype)
+
+
+def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
+    """Return the `k` largest of candidates, none of them zero, or all if fewer; as positions and bits.
+
+    parts: (positions, bits), one part or more, which follow each other in the order of the positions.
+    """
+    if entries(parts) <= k:
+        return joined(parts)
+    bits = parts[0][1] if len(parts) == 1 else np.concatenate([found for _, found in parts])
+    threshold, ties = _threshold(bits, form, k)
+    positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)  # one place to spare, as below
+    count: Any = np.uint64(0)
+    for part in parts:
+        count, ties = _keep_at(*part, form.mask, threshold, ties, positions, found, np.uint64(count))
+    return positions[:k], found[:k]
 
 
 def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
@@ -56,7 +70,7 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
     indices: one for each value; they stay in the order in which they come. 0 < k < entries.
     """
     form = FORMATS[values.dtype]
-    bits = values.view(form.signed)
+    indices, bits = as_writable(indices), as_writable(values).view(form.signed)
     threshold, ties = _threshold(bits, form, k)
     chosen = k if threshold else k - ties
     ties, rest = (ties if threshold else 0), bits.size - chosen
@@ -68,24 +82,24 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
     return one[0][:chosen], kept, other[0][:rest], dropped
 
 
-def above(values: Array, threshold: float) -> Array:
+def above(values: Array, threshold: float, *, threads: int | None = None) -> Array:
     """Return the positions where |values| >= `threshold`, in increasing order, as an intp array; one read of the data.
 
     values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
     the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions come back.
+    threads: as for `largest`.
     """
-    form = FORMATS[values.dtype]
-    return _found(values.view(form.signed), form, first_reaching(threshold, values.dtype))[0]
+    return _found(values, first_reaching(threshold, values.dtype), threads)[0]
 
 
-def exceeding(values: Array, threshold: float) -> Found:
+def exceeding(values: Array, threshold: float, *, threads: int | None = None) -> Found:
     """Return the positions where |values| > `threshold`, as `above` does, and the values there; one read of the data.
 
     values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so what is
     found is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
+    threads: as for `largest`.
     """
-    form = FORMATS[values.dtype]
-    positions, found = _found(values.view(form.signed), form, first_above(threshold, values.dtype))
+    positions, found = _found(values, first_above(threshold, values.dtype), threads)
     return positions, found.view(values.dtype)
 
 
@@ -103,18 +117,22 @@ def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
         return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
 
 
-def histogram(values: Array) -> Array:
+def histogram(values: Array, *, threads: int | None = None) -> Array:
     """Return how many magnitudes of `values` have each head of 11 bits: int64 of 2048 counts, the smallest first.
 
     values: as for `top_k`. The head is that of the bits without the sign: the exponent and what follows it.
+    threads: as for `largest`.
     """
     form = FORMATS[values.dtype]
-    return _histogram(values.view(form.signed), form)
+    return _histogram(as_writable(values).view(form.signed), form, threads)
 
 
-def raise_not_finite(values: Array) -> None:
-    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one."""
-    position = first_not_finite(values.reshape(-1))
+def raise_not_finite(values: Array, *, threads: int | None = None) -> None:
+    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one.
+
+    threads: as for `largest`.
+    """
+    position = first_not_finite(values.reshape(-1), threads)
     if position >= 0:
         raise not_finite_error(position, values.shape, values.flat[position])
 
@@ -125,62 +143,113 @@ def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueEr
     return ValueError(f"values[{place}] is {bad}: expected finite values; skip the step or clip them")
 
 
-def first_not_finite(values: Array) -> int:
+def first_not_finite(values: Array, threads: int | None = None) -> int:
     """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 when there is none."""
     form = FORMATS[values.dtype]
-    return int(_first_reaching(values.view(form.signed), form.mask, form.infinity))
+    bits = as_writable(values).view(form.signed)
+
+    def first(start: int, end: int) -> int:
+        place = int(_first_reaching(bits[start:end], form.mask, form.infinity))
+        return start + place if place >= 0 else -1
+
+    return next((place for place in in_pieces(first, bits.size, threads) if place >= 0), -1)
 
 
-def _found(bits: Array, form: Format, floor: int) -> Found:
+def _found(values: Array, floor: int, threads: int | None) -> Found:
     """Return positions and bits of what is at or above `floor`, however many they are."""
-    rest, room, parts = bits.size, bits.size // 64, list[Found]()
-    while rest or not parts:
-        first = bits.size - rest
-        positions, found, rest = _compacted(bits[first:], form, floor, first, room)
-        parts.append((positions, found))
-        room *= 4
+    form = FORMATS[values.dtype]
+    bits = as_writable(values).view(form.signed)
+
+    def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
+        return _compacted(bits[start:end], form, floor, start, room)
+
+    return collect(compacted, bits.size, threads)
+
+
+def collect(compacted: Callable[[int, int, int], tuple[Array, Array, int]], size: int, threads: int | None) -> Found:
+    """Return all that a compaction of ``[0, size)`` finds, in pieces and with as much room as it takes.
+
+    compacted: called with start, end and room; returns what `_compacted` does.
+    """
+
+    def collected(start: int, end: int) -> Found:
+        rest, room, parts = end - start, (end - start) // 64, list[Found]()
+        while rest or not parts:
+            positions, found, rest = compacted(end - rest, end, room)
+            parts.append((positions, found))
+            room *= 4
+        return joined(parts)
+
+    return joined(in_pieces(collected, size, threads))
+
+
+def joined(parts: Sequence[Found]) -> Found:
+    """Return what several pieces found as one."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
-def _by_sample(bits: Array, form: Format, k: int, threads: int) -> Found | None:
-    """Return what is at or above a threshold from a sample; None when the sample misled."""
+def entries(parts: Sequence[Found]) -> int:
+    """Return how many entries several parts have."""
+    return sum(positions.size for positions, _ in parts)
+
+
+def is_sampled(size: int) -> bool:
+    """Say whether `largest` takes a sample of a vector of this length."""
+    return size >= 4 * _SAMPLE
+
+
+def take_sample(bits: Array, mask: Any) -> Array:
+    """Return the bits under `mask` at fixed places of a vector that depend on nothing but its length."""
     runs = min(max(_SAMPLE, bits.size >> 8), _LARGEST_SAMPLE) // _RUN
     sample = np.empty(_RUN * runs, bits.dtype)
-    _sample(bits, form.mask, sample)
-    share = sample.size * k / bits.size
+    _sample(bits, mask, sample)
+    return sample
+
+
+def foresee(sample: Array, form: Format, k: int, size: int) -> tuple[int, int]:
+    """Return the bits of a threshold that a few more than `k` of `size` magnitudes should reach, and the room for them.
+
+    sample: magnitudes of some of them, as signed integers.
+    """
+    share = sample.size * k / size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
     floor = max(1, int(_threshold(sample, form, rank)[0])) if rank < sample.size else 1
-    room = math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / sample.size)
-    found = _at_or_above(bits, form, floor, room, threads)
-    if found is None:
+    return floor, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * size / sample.size)
+
+
+def _by_sample(bits: Array, form: Format, k: int, threads: int | None) -> list[Found] | None:
+    """Return what is at or above a threshold from a sample; None when the sample misled."""
+    floor, room = foresee(take_sample(bits, form.mask), form, k, bits.size)
+    parts = _at_or_above(bits, form, floor, room, threads)
+    if parts is None:
         return _with_ties(bits, form, floor, k, room, threads)
-    return found if found[0].size >= k or floor == 1 else None
+    return parts if floor == 1 or entries(parts) >= k else None
 
 
-def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: int) -> Found | None:
+def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: int | None) -> list[Found] | None:
     """Return what is above a threshold that more than `room` reach, and the first that reach it; None when too many.
 
     It is the way for data of few values: zeros and ones, or what was quantised.
     """
     over = _at_or_above(bits, form, tie + 1, room, threads) if tie < form.mask else None
-    if over is None or over[0].size >= k:
+    if over is None or entries(over) >= k:
         return over
     positions, found, _ = _compacted(bits, form, tie, 0, k)
     tied = (found & form.mask) == tie
-    positions = np.concatenate([over[0], positions[tied]])
+    positions, found = joined([*over, (positions[tied], found[tied])])
     order = np.argsort(positions)
-    return positions[order], np.concatenate([over[1], found[tied]])[order]
+    return [(positions[order], found[order])]
 
 
-def _by_histogram(bits: Array, form: Format, k: int, threads: int) -> Found:
+def _by_histogram(bits: Array, form: Format, k: int, threads: int | None) -> list[Found]:
     """Return what is at or above the histogram bin of the k-th largest magnitude."""
     counts = _histogram(bits, form, threads)
     floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
-    found = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
-    assert found, "the histogram counted fewer magnitudes than there are"
-    return found
+    parts = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
+    assert parts, "the histogram counted fewer magnitudes than there are"
+    return parts
 
 
 def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
@@ -204,14 +273,10 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
 
-def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int) -> Found | None:
+def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int | None) -> list[Found] | None:
     """Return positions and bits of what is at or above `floor`; None when a thread finds more than `room`."""
-    parts = _in_pieces(lambda start, piece: _compacted(piece, form, floor, start, room), bits, threads)
-    if any(rest for _, _, rest in parts):
-        return None
-    if len(parts) == 1:
-        return parts[0][0], parts[0][1]
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    parts = in_pieces(lambda start, end: _compacted(bits[start:end], form, floor, start, room), bits.size, threads)
+    return None if any(rest for *_, rest in parts) else [part[:2] for part in parts]
 
 
 def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> tuple[Array, Array, int]:
@@ -220,31 +285,18 @@ def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> 
     Some are left when more than `room` were found. The buffers take no more memory than what is written to them.
     """
     room = min(room, bits.size) + WORD
-    positions, found = np.empty(room, np.intp), np.empty(room, bits.dtype)
+    positions, found = empty_together(room, np.dtype(np.intp), bits.dtype)
     count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, found)
     return positions[: int(count)], found[: int(count)], bits.size - int(seen)
 
 
-def _histogram(bits: Array, form: Format, threads: int = 1) -> Array:
-    def counted(start: int, piece: Array) -> Array:
+def _histogram(bits: Array, form: Format, threads: int | None) -> Array:
+    def counted(start: int, end: int) -> Array:
         counts = np.zeros(1 << _DIGIT, np.int64)
-        _head_counts(piece, form.mask, form.signed.type(0), form.width - _DIGIT, counts)
+        _head_counts(bits[start:end], form.mask, form.signed.type(0), form.width - _DIGIT, counts)
         return counts
 
-    return np.sum(_in_pieces(counted, bits, threads), axis=0)  # type: ignore[no-any-return]
-
-
-def _in_pieces(work: Callable[[int, Array], Any], bits: Array, threads: int) -> list[Any]:
-    """Return ``work(start, piece)`` for each of as many consecutive pieces of `bits` as there are threads.
-
-    Python's own threads serve: a kernel runs without the interpreter's lock, and a thread that waits leaves its core.
-    """
-    if threads == 1 or not bits.size:
-        return [work(0, bits)]
-    step = -(-bits.size // threads)
-    starts = range(0, bits.size, step)
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, starts, [bits[start : start + step] for start in starts]))
+    return np.sum(in_pieces(counted, bits.size, threads), axis=0)  # type: ignore[no-any-return]
 
 
 def _kth(keys: Array, k: int) -> int:
@@ -341,6 +393,22 @@ def _bin_of_kth(counts, k):  # type: ignore[no-untyped-def]
         k -= counts[place]
         place -= 1
     return place, k
+
+
+@jit
+def _keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count):  # type: ignore[no-untyped-def]
+    """Append the entries above `threshold` and the first `ties` that are equal to it; return the count, and ties left.
+
+    Every entry is written, and the count moves on behind those that stay: so there is a place to spare.
+    """
+    for i in range(positions.size):
+        key = bits[i] & mask
+        equal = key == threshold
+        here = (key > threshold) | (equal & (ties > 0))
+        ties -= equal
+        kept_positions[count], kept[count] = positions[i], bits[i]
+        count += np.uint64(here)
+    return count, ties
 
 
 @jit

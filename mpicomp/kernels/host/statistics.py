@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import Array, jit
+from mpicomp.kernels.host.bits import Array, as_writable, jit
 from mpicomp.kernels.host.selection import first_not_finite
+from mpicomp.threads import in_pieces
 
 _LANES = 256
 _BLOCK = 64 * _LANES
@@ -32,8 +33,10 @@ class Moments(NamedTuple):
     not_finite: int  # the first position of a NaN or an infinity; -1 when there is none
 
 
-def moments(values: Array) -> Moments:
+def moments(values: Array, *, threads: int | None = None) -> Moments:
     """Return the moments of `values` (1-d contiguous float16, float32 or float64) in one read.
+
+    threads: the most threads; None for `threads.count`. The result does not depend on it.
 
     The order of the additions is fixed: in blocks of 16384 values lane j of 256 adds up values j, j + 256, ...; the
     lanes are folded by halves, 128, 64, ..., 1; the blocks are added in order. The last block is filled up with zeros.
@@ -41,12 +44,24 @@ def moments(values: Array) -> Moments:
     one logarithm in all and is more accurate than a sum of rounded ones.
     """
     totals, numbers = np.array([0.0, 0.0, 0.0, 1.0]), np.zeros(2, np.int64)
-    for part in blocks(values, _BLOCK):
-        _add_blocks(part, totals, numbers)
+    values = as_writable(values)
+    for sums, counts in in_pieces(lambda start, end: _of_blocks(values[start:end]), values.size, threads, step=_BLOCK):
+        _add_up(sums, counts, totals, numbers)
     absolute, squares, largest, product = totals.tolist()
     nonzeros, exponents = numbers.tolist()
-    not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
+    not_finite = -1 if math.isfinite(absolute) else first_not_finite(values, threads)
     return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
+
+
+def _of_blocks(values: Array) -> tuple[Array, Array]:
+    """Return the sums of every block: absolute, squares, largest, product, and nonzeros, exponents."""
+    size = values.size // _BLOCK + 1
+    sums, counts, done = np.empty((size, 4)), np.empty((size, 2), np.int64), 0
+    for part in blocks(values, _BLOCK):
+        end = done + part.size // _BLOCK
+        _add_blocks(part, sums[done:end], counts[done:end])
+        done = end
+    return sums, counts
 
 
 def blocks(values: Array, size: int) -> Iterator[Array]:
@@ -64,23 +79,30 @@ def blocks(values: Array, size: int) -> Iterator[Array]:
 
 
 @jit
-def _add_blocks(values, totals, numbers):  # type: ignore[no-untyped-def]
-    """Add up the blocks of `values`.
-
-    totals: absolute, squares, largest, product. numbers: nonzeros, exponents. The product goes with a power of two.
-    """
+def _add_blocks(values, block_sums, block_counts):  # type: ignore[no-untyped-def]
+    """Write the sums of each block of `values`: absolute, squares, largest, product, and nonzeros, exponents."""
     sums, counts = np.empty((4, _LANES)), np.empty((2, _LANES), np.int64)
     for i in range(values.size // _BLOCK):
         _clear(sums, counts)
         for j in range(_BLOCK // _LANES):
             _add_row(values[_BLOCK * i + _LANES * j : _BLOCK * i + _LANES * (j + 1)], sums, counts)
         _fold(sums, counts)
-        totals[0] += sums[0, 0]
-        totals[1] += sums[1, 0]
-        totals[2] = max(totals[2], sums[2, 0])
-        totals[3], shift = math.frexp(totals[3] * sums[3, 0])
-        numbers[0] += counts[0, 0]
-        numbers[1] += counts[1, 0] + shift
+        for j in range(4):
+            block_sums[i, j] = sums[j, 0]
+        for j in range(2):
+            block_counts[i, j] = counts[j, 0]
+
+
+@jit
+def _add_up(sums, counts, totals, numbers):  # type: ignore[no-untyped-def]
+    """Add the sums of blocks, in order, to `totals` and `numbers`. The product goes with a power of two."""
+    for i in range(len(sums)):
+        totals[0] += sums[i, 0]
+        totals[1] += sums[i, 1]
+        totals[2] = max(totals[2], sums[i, 2])
+        totals[3], shift = math.frexp(totals[3] * sums[i, 3])
+        numbers[0] += counts[i, 0]
+        numbers[1] += counts[i, 1] + shift
 
 
 @jit

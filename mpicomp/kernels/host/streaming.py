@@ -6,21 +6,48 @@ the memory traffic of a sum, and leaves the cache to what is read again soon.
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import Array, jit
+from mpicomp.kernels.host.bits import Array, as_writable, jit
 from mpicomp.kernels.host.instructions import LINE, store_sum
+from mpicomp.threads import in_pieces
 
-_LONG = 1 << 23  # bytes: what is shorter may be in the cache when it is read next
+LONG = 1 << 20  # bytes: what is shorter may be in the cache when it is read next
 
 
-def add(a: Array, b: Array, out: Array, *, long: int = _LONG) -> None:
+def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int = LONG) -> None:
     """Write ``a + b`` to `out`, bit for bit what ``numpy.add`` does; 1-d, of one dtype and length.
 
-    long: bytes of `out` from which on it is written past the cache, if all lie behind each other.
+    threads: the most threads; None for `threads.count`. long: bytes of `out` from which on it is written past the
+    cache, if all three are contiguous and aligned.
     """
-    if out.nbytes >= long and out.dtype != np.float16 and all(_in_order(each) for each in (a, b, out)):
-        _add(a, b, out, min(out.size, -out.ctypes.data % LINE // out.itemsize))
-    else:
+    if not is_streamed(a, b, out, long):
         np.add(a, b, out=out)
+        return
+    a, b = as_writable(a), as_writable(b)
+
+    def add_piece(start: int, end: int) -> None:
+        piece = out[start:end]
+        _add(a[start:end], b[start:end], piece, values_before_line(piece))
+
+    in_pieces(add_piece, out.size, threads)
+
+
+def clear(out: Array) -> None:
+    """Make all values of `out` zero; a contiguous array byte by byte, which NumPy does at twice the speed.
+
+    On one thread: it fills memory as fast as two do.
+    """
+    contiguous = out.flags.c_contiguous
+    (out.reshape(-1).view(np.uint8) if contiguous else out)[...] = 0
+
+
+def is_streamed(a: Array, b: Array, out: Array, long: int) -> bool:
+    """Say whether a sum is long enough to be written past the cache, and of arrays that a kernel takes."""
+    return out.nbytes >= long and out.dtype != np.float16 and all(_in_order(each) for each in (a, b, out))
+
+
+def values_before_line(out: Array) -> int:
+    """Return the number of values before the first cache line that lies within an array."""
+    return min(out.size, -out.ctypes.data % LINE // out.itemsize)
 
 
 def _in_order(array: Array) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from mpicomp.kernels.host.bits import FORMATS, Array, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, empty_together, jit
 from mpicomp.kernels.host.instructions import lowest
 from mpicomp.kernels.host.selection import Found, first_above
 from mpicomp.kernels.host.statistics import blocks
@@ -92,7 +92,7 @@ def survey(values: Array, low: float = 0.0, high: float = 0.0, cut: float = math
     s mod 64, on each lane in order; then the lanes by halves, 32, 16, ..., 1; then the columns by halves. A sum of
     float32 so has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) when roundings are random.
     """
-    thresholds = low, high, max(high, cut)
+    values, thresholds = as_writable(values), (low, high, max(high, cut))
     return in_range(
         lambda scaled_by: _surveyed(values, thresholds, share, scaled_by),
         float(np.abs(values[:: max(1, values.size >> 10)]).max(initial=0)),
@@ -120,7 +120,7 @@ def sample(values: Array) -> Array | None:
         return None
     taken = np.empty(tiles * _LINE * _COLUMNS, values.dtype)
     form = FORMATS[values.dtype]
-    _take(values.view(form.signed), taken.view(form.signed))
+    _take(as_writable(values).view(form.signed), taken.view(form.signed))
     return taken
 
 
@@ -147,7 +147,7 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
     limits[3] -= 1
     state, sums, counts = np.zeros(7 * _COLUMNS, wide), np.zeros((_LANES + 1) * 4 * _COLUMNS), np.zeros(2 * _COLUMNS)
     room = int(share * values.size) + 2 * _TILE
-    buffers, filled, first = _buffers(room, np.dtype(np.intp), signed, signed), np.zeros(3, np.int64), 0
+    buffers, filled, first = empty_together(room, np.dtype(np.intp), signed, signed), np.zeros(3, np.int64), 0
     scaling, marks = np.array([scale, shift * scale], wide), state.view(signed)
     for tiles in blocks(values, _TILE):
         _survey(tiles.view(signed), first, limits, scaling, state, marks, sums, counts, *buffers, filled)
@@ -158,13 +158,6 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
     columns = unscaled(np.append(sums[: 4 * _COLUMNS], counts), first, float(scale))
     found, inside = found[:count].view(wide).astype(values.dtype, copy=False), between[:held].view(wide)
     return Survey(columns, *thresholds, float(shift), inside.astype(np.float64), positions[:count], found, not full)
-
-
-def _buffers(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
-    """Return arrays of one piece of memory: the C library keeps that for the next call, where it returns many."""
-    ends = np.cumsum([room * dtype.itemsize for dtype in dtypes])
-    whole = np.empty(int(ends[-1]), np.uint8)
-    return [part.view(dtype) for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)]
 
 
 def unscaled(sums: Array, length: int, scale: float) -> Array:

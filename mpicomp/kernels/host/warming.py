@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, coding, merging, selection, statistics, streaming, surveying
+from mpicomp.kernels.host import bits, coding, fused, merging, selection, statistics, streaming, surveying
 
-MODULES = (bits, coding, merging, selection, statistics, streaming, surveying)
+MODULES = (bits, coding, fused, merging, selection, statistics, streaming, surveying)
 
 
 class Step(NamedTuple):
@@ -58,6 +58,9 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.accumulate([indices] * 3, [values] * 3, 64),
         lambda: host.divide(indices, values, np.arange(3)),
         lambda: host.add(long, long, np.empty_like(long), long=0),
+        lambda: host.add_largest(long, long, np.empty_like(long), 9, long=0),
+        lambda: host.add_above(long, long, np.empty_like(long), 9.0, long=0),
+        lambda: host.clear(long.copy()),
         lambda: host.gather(long, indices),
         lambda: host.consecutive(0, 9, index_dtype),
         lambda: host.scatter(long.copy(), indices, values),

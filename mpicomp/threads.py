@@ -1,0 +1,127 @@
+"""How many threads a kernel uses, and the division of a vector among them.
+
+Compiled kernels release the interpreter's lock, so Python's own threads run them in parallel. Every kernel returns the
+same bits on any number of threads.
+"""
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+VARIABLE = "MPICOMP_THREADS"
+
+Result = TypeVar("Result")
+
+_LEAST = 1 << 20  # values per thread: below, starting a thread costs more than it saves
+_LINE = 64  # values; as bytes a multiple of a cache line, whatever the dtype
+_MOST = 256  # threads that the pool keeps; it starts one only when none is idle
+
+_current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+
+_ranks = 1
+_pool: ThreadPoolExecutor | None = None
+_workers: list[int] = []  # native identifiers of the threads of the pool
+_kept_off: Any = None  # the core that those are kept off, and the affinity mask that it was taken from
+
+
+def count() -> int:
+    """Return the number of threads that a kernel may use: MPICOMP_THREADS, else this rank's share of the cores.
+
+    The share is the number of cores in the affinity mask of the calling thread, divided by the ranks given to `share`,
+    and at least 1. Raises ValueError where MPICOMP_THREADS is not an integer >= 1.
+    """
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        return max(1, _cores() // _ranks)
+    try:
+        number = int(given)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{VARIABLE} is {given!r}: expected an integer >= 1; unset it to use this rank's cores")
+    return number
+
+
+def share(ranks: int) -> None:
+    """Note that so many ranks, this one included, share the cores of this process; the most that were noted count.
+
+    Raises ValueError below 1.
+    """
+    global _ranks
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: expected at least 1, this process itself")
+    _ranks = max(_ranks, ranks)
+
+
+def in_pieces(
+    work: Callable[[int, int], Result], size: int, threads: int | None = None, *, step: int = _LINE
+) -> list[Result]:
+    """Return ``work(start, end)`` for each of the consecutive pieces of ``[0, size)``, one per thread, in order.
+
+    work: called once per piece, in parallel; the calling thread takes the first piece. threads: the most pieces; None
+    for `count`. There are fewer pieces where one would have less than about a million values. step: every piece but the
+    last is a multiple of it long.
+    """
+    pieces = size // _LEAST
+    if pieces > 1:
+        pieces = min(pieces, count() if threads is None else threads)
+    if pieces < 2:
+        return [work(0, size)]
+    length = -(-size // (pieces * step)) * step
+    starts = range(length, size, length)
+    pool = _ready_pool()
+    others = [pool.submit(work, start, min(start + length, size)) for start in starts]
+    return [work(0, min(length, size)), *(other.result() for other in others)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ready_pool() -> ThreadPoolExecutor:
+    """Return the pool, made at the first use: starting threads anew costs each call 0.1 ms."""
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(_MOST, "mpicomp", _register)
+    _keep_off_this_core()
+    return _pool
+
+
+def _register() -> None:
+    """Add the calling thread to those that are kept off the caller's core."""
+    global _kept_off
+    _workers.append(threading.get_native_id())
+    _kept_off = None
+
+
+def _keep_off_this_core() -> None:
+    """Exclude the core of the calling thread from the affinity of the workers, where it has others.
+
+    A virtual machine's scheduler takes a halted core for one that is not free, and starts a worker on the core that
+    wakes it: it then waits for the caller's piece, until the next tick of a few milliseconds moves it.
+    """
+    global _kept_off
+    if _current_core is None or not hasattr(os, "sched_setaffinity"):
+        return
+    core, mask = _current_core(), os.sched_getaffinity(0)
+    if _kept_off == (core, mask):
+        return
+    for worker in _workers:
+        with contextlib.suppress(OSError):  # where the system refuses it, the worker stays where it is
+            os.sched_setaffinity(worker, mask - {core} or mask)
+    _kept_off = core, mask
+
+
+def _forget_pool() -> None:
+    """Drop the pool in a forked child, which has none of the threads of its parent."""
+    global _pool, _kept_off
+    _pool, _kept_off = None, None
+    _workers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)

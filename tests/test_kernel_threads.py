@@ -1,0 +1,160 @@
+"""Kernels on several threads: the same bits on any number of them; how many there are, and what a fork leaves."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from kernel_cases import families
+from strategies import DTYPES
+
+from mpicomp import threads
+from mpicomp.kernels import host
+from mpicomp.kernels.host import selection
+
+TILE = 1 << 14  # values in a block of `moments`, the longest step between pieces
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    monkeypatch.setattr(threads, "_LEAST", 64)
+    monkeypatch.setattr(selection, "_SAMPLE", 64)
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(threads.VARIABLE, raising=False)
+    monkeypatch.setattr(threads, "_ranks", 1)
+
+
+def dense_calls(values, other, number):
+    """Return what every kernel of dense vectors gives on so many threads, as bytes."""
+    total = np.full(values.size + 3, 7, values.dtype)
+    room, k, options = total[3:], values.size // 50 + 1, {"threads": number}
+    with np.errstate(all="ignore"):
+        yield host.largest(values, k, **options)
+        yield host.largest(np.sign(values), k, **options)
+        yield host.above(values, 1.0, **options)
+        yield host.exceeding(values, 0.0, **options)
+        yield host.moments(values, **options)
+        yield host.histogram(values, **options)
+        yield host.add(values, other, room, long=0, **options)
+        yield total.copy()
+        yield host.add_largest(values, other, room, k, long=0, **options)
+        yield host.add_above(other, values, room, 1.0, long=0, **options)
+        yield total.copy()
+        yield selection.first_not_finite(values, number)
+
+
+def sparse_calls(values, number):
+    """Return what every kernel of entries gives on so many threads."""
+    options, places = {"threads": number}, 2 * np.arange(values.size, dtype=np.int32) + 1
+    dense = np.ones(2 * values.size + 1, values.dtype)
+    yield host.scatter(dense, places, values, **options)
+    yield dense.copy()
+    yield host.scatter_add(dense, places, values, **options)
+    yield dense
+    yield host.gather(dense, places, **options)
+
+
+def as_bytes(results):
+    return [
+        [
+            each.tobytes() if isinstance(each, np.ndarray) else each
+            for each in (one if isinstance(one, tuple) else [one])
+        ]
+        for one in results
+    ]
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 191, 192, 193, 255, 256, 257, 999, 3 * TILE - 1, 4 * TILE + 65])
+def test_the_bits_are_the_same_on_any_number_of_threads(dtype, size):
+    for family in "normal", "zeros", "quantised", "one non-zero", "infinite":
+        values = families(dtype, max(size, 18))[family][:size].astype(dtype)
+        other = values[::-1].copy()
+        expected = as_bytes([*dense_calls(values, other, 1), *sparse_calls(values, 1)])
+        for number in 2, 3, 4:
+            assert as_bytes([*dense_calls(values, other, number), *sparse_calls(values, number)]) == expected
+
+
+def test_pieces_cover_a_range_in_order():
+    for size in 0, 1, 10**6, 2**21 - 1, 2**21, 2**22 + 1, 10**7:
+        for most in 1, 2, 3, 4, 100:
+            pieces = threads.in_pieces(lambda start, end: (start, end), size, most, step=1000)
+            starts, ends = zip(*pieces, strict=True)
+            assert (starts[0], ends[-1], starts[1:]) == (0, size, ends[:-1])
+            assert len(pieces) <= max(1, min(most, size >> 20))
+            assert all(start % 1000 == 0 for start in starts)
+
+
+def test_pieces_run_at_the_same_time():
+    barrier = threading.Barrier(3)
+    assert len(threads.in_pieces(lambda start, end: barrier.wait(60), 3 << 20, 3)) == 3
+
+
+def test_short_vectors_are_left_to_one_thread(monkeypatch):
+    monkeypatch.setattr(threads, "_ready_pool", None)
+    host.moments(np.zeros((1 << 21) - 1, np.float32), threads=4)
+    monkeypatch.setattr(threads, "count", lambda: 1)
+    host.moments(np.zeros(1 << 22, np.float32))
+
+
+@pytest.mark.skipif(threads._current_core is None, reason="the C library does not say which core this is")
+def test_other_threads_are_kept_off_the_core_of_the_caller():
+    mask = os.sched_getaffinity(0)
+    for _ in range(2):  # the first call starts the thread
+        own, other = threads.in_pieces(lambda start, end: os.sched_getaffinity(0), 1 << 22, 2)
+    assert own == mask
+    assert other <= mask
+    assert len(other) == max(1, len(mask) - 1)
+
+
+def test_where_cores_are_not_known_threads_run_all_the_same(monkeypatch):
+    monkeypatch.setattr(threads, "_current_core", None)
+    assert threads.in_pieces(lambda start, end: (start, end), 1 << 22, 2) == [(0, 1 << 21), (1 << 21, 1 << 22)]
+
+
+def test_an_error_on_another_thread_is_raised():
+    def work(start, end):
+        if start:
+            raise ValueError("the second piece")
+
+    with pytest.raises(ValueError, match="the second piece"):
+        threads.in_pieces(work, 1 << 22, 2)
+
+
+def test_ranks_share_the_cores(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    assert threads.count() == cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
+    for ranks, expected in (1, 7), (2, 3), (7, 1), (100, 1):
+        threads.share(ranks)
+        assert threads.count() == expected
+    with pytest.raises(ValueError, match="ranks is 0: expected at least 1"):
+        threads.share(0)
+
+
+def test_the_variable_says_how_many_threads(monkeypatch):
+    threads.share(9)
+    monkeypatch.setenv(threads.VARIABLE, "3")
+    assert threads.count() == 3
+    for bad in "0", "-1", "two", "", "1.5":
+        monkeypatch.setenv(threads.VARIABLE, bad)
+        with pytest.raises(ValueError, match=r"MPICOMP_THREADS is .*: expected an integer >= 1"):
+            threads.count()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_starts_threads_of_its_own():
+    def pieces():
+        return threads.in_pieces(lambda start, end: end - start, 1 << 22, 2)
+
+    expected = pieces()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(0 if pieces() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
