@@ -34,6 +34,12 @@ class Account(Protocol):
         ...
 
 
+_ALIGNED = (
+    "; aligned supports come from CyclicLeader, and from RandomK and BlockRandomK with aligned=True and the same "
+    "seed and step on all ranks; for another compressor take sparse_allreduce"
+)
+
+
 def all_or_none(channel: Channel, steps: Steps[T], watch: Account | None = None) -> Steps[T]:
     """Run an operation's steps to their end; then return their result on every rank, or raise on every rank.
 
@@ -68,7 +74,8 @@ def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
         for rank, terms in sound.items():
             brought.setdefault(terms[field], []).append(rank)
         if len(brought) > 1 and field == "support":
-            faults.append("the supports differ: one on " + ", another on ".join(map(named_ranks, brought.values())))
+            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, brought.values()))
+            faults.append(differ + (_ALIGNED if operation == "aligned_allreduce" else ""))
         elif len(brought) > 1:
             who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in brought.items())
             faults.append(f"{field} must be the same on all ranks, got {who}")

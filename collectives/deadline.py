@@ -27,10 +27,11 @@ GRACE = 1.0  # seconds in which the others may answer; no longer than the timeou
 
 
 def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: float) -> None:
-    """Revoke the endpoint, hear who else has given up, and leave there what is to be said.
+    """Revoke the endpoint, receive the notices of other ranks that give up, and leave the error's text there.
 
     mine: the operation and round in which this rank waits, and the ranks that it waits for; or the damage it met with.
     """
+    mine = {**mine, "waited": waited}
     text = json.dumps(mine).encode()
     notice = np.frombuffer(text.ljust(-(-len(text) // LINE) * LINE), np.uint8)
     others = [rank for rank in range(endpoint.size) if rank != endpoint.rank]
@@ -43,7 +44,7 @@ def give_up(endpoint: Endpoint, mine: dict[str, Any], waited: float, timeout: fl
         else:
             heard[arrived[0]] = json.loads(arrived[1].tobytes())
     endpoint.gave_up = heard.keys() - {endpoint.rank}
-    endpoint.revoked = _verdict(mine, waited, heard, [rank for rank in others if rank not in heard])
+    endpoint.revoked = _verdict(endpoint.rank, heard, [rank for rank in others if rank not in heard], timeout)
     if any("damage" in each for each in heard.values()):
         endpoint.revoked_as = DamagedMessageError
 
@@ -67,12 +68,12 @@ def _tell(endpoint: Endpoint, ranks: Sequence[int], message: Buffer, tag: int) -
                 raise
 
 
-def _verdict(mine: dict[str, Any], waited: float, heard: dict[int, dict[str, Any]], silent: list[int]) -> str:
+def _verdict(own: int, heard: dict[int, dict[str, Any]], silent: list[int], timeout: float) -> str:
+    mine = heard[own]
     damage = [f"rank {rank}: {each['damage']}" for rank, each in heard.items() if "damage" in each]
     if damage:
         return f"{mine['operation']} gave up in round {mine['round']}. " + ". ".join(damage) + ". " + _REVOKED
-    said = f"{mine['operation']} gave up after {waited:.3g} s in round {mine['round']}, "
-    said += f"waiting for {_named(mine['for'])}. "
+    said = _reason(own, heard, timeout)
     if silent:
         said += f"Silent: {_named(silent)}. "
     else:
@@ -82,6 +83,25 @@ def _verdict(mine: dict[str, Any], waited: float, heard: dict[int, dict[str, Any
         )
         said += ". "
     return said + _REVOKED
+
+
+def _reason(own: int, heard: dict[int, dict[str, Any]], timeout: float) -> str:
+    """Return why this rank gives up: it waited too long itself, or other ranks did, for this rank or for another."""
+    mine, others = heard[own], [rank for rank in sorted(heard) if rank != own]
+    longest = max((heard[rank]["waited"] for rank in others), default=0.0)
+    if not mine["round"]:  # it had not sent a message yet
+        return (
+            f"{mine['operation']} was called too late on rank {own}: {_named(others)} had given up waiting for this "
+            f"rank after {longest:.3g} s. "
+        )
+    said = f"{mine['operation']} gave up after {mine['waited']:.3g} s in round {mine['round']}"
+    said += f", waiting for {_named(mine['for'])}"
+    if mine["waited"] > timeout or not others:
+        return f"{said}. "
+    for_this = [rank for rank in others if own in heard[rank]["for"]]
+    if for_this:
+        return f"{said}: {_named(for_this)} had given up waiting for this rank (rank {own}) after {longest:.3g} s. "
+    return f"{said}: {_named(others)} had given up, after {longest:.3g} s. "
 
 
 def _named(ranks: list[int]) -> str:

@@ -40,8 +40,8 @@ def gtopk_allreduce(
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
-    intracommunicator. k: the same on all ranks; None takes the largest number of entries that a rank brings, of the
-    ranks that a step joins (so at the end, of all).
+    intracommunicator. k: at least 1, the same on all ranks; None takes the largest number of entries that a rank
+    brings, of the ranks that a step joins (so at the end, of all).
     algorithm: "recursive_doubling" (also "auto"), "tree", or one that gives the true k largest of the sum: "exact",
     which sends the least, or "exact_doubling", which has the fewest rounds.
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
@@ -63,7 +63,9 @@ def gtopk_iallreduce(
 ) -> Request[Result]:
     """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
     terms: dict[str, Any] = {} if k is None else {"k": k}
-    return begin("gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, codec=codec, prepare=numbers, **terms)
+    return begin(
+        "gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, codec=codec, prepare=numbers, least_k=1, **terms
+    )
 
 
 def numbers(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:

@@ -18,7 +18,7 @@ from collectives.messages import Steps
 from collectives.progress import Request, start, wait_for
 from collectives.terms import Terms
 from collectives.transport import endpoint_of
-from mpicomp.arrays import DTYPE_NAMES
+from mpicomp.arrays import DTYPE_NAMES, is_array, sparse_remedy
 from mpicomp.codec import CODECS
 from mpicomp.vector import SparseVector
 
@@ -39,9 +39,18 @@ def not_a_sum_for_all(call: Call) -> Call:
 def sound(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
     """Return the vector if it is a SparseVector whose entries are in order, in range and finite; raise otherwise."""
     if not isinstance(vector, SparseVector):
-        raise TypeError(f"vector is {type(vector).__name__}: expected a SparseVector (see SparseVector.from_dense)")
+        raise TypeError(f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}")
     vector.validate()
     return vector
+
+
+def _remedy(vector: Any) -> str:
+    """Return how to make a SparseVector of what is none."""
+    if remedy := sparse_remedy(vector):
+        return f"; {remedy}"
+    if is_array(vector):
+        return ", not a dense array; compress it first: TopK(density=0.01).compress(array)"
+    return " (see SparseVector.from_dense)"
 
 
 def begin(
@@ -54,6 +63,7 @@ def begin(
     codec: Any = "auto",
     follow: bool = False,
     prepare: Prepare = sound,
+    least_k: int = 0,
     sums: list[NDArray[Any]] | None = None,
     **terms: Any,
 ) -> Request[T]:
@@ -63,7 +73,8 @@ def begin(
     `prepare` makes one of; an exception stands for a rank whose own step before the collective failed: it is raised
     here, and CollectiveError on the others. codec: see `Channel`; ranks may have different ones. follow: length and
     dtype are the root's, and what the other ranks bring is not looked at, but for where it lives. prepare: is given
-    `brings`, the terms, which it may change, and the number of ranks; returns the vector, or raises. sums: where the
+    `brings`, the terms, which it may change, and the number of ranks; returns the vector, or raises. least_k: the
+    smallest k that is valid. sums: where the
     vector only stands for an array that MPI sums, the list that `prepare` puts it in. terms: further ones; those that
     are integers are checked here. Without a k the operation takes the largest nnz.
     """
@@ -72,7 +83,7 @@ def begin(
     try:
         name = _known("algorithm", algorithm, algorithms)
         codec = _known("codec", codec, CODECS)
-        terms = _integers(terms, endpoint.size)
+        terms = _integers(terms, endpoint.size, least_k)
         if error is None and not (follow and endpoint.rank != terms["root"]):
             vector = prepare(brings, terms, endpoint.size)
     except Exception as raised:  # whatever it is: the other ranks have to hear of it
@@ -98,21 +109,22 @@ def _known(what: str, name: Any, names: Mapping[str, Any]) -> str:
     return name
 
 
-def _integers(terms: dict[str, Any], size: int) -> dict[str, Any]:
+def _integers(terms: dict[str, Any], size: int, least_k: int) -> dict[str, Any]:
     """Make the integers among the terms Python's; TypeError or ValueError for what is none, or out of range."""
-    for name, end in (("k", 2**63), ("root", size), ("seed", 2**63)):
+    for name, least, end in (("k", least_k, 2**63), ("root", 0, size), ("seed", 0, 2**63)):
         if name in terms:
-            terms[name] = _integer(name, terms[name], end)
+            terms[name] = _integer(name, terms[name], least, end)
     return terms
 
 
-def _integer(name: str, value: Any, end: int) -> int:
+def _integer(name: str, value: Any, least: int, end: int) -> int:
     try:
         number = None if isinstance(value, bool) else index(value)
     except TypeError:
         number = None
     if number is None:
         raise TypeError(f"{name} is {value!r}: expected an integer")
-    if not 0 <= number < end:
-        raise ValueError(f"{name} is {number}: expected 0 <= {name} < {end}")
+    if not least <= number < end:
+        remedy = "; from a density take max(1, round(density * length))" if least else ""
+        raise ValueError(f"{name} is {number}: expected {least} <= {name} < {end}{remedy}")
     return number

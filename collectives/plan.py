@@ -58,7 +58,7 @@ class SupportPlan:
         return begin("SupportPlan.union", {"auto": union}, vector, comm, "auto", prepare=_bare)
 
     @classmethod
-    def leader(cls, vector: SparseVector | None, comm: Any, root: int = 0) -> "SupportPlan":
+    def leader(cls, vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "SupportPlan":
         """Take the indices that the root brings.
 
         vector: on the root; its values are not looked at, nor is what the others give. Raises what `sparse_bcast` does.
@@ -66,7 +66,7 @@ class SupportPlan:
         return cls.ileader(vector, comm, root).wait()
 
     @classmethod
-    def ileader(cls, vector: SparseVector | None, comm: Any, root: int = 0) -> "Request[SupportPlan]":
+    def ileader(cls, vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "Request[SupportPlan]":
         """Start `leader` and return its Request."""
 
         def leader(offer: Offer, channel: Channel) -> Steps[SupportPlan]:

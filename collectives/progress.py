@@ -46,6 +46,11 @@ class Request(Generic[T]):
         self.done = False
         self.advance()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which `wait` raises."""
+        return self._error is not None
+
     def test(self) -> bool:
         """Move every operation in flight on without waiting; return whether this one has ended, well or not."""
         if not self.done:

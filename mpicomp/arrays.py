@@ -44,6 +44,8 @@ def to_array(array: Any) -> Array:
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
     if _is_bfloat16(array):
         array = _widened(array)
+    if remedy := sparse_remedy(array):
+        raise TypeError(f"got {_kind(array)}: expected a dense array; {remedy}")
     if on_device(array):
         return _on_the_current(array)  # type: ignore[no-any-return]
     if isinstance(array, np.ndarray):
@@ -58,6 +60,29 @@ def to_array(array: Any) -> Array:
         return np.asarray(array)
     hint = "use its to_dense()" if hasattr(array, "to_dense") else "NumPy, CuPy, or one that speaks DLPack"
     raise TypeError(f"got {_kind(array)}: expected an array ({hint})")
+
+
+def sparse_remedy(array: Any) -> str | None:
+    """Return how to turn SciPy's sparse matrix or PyTorch's sparse tensor into a SparseVector; None for all else."""
+    if type(array) is np.ndarray:
+        return None
+    if type(array).__module__.startswith("scipy.sparse"):
+        return (
+            "of a CSR matrix m with one row, m.sum_duplicates() and take SparseVector(m.indices, m.data, m.shape[1]); "
+            "m.tocsr() makes one, m.toarray() a dense array"
+        )
+    if str(getattr(array, "layout", "")).startswith("torch.sparse"):
+        return (
+            "of a 1-d sparse tensor t, t = t.coalesce() and take SparseVector(t.indices()[0], t.values(), len(t)); "
+            "t.to_dense() makes a dense tensor"
+        )
+    return None
+
+
+def is_array(array: Any) -> bool:
+    """Say whether this is an array of a kind that `to_array` accepts, whatever its dtype and device."""
+    kinds = "__array_interface__", "__cuda_array_interface__", "__dlpack_device__"
+    return isinstance(array, np.ndarray) or any(hasattr(array, kind) for kind in kinds)
 
 
 def _from_dlpack(array: Any) -> Array:
@@ -119,17 +144,18 @@ def beside(array: Any, other: Any) -> Any:
 
 
 def set_to_zero(array: Array) -> None:
-    """Make all values zero; byte by byte where they lie behind each other: NumPy does that at twice the speed."""
-    plain = on_device(array) or not array.flags.c_contiguous
-    (array if plain else array.view(np.uint8))[:] = 0
+    """Make all values zero."""
+    kernels_for(array).clear(array)
 
 
-def room_in(out: Any) -> Array:
+def writable_vector(out: Any) -> Array:
     """Return an array that is to be written to as one vector (1-d), a view.
 
     Raises what `to_values` does, and TypeError for bfloat16; ValueError where writing to the view would not write to
-    the array: it is read-only, as JAX's are, or its values do not lie behind each other in C order.
+    the array: it is read-only, as JAX's are, or not C-contiguous.
     """
+    if type(out) is np.ndarray and out.dtype in VALUE_DTYPES and out.flags.writeable and out.flags.c_contiguous:
+        return out.reshape(-1)  # the case that is everywhere, without the questions
     if _is_bfloat16(out):
         raise TypeError("got bfloat16, which is exchanged as float32: expected float16, float32 or float64")
     values = to_values(out)
@@ -139,7 +165,7 @@ def room_in(out: Any) -> Array:
             "2.2 takes none that comes through DLPack for such)"
         )
     if not values.flags.c_contiguous:
-        raise ValueError("its values do not lie behind each other in C order: expected a contiguous array")
+        raise ValueError("its values are not contiguous in C order: expected a contiguous array")
     return values.reshape(-1)
 
 

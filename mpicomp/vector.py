@@ -4,8 +4,10 @@ Invariant of the whole library: indices strictly increase. It makes merging a si
 two vectors with the same entries the same bits.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mpicomp.arrays import (
     VALUE_DTYPES,
+    beside,
     contiguous,
     first_and_last,
     kernels_for,
@@ -20,9 +23,11 @@ from mpicomp.arrays import (
     nonzero,
     on_device,
     set_to_zero,
+    sparse_remedy,
     to_numpy,
     to_values,
     to_vector,
+    writable_vector,
 )
 
 Array = NDArray[Any]
@@ -49,7 +54,8 @@ class SparseVector:
     dtype are kept as they are, without a copy: do not change them afterwards, nor those of a vector that comes from
     another one or from a collective, as they may be the same.
 
-    Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index);
+    Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index, more
+    entries than there are between these);
     `validate` looks at every entry, and every sparse collective calls it on what it is given.
     """
 
@@ -131,23 +137,49 @@ class SparseVector:
 
     def _written_to(self, out: Array, first: int = 0) -> Array:
         """Write the entries to an array that stands for the positions from `first` on, and return it."""
+        self.check_order(len(out), first)
         kernels, places = kernels_for(self.values), self.indices - first if first else self.indices
-        position = kernels.first_disorder(places, len(out))
-        if position >= 0:
-            raise ValueError(_disorder(self.indices, position, self.length))
         if self.width is None:
             kernels.scatter(out, places, self.values)
         else:
             out[places] = self.values
         return out
 
-    def validate(self) -> None:
-        """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
-        kernels = kernels_for(self.values)
-        position = kernels.first_disorder(self.indices, self.length)
+    def add_to(self, array: Any, scale: float = 1.0) -> None:
+        """Add `scale` times the values to a dense array, in place, at the indices.
+
+        array: of any shape with `length` values, taken in C order; for rows of shape (length, width). float16, float32
+        or float64, also another than the values': each sum is rounded once, to the array's. C-contiguous and writable,
+        and where the vector lives: NumPy, CuPy, or a kind that speaks DLPack, such as PyTorch's tensors.
+
+        Raises TypeError for another dtype or kind of array, or one in other memory than the vector; ValueError for one
+        of another size, for one that cannot be written to, for a scale that is not finite, and for indices that are out
+        of order or range. Nothing is added then.
+        """
+        dense = writable_vector(array)
+        if on_device(dense) != on_device(self.values):
+            one, other = ("on a device" if on_device(each) else "in main memory" for each in (dense, self.values))
+            raise TypeError(f"the array is {one} and the vector {other}: expected both in one memory; copy one")
+        shape, wanted = tuple(array.shape), (self.length, *self.values.shape[1:])
+        if dense.size != math.prod(wanted) or (self.width is not None and shape != wanted):
+            expected = f"{self.length} values" if self.width is None else f"shape {wanted}"
+            raise ValueError(f"the array has shape {shape}: expected {expected}")
+        if not (isinstance(scale, int | float | np.number) and math.isfinite(scale)):
+            raise ValueError(f"scale is {scale!r}: expected a finite number")
+        self.check_order(self.length)
+        _add_scaled(dense.reshape(wanted), self, scale)
+
+    def check_order(self, length: int, first: int = 0) -> None:
+        """Raise ValueError unless the indices increase, and are among first, ..., first + length - 1."""
+        places = self.indices - first if first else self.indices
+        position = kernels_for(self.values).first_disorder(places, length)
         if position >= 0:
             raise ValueError(_disorder(self.indices, position, self.length))
-        kernels.raise_not_finite(self.values)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
+        self.check_order(self.length)
+        kernels_for(self.values).raise_not_finite(self.values)
 
     @property
     def nnz(self) -> int:
@@ -246,6 +278,29 @@ def join(parts: Sequence[SparseVector]) -> SparseVector:
     return SparseVector(indices, np.concatenate([part.values for part in parts]), parts[0].length)
 
 
+def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Return one vector as long as all together, of vectors of one dtype side by side; `split` is the way back."""
+    if len(vectors) == 1:
+        return vectors[0]
+    *starts, length = accumulate((vector.length for vector in vectors), initial=0)
+    dtype = index_dtype(length)
+    indices = [part.indices.astype(dtype) + dtype.type(start) for part, start in zip(vectors, starts, strict=True)]
+    return SparseVector(np.concatenate(indices), np.concatenate([part.values for part in vectors]), length)
+
+
+def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
+    """Return the parts of a vector between consecutive bounds, from 0 to its length, each with indices from 0 on."""
+    if len(bounds) == 2:
+        return [vector]
+    edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)
+    places = np.searchsorted(vector.indices, edges).tolist()
+    parts = zip(pairwise(bounds), pairwise(places), strict=True)
+    return [
+        SparseVector(vector.indices[low:high] - vector.indices.dtype.type(first), vector.values[low:high], end - first)
+        for (first, end), (low, high) in parts
+    ]
+
+
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Split a vector of numbers into its `k` largest magnitudes and the rest; ties go to the lowest indices.
 
@@ -272,6 +327,18 @@ def within(vector: SparseVector, other: SparseVector) -> SparseVector:
         return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values)
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))[0]
+
+
+def _add_scaled(dense: Array, vector: SparseVector, scale: float) -> None:
+    """Add `scale` times a vector to a dense one of its shape, in float64 where the scale is not 1."""
+    values = vector.values if scale == 1 else vector.values.astype(np.float64) * float(scale)
+    if vector.width is None:
+        kernels_for(values).scatter_add(dense, vector.indices, values)
+        return
+    rows = dense[vector.indices]
+    wide = np.result_type(rows.dtype, values.dtype, np.float32)
+    with np.errstate(over="ignore"):
+        dense[vector.indices] = (rows.astype(wide, copy=False) + values).astype(dense.dtype, copy=False)
 
 
 def _as_kept(indices: Any, values: Any, length: Any) -> bool:
@@ -318,6 +385,8 @@ def _unmasked(array: Any) -> Array:
         return array
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
+    if remedy := sparse_remedy(array):
+        raise TypeError(f"got {type(array).__name__}: expected a dense array; {remedy}")
     return array if on_device(array) else np.asarray(array)
 
 
@@ -341,9 +410,14 @@ def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
     if not indices.size:
         return 0, -1
     first, last = first_and_last(indices)
-    if 0 <= first < length and 0 <= last < length:
-        return first, last
-    raise _out_of_range(last if 0 <= first < length else first, length)
+    if not (0 <= first < length and 0 <= last < length):
+        raise _out_of_range(last if 0 <= first < length else first, length)
+    if last - first + 1 < indices.size:
+        raise ValueError(
+            f"got {indices.size} indices, the first {first} and the last {last}: expected strictly increasing indices; "
+            "SparseVector.from_entries sorts entries and adds up repeated ones"
+        )
+    return first, last
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpicomp import SparseVector
-from mpicomp.arrays import like, room_in, set_to_zero, to_array
+from mpicomp.arrays import like, set_to_zero, to_array, writable_vector
 
 
 class Foreign:
@@ -148,21 +148,21 @@ def test_bfloat16_of_jax():
     assert back.dtype == jax.numpy.bfloat16
 
 
-def test_room_in_a_torch_tensor_is_its_memory():
+def test_writable_vector_a_torch_tensor_is_its_memory():
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(2, 3)
-    room_in(tensor)[:] = 1
+    writable_vector(tensor)[:] = 1
     assert tensor.sum() == 6
     with pytest.raises(TypeError, match="bfloat16"):
-        room_in(tensor.bfloat16())
+        writable_vector(tensor.bfloat16())
     with pytest.raises(ValueError, match="C order"):
-        room_in(tensor.T)
+        writable_vector(tensor.T)
 
 
-def test_there_is_no_room_in_a_jax_array():
+def test_there_is_no_writable_vector_a_jax_array():
     jax = pytest.importorskip("jax")
     with pytest.raises(ValueError, match="may not write"):
-        room_in(jax.numpy.zeros(3))
+        writable_vector(jax.numpy.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -173,3 +173,23 @@ def test_set_to_zero_leaves_no_bit_and_nothing_else(dtype, stride):
     expected = np.full((4, 6), -1, dtype)
     expected[1:3, ::stride] = 0
     assert base.tobytes() == expected.tobytes()
+
+
+def test_sparse_tensors_are_refused_with_the_remedy(library):
+    """As PyTorch's: an array of DLPack's whose layout is a sparse one."""
+    tensor = Foreign(np.arange(3.0))
+    tensor.layout = "torch.sparse_coo"
+    with pytest.raises(TypeError, match=r"expected a dense array; .*SparseVector\(t.indices\(\)\[0\], t.values\(\)"):
+        to_array(tensor)
+    tensor.layout = "torch.strided"
+    assert to_array(tensor).tolist() == [0, 1, 2]
+
+
+def test_a_sparse_tensor_of_torch_is_refused():
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([0.0, 2, 0, 3]).to_sparse()
+    for call in (to_array, SparseVector.from_dense, lambda tensor: SparseVector([1], tensor, 4)):
+        with pytest.raises(TypeError, match="coalesce"):
+            call(tensor)
+    tensor = tensor.coalesce()
+    assert SparseVector(tensor.indices()[0], tensor.values(), len(tensor)).to_dense().tolist() == [0, 2, 0, 3]

@@ -16,6 +16,13 @@ from mpicomp.codec import HEADER_NBYTES, encoded_nbytes, smallest
         ({"density": 0}, "density is 0: expected 0 < density <= 1"),
         ({"density": 1.5}, "density is 1.5: expected 0 < density <= 1"),
         ({"density": "0.1"}, "density is '0.1': expected 0 < density <= 1"),
+        (
+            {"density": 1},
+            "density is 1 of type int: expected a float, 0 < density <= 1; write density=1.0 to",
+        ),
+        ({"density": True}, "density is True of type bool: expected a float, .* or k=1 to send one"),
+        ({"density": np.bool_(True)}, "of type bool_?: expected a float"),
+        ({"density": np.int64(1)}, "of type int64: expected a float"),
         ({"density": 100}, "density is 100: expected 0 < density <= 1 .*; or give k="),
         ({"k": 0}, "k is 0: expected an integer of at least 1"),
         ({"k": 2.5}, "k is 2.5: expected an integer of at least 1"),
@@ -27,7 +34,7 @@ def test_bad_settings_raise(arguments, message):
         TopK(**arguments)
 
 
-@pytest.mark.parametrize(("density", "length", "count"), [(0.01, 1000, 10), (0.001, 10, 1), (1, 7, 7), (0.5, 5, 2)])
+@pytest.mark.parametrize(("density", "length", "count"), [(0.01, 1000, 10), (0.001, 10, 1), (1.0, 7, 7), (0.5, 5, 2)])
 def test_density_gives_k(density, length, count):
     assert TopK(density).count(length) == count
     assert TopK(density).compress(np.ones(length)).nnz == count
@@ -114,8 +121,9 @@ def test_feedback_keeps_what_quantisation_loses():
     sent = compressor.compress(corrected)
     assert sent.values.tolist() == [-4, 4, -4]
     assert compressor.error.values.tolist() == [2, 0, -2]
-    feedback.keep(corrected, sent, None)
+    feedback.settle(corrected, sent, None, sent)
+    feedback.commit()
     np.testing.assert_array_equal(feedback.residual + sent.to_dense(), gradient)
-    assert repr(compressor) == "Quantised(TopK(k=3), 'sign')"
+    assert repr(compressor) == "Quantised(compressor=TopK(k=3), form='sign')"
     with pytest.raises(ValueError, match="form is 'int8': expected one of"):
         Quantised(TopK(k=3), "int8")

@@ -27,6 +27,7 @@ from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 FEEDBACKS = {
     "none": NoFeedback,
     "residual": ErrorFeedback,
+    "in place": lambda: ErrorFeedback(in_place=True),
     "momentum": lambda: MomentumCorrection(0.9, clip=3.0, ranks=4),
     "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),
     "step-ahead": lambda: StepAhead(0.1, 0.9),
@@ -68,9 +69,14 @@ def test_feedback(cupy, name, dtype):
         assert on_device.get().tobytes() == corrected.tobytes()
         sent, sent_there = pick.compress(corrected), pick.compress(on_device)
         rejected = top_k(sent, 60)[1]
-        here.keep(corrected, sent, rejected)
-        on_it.keep(on_device, sent_there, there(rejected, cupy))
-        assert on_it.result(sent_there).get().tobytes() == here.result(sent).tobytes()
+        changes = here.settle(corrected, sent, rejected, sent)
+        changes_there = on_it.settle(on_device, sent_there, there(rejected, cupy), sent_there)
+        for one, other in zip(changes_there, changes, strict=True):
+            assert_same(one, other)
+        here.commit()
+        on_it.commit()
+        if here.has_dense_result:
+            assert on_it.result(sent_there).get().tobytes() == here.result(sent).tobytes()
     for key, array in here.state_dict().items():
         assert type(on_it.state_dict()[key]) is np.ndarray  # what is saved is the host's
         assert on_it.state_dict()[key].tobytes() == array.tobytes()
@@ -81,7 +87,9 @@ def test_feedback(cupy, name, dtype):
 @pytest.mark.parametrize("name", FEEDBACKS)
 def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
     here, on_it, (first, second) = FEEDBACKS[name](), FEEDBACKS[name](), gradients(steps=2)
-    here.keep(here.correct(first), TopK(k=100).compress(first), None)
+    sent = TopK(k=100).compress(first)
+    here.settle(here.correct(first), sent, None, sent)
+    here.commit()
     on_it.load_state_dict(here.state_dict())
     assert on_it.correct(cupy.asarray(second)).get().tobytes() == here.correct(second).tobytes()
 
@@ -90,14 +98,14 @@ def test_two_way(cupy):
     here, on_it = TwoWay(TopK(k=50)), TwoWay(TopK(k=50))
     for dense in gradients():
         mean = TopK(k=100).compress(dense)
-        assert_same(on_it.compress(there(mean, cupy)), here.compress(mean))
-        here.keep()
-        on_it.keep()
+        assert_same(on_it.compress_mean(there(mean, cupy)), here.compress_mean(mean))
+        here.commit()
+        on_it.commit()
     assert on_it.residual.get().tobytes() == here.residual.tobytes()
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
-def test_before_the_first_keep_a_gradient_may_be_in_another_memory(cupy, name):
+def test_before_the_first_commit_a_gradient_may_be_in_another_memory(cupy, name):
     feedback, (first, second) = FEEDBACKS[name](), gradients(steps=2)
     feedback.correct(cupy.asarray(first))
     corrected = feedback.correct(second)
@@ -149,7 +157,7 @@ def test_what_is_wrong_with_a_vector_is_said_as_on_the_host(cupy):
         SparseVector(np.arange(3), cupy.ones(3, np.float32), 5)
     with pytest.raises(ValueError, match="index 7 is out of range"):
         SparseVector(cupy.asarray(np.array([1, 7], np.int32)), cupy.ones(2, np.float32), 5)
-    repeated = SparseVector(cupy.asarray(np.array([1, 1, 2], np.int32)), cupy.ones(3, np.float32), 5)
+    repeated = SparseVector(cupy.asarray(np.array([1, 1, 3], np.int32)), cupy.ones(3, np.float32), 5)
     with pytest.raises(ValueError, match=r"indices\[1\] is 1 and repeats 1"):
         repeated.validate()
     with pytest.raises(TypeError, match="got entries on a device: add up repeated ones there"):
@@ -197,7 +205,9 @@ def test_subnormal_numbers_are_not_lost(cupy, dtype):
             assert_same(decode(message), here)
         assert_same(merge(on_it, on_it), merge(here, here))
         feedback = ErrorFeedback()
-        feedback.keep(feedback.correct(cupy.asarray(dense)), SparseVector.empty(48, dtype, beside=on_it.values), None)
+        nothing = SparseVector.empty(48, dtype, beside=on_it.values)
+        feedback.settle(feedback.correct(cupy.asarray(dense)), nothing, None, nothing)
+        feedback.commit()
         assert feedback.correct(cupy.asarray(dense)).get().tobytes() == (dense + dense).tobytes()
 
 

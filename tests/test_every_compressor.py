@@ -157,7 +157,8 @@ def test_feedback_keeps_what_does_not_travel(name):
         corrected = feedback.correct(gradient)
         vector = compressor.compress(corrected, gradient=gradient)
         sent = sent + vector.to_dense()
-        feedback.keep(corrected, vector, None)
+        feedback.settle(corrected, vector, None, vector)
+        feedback.commit()
     np.testing.assert_allclose(sent + feedback.residual, gradients.sum(axis=0), rtol=0, atol=1e-10)
 
 
@@ -276,7 +277,8 @@ def test_below_a_quota_of_one_nothing_starves(quota, k):
     for _ in range(300):
         corrected = feedback.correct(1 + rng.random(20))
         vector = compressor.compress(corrected)
-        feedback.keep(corrected, vector, None)
+        feedback.settle(corrected, vector, None, vector)
+        feedback.commit()
         compressor.observe(vector)
         sent |= set(vector.indices.tolist())
     assert sent == set(range(20))
@@ -414,7 +416,8 @@ def test_adacomp_in_the_steady_state(bin_size, entries, rate):
         corrected = feedback.correct(gradient)
         vector = compressor.compress(corrected, gradient=gradient)
         message = encode(vector, coding=CODECS["smallest"](vector))
-        feedback.keep(corrected, vector, None)
+        feedback.settle(corrected, vector, None, vector)
+        feedback.commit()
         assert np.unique(np.abs(vector.values)).size == 1
         if step >= 40:
             counts.append(vector.nnz / (length / bin_size))
@@ -441,7 +444,8 @@ def union_of_16_ranks(make):
         for compressor, feedback, gradients in ranks:
             corrected = feedback.correct(next(gradients))
             vector = compressor.compress(corrected)
-            feedback.keep(corrected, vector, None)
+            feedback.settle(corrected, vector, None, vector)
+            feedback.commit()
             total[vector.indices] += vector.values
             votes[vector.indices] += 1
         aggregate = SparseVector(np.flatnonzero(votes), total[votes > 0], length)

@@ -2,6 +2,8 @@ import re
 
 import numpy as np
 import pytest
+import scipy.sparse
+from devices import cupy_for_tests, there
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
@@ -58,6 +60,17 @@ ONE = np.ones(1)
         (([-1], ONE, 4), ValueError, "index -1 is out of range"),
         (([0, 2**32 + 1, 3], np.ones(3), 4), ValueError, "index 4294967297 is out of range"),  # would wrap to 1
         ((np.array([2**63], np.uint64), ONE, 2**62), ValueError, "index 9223372036854775808 is out of range"),
+        (
+            ([3, 1], [1.0, 2.0], 4),
+            ValueError,
+            "got 2 indices, the first 3 and the last 1: expected strictly",
+        ),
+        (([2, 2], [1.0, 2.0], 4), ValueError, "SparseVector.from_entries sorts entries and adds up repeated ones"),
+        (
+            ([1, 2, 2, 3], np.ones(4), 9),
+            ValueError,
+            "got 4 indices, the first 1 and the last 3: expected strictly",
+        ),
     ],
 )
 def test_the_constructor_says_what_it_got(arguments, error, message):
@@ -254,3 +267,102 @@ def test_within_keeps_the_entries_where_another_vector_has_one(sizes):
     found, expected = within(vector, other), np.isin(supports[0], supports[1])
     assert found.indices.tolist() == supports[0][expected].tolist()
     assert found.values.tolist() == vector.values[expected].tolist()
+
+
+@given(st.one_of(sparse_vectors(), sparse_vectors(width=3)), st.sampled_from([np.float16, np.float32, np.float64]))
+@pytest.mark.parametrize("scale", [1.0, -0.5, np.float32(3)])
+def test_add_to_adds_in_place_and_rounds_once(scale, vector, dtype):
+    values = np.round(vector.values.astype(np.float64) % 64)
+    vector = SparseVector(vector.indices, values.astype(vector.dtype), vector.length)
+    shape = (vector.length, *vector.values.shape[1:])
+    array = np.random.default_rng(0).integers(-64, 65, shape).astype(dtype)
+    expected = (array + np.float64(scale) * vector.to_dense().astype(np.float64)).astype(dtype)
+    assert vector.add_to(array, scale=scale) is None
+    assert array.dtype == dtype
+    np.testing.assert_array_equal(array, expected)
+
+
+def test_add_to_takes_any_shape_and_updates_parameters():
+    parameters = np.ones((2, 3), np.float32)
+    SparseVector([1, 5], [2.0, 4.0], 6).add_to(parameters, scale=-0.25)
+    assert parameters.tolist() == [[1, 0.5, 1], [1, 1, 0]]
+    SparseVector.empty(6).add_to(parameters)
+    SparseVector.empty(0).add_to(np.empty((0, 3)))
+    half = np.full(1, 2048, np.float16)
+    SparseVector([0], [1.5], 1).add_to(half)  # 1.5 in float16 first, or the sum in float16, would round twice
+    assert half.tolist() == [2050]
+
+
+def test_add_to_a_torch_tensor_changes_the_tensor():
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(2, 3, requires_grad=True)
+    SparseVector([1, 5], [2.0, 4.0], 6).add_to(tensor, scale=0.5)
+    assert tensor.tolist() == [[0, 1, 0], [0, 0, 2]]
+    with pytest.raises(TypeError, match="bfloat16"):
+        SparseVector([1], [2.0], 6).add_to(tensor.bfloat16())
+
+
+def read_only_array():
+    array = np.zeros(6)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "message"),
+    [
+        (np.zeros(5), ValueError, r"the array has shape \(5,\): expected 6 values"),
+        (np.zeros((6, 6), order="F")[:, 0].reshape(6), None, ""),
+        (np.zeros(12)[::2], ValueError, "C order"),
+        (np.zeros((3, 2)).T, ValueError, "C order"),
+        (read_only_array(), ValueError, "NumPy may not write to"),
+        (np.zeros(6, int), TypeError, "values are int64: expected float16, float32 or float64"),
+        ([0.0] * 6, TypeError, "expected an array"),
+    ],
+)
+def test_add_to_refuses_what_it_cannot_write_to(array, error, message):
+    vector = SparseVector([1, 5], [2.0, 4.0], 6)
+    if error is None:
+        vector.add_to(array)
+        return
+    with pytest.raises(error, match=message):
+        vector.add_to(array)
+    assert not np.any(array)
+
+
+def test_add_to_looks_at_rows_scale_and_order():
+    rows = SparseVector([1], [[1.0, 2.0]], 3)
+    with pytest.raises(ValueError, match=r"the array has shape \(6,\): expected shape \(3, 2\)"):
+        rows.add_to(np.zeros(6))
+    for scale in (np.nan, np.inf, "2", None):
+        with pytest.raises(ValueError, match=r"scale is .*: expected a finite number"):
+            rows.add_to(np.zeros((3, 2)), scale)
+    array = np.zeros(9)
+    with pytest.raises(ValueError, match=r"indices\[2\] is 2 and follows 3"):
+        SparseVector(np.array([1, 3, 2, 4], np.int32), np.ones(4), 9).add_to(array)
+    assert not array.any()
+
+
+def test_add_to_on_a_device():
+    cupy = cupy_for_tests()
+    vector, array = SparseVector([1, 5], np.array([2, 4], np.float32), 6), cupy.zeros((2, 3), np.float32)
+    there(vector, cupy).add_to(array, scale=0.5)
+    assert array.get().tolist() == [[0, 1, 0], [0, 0, 2]]
+    with pytest.raises(TypeError, match="the array is on a device and the vector in main memory: expected both in one"):
+        vector.add_to(array)
+    with pytest.raises(TypeError, match="the array is in main memory and the vector on a device"):
+        there(vector, cupy).add_to(np.zeros(6, np.float32))
+
+
+def test_sparse_matrices_are_refused_with_the_remedy():
+    matrix = scipy.sparse.csr_array(np.array([[0, 2.0, 0, 3.0]]))
+    for call in (
+        SparseVector.from_dense,
+        lambda m: SparseVector([1], m, 4),
+        lambda m: SparseVector.from_entries(m, [1.0], 4),
+    ):
+        with pytest.raises(TypeError, match=r"expected a dense array; .*take SparseVector\(m.indices, m.data, m.shape"):
+            call(matrix)
+    matrix.sum_duplicates()
+    vector = SparseVector(matrix.indices, matrix.data, matrix.shape[1])
+    np.testing.assert_array_equal(vector.to_dense(), matrix.toarray()[0])

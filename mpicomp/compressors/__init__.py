@@ -1,11 +1,17 @@
-"""Compressors: a dense gradient in, the entries that travel out. One file a method, one small protocol."""
+"""Compressors: a dense gradient in, the entries that are sent out. One file a method; `base` declares the contract."""
 
 from mpicomp.compressors.adacomp import AdaComp
 from mpicomp.compressors.aggregation_aware import AggregationAware
-from mpicomp.compressors.common import Report
-from mpicomp.compressors.cyclic_leader import CyclicLeader
+from mpicomp.compressors.base import (
+    Check,
+    Compressor,
+    Report,
+    Wrapper,
+    check_compressor,
+    expect_integer,
+    expect_number,
+)
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.protocol import Compressor
 from mpicomp.compressors.quantised import Quantised, quantise
 from mpicomp.compressors.random_k import BlockRandomK, RandomK
 from mpicomp.compressors.sampled import SampledTopK, WarmUp
@@ -18,8 +24,8 @@ __all__ = [
     "AdaComp",
     "AggregationAware",
     "BlockRandomK",
+    "Check",
     "Compressor",
-    "CyclicLeader",
     "Dense",
     "GaussianK",
     "MSTopK",
@@ -32,5 +38,9 @@ __all__ = [
     "Threshold",
     "TopK",
     "WarmUp",
+    "Wrapper",
+    "check_compressor",
+    "expect_integer",
+    "expect_number",
     "quantise",
 ]

@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, namespace
-from mpicomp.compressors.common import Report, finite_vector, mean_and_largest, placed
+from mpicomp.compressors.base import Compressor, Report
+from mpicomp.compressors.common import finite_vector, mean_and_largest, placed
 from mpicomp.vector import SparseVector
 
 
-class AdaComp:
+class AdaComp(Compressor):
     """Select adaptively in bins of consecutive entries, and send one magnitude.
 
     bin_size: entries in a bin, 1 to 16384, else ValueError. The paper takes 50 for convolutions and 500 for fully
     connected and recurrent layers.
     """
 
-    looks_at_gradient = True
+    needs_gradient = True
 
     def __init__(self, bin_size: int = 50) -> None:
         if isinstance(bin_size, bool) or not isinstance(bin_size, int | np.integer) or not 1 <= bin_size <= 16384:
             raise ValueError(f"bin_size is {bin_size!r}: expected an integer from 1 to 16384")
         self.bin_size = int(bin_size)
-        self.report: Report | None = None
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the selected entries, all of one magnitude; see `Compressor.compress`.
@@ -61,6 +61,3 @@ class AdaComp:
         vector = placed(positions, values, dense.size)
         self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))
         return vector
-
-    def __repr__(self) -> str:
-        return f"AdaComp({self.bin_size})"

@@ -19,6 +19,20 @@ from mpicomp.vector import SparseVector
 METRICS = ("support", "recency", "votes", "magnitude", "quota")
 
 
+def _check_bonus(compressor: "AggregationAware", array: Array | None) -> Array | None:
+    """Return a loaded bonus, None where there is none; see `mpicomp.compressors.base.Check`."""
+    if array is None:
+        return None
+    held, most = compressor._bonus, np.inf if compressor.metric == "magnitude" else 1
+    if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
+        raise ValueError("a vector of float32 or float64")
+    if held is not None and (held.size, held.dtype) != (array.size, array.dtype):
+        raise ValueError(f"{held.size} values of {held.dtype} as in the last aggregate; reset() first to change that")
+    if not (np.isfinite(array).all() and (array >= 0).all() and (array <= most).all()):
+        raise ValueError(f"finite values from 0 to {most}")
+    return array.copy()
+
+
 class AggregationAware(Density):
     """Select by magnitude and by what the last aggregates had.
 
@@ -34,7 +48,8 @@ class AggregationAware(Density):
     with every aggregate. Before the first one it is exact top-k.
     """
 
-    remembers = ("_bonus",)
+    state = {"_bonus": _check_bonus}
+    observes = True
 
     def __init__(
         self,
@@ -49,9 +64,9 @@ class AggregationAware(Density):
         super().__init__(density, k=k)
         if metric not in METRICS:
             raise ValueError(f"metric is {metric!r}: expected one of {list(METRICS)}")
-        if not (weight >= 0 and 0 <= decay <= 1 and 0 <= quota <= 1):
+        if not (0 <= weight < np.inf and 0 <= decay <= 1 and 0 <= quota <= 1):
             raise ValueError(f"got weight={weight}, decay={decay}, quota={quota}: expected >= 0, 0 to 1, and 0 to 1")
-        self.metric, self.weight, self.decay, self.quota = metric, weight, decay, quota
+        self.metric, self.weight, self.decay, self.quota = metric, float(weight), float(decay), float(quota)
         self._bonus: Array | None = None  # of each position, before the weight
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
@@ -83,9 +98,17 @@ class AggregationAware(Density):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k entries of the largest scores; see `Compressor.compress`."""
         dense = finite_vector(corrected)
-        if self._bonus is not None and self._bonus.size != dense.size:
-            raise ValueError(f"corrected has {dense.size} values: expected {self._bonus.size} as in the last aggregate")
+        self._check_fit(dense)
         return self.reported(at_positions(dense, self._positions(dense)))
+
+    def _check_fit(self, dense: Array) -> None:
+        """Raise ValueError unless the last aggregate, observed or loaded, is one of vectors such as this."""
+        if self._bonus is None:
+            return
+        if self._bonus.size != dense.size:
+            raise ValueError(f"corrected has {dense.size} values: expected {self._bonus.size} as in the last aggregate")
+        if self._bonus.dtype != np.promote_types(dense.dtype, np.float32):
+            raise ValueError(f"corrected is {dense.dtype}: the last aggregate was kept in {self._bonus.dtype}")
 
     def _inside(self, k: int) -> int:
         """Return how many places are for what was in the last aggregate: below a quota of 1 not all of them."""

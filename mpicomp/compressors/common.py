@@ -1,48 +1,37 @@
 """What several compressors share: the density that is asked for, and picking entries of a dense vector."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import kernels_for, nonzero, to_vector
+from mpicomp.compressors.base import Compressor, Report
 from mpicomp.vector import SparseVector, index_dtype, top_k
 
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the last call did.
-
-    target, achieved: densities. threshold: of the magnitude, None where the method has none. rounds: of its search.
-    nbytes: of the indices and values that it returned, as they are in memory (a message may be smaller:
-    `mpicomp.codec.encoded_nbytes`).
-    """
-
-    target: float
-    achieved: float
-    nbytes: int
-    threshold: float | None = None
-    rounds: int = 1
-
-
 def check_density(density: Any, remedy: str = "") -> None:
-    """Raise ValueError unless this is a share of the entries, 0 < density <= 1."""
+    """Raise ValueError unless this is a fraction of the entries: a float, 0 < density <= 1."""
+    if isinstance(density, bool | np.bool_) or (isinstance(density, int | np.integer) and density == 1):
+        raise ValueError(
+            f"density is {density!r} of type {type(density).__name__}: expected a float, 0 < density <= 1; write "
+            "density=1.0 to send every entry, or k=1 to send one"
+        )
     if not (isinstance(density, int | float | np.number) and 0 < density <= 1):
         raise ValueError(f"density is {density!r}: expected 0 < density <= 1 (0.001 sends about a thousandth{remedy})")
 
 
-def check_number(name: str, number: Any) -> None:
-    """Raise ValueError unless this is an integer of at least 1."""
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 1 <= number < 2**63:
-        raise ValueError(f"{name} is {number!r}: expected an integer of at least 1, below 2^63")
+def check_number(name: str, number: Any, least: int = 1) -> None:
+    """Raise ValueError unless this is an integer of at least `least`."""
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not least <= number < 2**63:
+        raise ValueError(f"{name} is {number!r}: expected an integer of at least {least}, below 2^63")
 
 
-class Density:
-    """How many entries are to travel: a share of the length, or a number.
+class Density(Compressor):
+    """Base of compressors that select a given number of entries: a fraction of the length, or a count.
 
     Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1. Raises ValueError when both or
     none are given, or when one is out of range.
@@ -55,8 +44,8 @@ class Density:
             check_density(density, "; or give k=")
         else:
             check_number("k", k)
-        self.density, self.k = density, k
-        self.report: Report | None = None
+        self.density = None if density is None else float(density)
+        self.k = None if k is None else int(k)
 
     def count(self, length: int) -> int:
         """Return how many entries of a vector of `length` are to travel."""
@@ -70,10 +59,6 @@ class Density:
         """Note what a call did, and return its vector."""
         self.report = Report(self.share(vector.length), vector.density, vector.nbytes, threshold, rounds)
         return vector
-
-    def __repr__(self) -> str:
-        asked = f"density={self.density}" if self.k is None else f"k={self.k}"
-        return f"{type(self).__name__}({asked})"
 
 
 def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, float]:
@@ -108,13 +93,22 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
 
     Where that leaves none of a vector that has one, the largest comes instead: a message is not empty for nothing.
     """
-    kernels = kernels_for(dense)
-    values = kernels.gather(dense, positions)
+    return _without_zeros(dense, positions, kernels_for(dense).gather(dense, positions))
+
+
+def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
+    """Return what `add_above` found in a sum as `at_positions` does; ValueError where the sum is not finite."""
+    if not np.isfinite(values).all():  # they count as the largest, so that they are here if there are any
+        kernels_for(dense).raise_not_finite(dense)
+    return _without_zeros(dense, positions, values)
+
+
+def _without_zeros(dense: Array, positions: Array, values: Array) -> SparseVector:
     kept = nonzero(values)
     if not kept.all():
         positions, values = positions[kept], values[kept]
     if not positions.size:
-        positions, values = kernels.largest(dense, 1)
+        positions, values = kernels_for(dense).largest(dense, 1)
     return placed(positions, values, dense.size)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.base import Compressor, Wrapper
 from mpicomp.compressors.common import mean_and_largest
-from mpicomp.compressors.protocol import Compressor
 from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
@@ -71,7 +71,7 @@ def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVecto
     )
 
 
-class Quantised:
+class Quantised(Wrapper):
     """Compress by another compressor, then quantise what it selects.
 
     compressor: any. form: "float16", "bfloat16" or "sign", else ValueError. Feedback keeps the error, because it keeps
@@ -79,14 +79,20 @@ class Quantised:
     """
 
     def __init__(self, compressor: Compressor, form: str) -> None:
+        super().__init__(compressor)
         quantise(SparseVector.empty(0), form)
-        self.compressor, self.form = compressor, form
+        self.form = form
         self.error: SparseVector | None = None
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the quantised entries; see `Compressor.compress`."""
-        quantised, self.error = quantise(self.compressor.compress(corrected, gradient=gradient), self.form)
-        return quantised
+        return self._quantised(self.compressor.compress(corrected, gradient=gradient))
 
-    def __repr__(self) -> str:
-        return f"Quantised({self.compressor!r}, {self.form!r})"
+    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
+        """See `Compressor.compress_sum`; the inner compressor does it."""
+        return self._quantised(self.compressor.compress_sum(residual, gradient, out))
+
+    def _quantised(self, vector: SparseVector) -> SparseVector:
+        quantised, self.error = quantise(vector, self.form)
+        self.report = self.compressor.report
+        return quantised

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import beside
+from mpicomp.compressors.base import expect_integer
 from mpicomp.compressors.common import Array, Density, all_at, at_positions, check_number, finite_vector
 from mpicomp.vector import SparseVector, without_zeros
 
@@ -28,7 +29,7 @@ class RandomK(Density):
     `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
     """
 
-    remembers = ("step",)
+    state = {"step": expect_integer(0)}
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class RandomK(Density):
         aligned: bool = False,
     ) -> None:
         super().__init__(density, k=k)
-        self.seed, self.unbiased, self.aligned, self.step = seed, unbiased, aligned, 0
+        check_number("seed", seed, 0)
+        self.seed, self.unbiased, self.aligned, self.step = int(seed), bool(unbiased), bool(aligned), 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries at this step's positions; see `Compressor.compress`."""
@@ -87,7 +89,7 @@ class BlockRandomK(RandomK):
     ) -> None:
         super().__init__(density, k=k, seed=seed, unbiased=unbiased, aligned=aligned)
         check_number("block", block)
-        self.block = block
+        self.block = int(block)
 
     def probability(self, length: int) -> float:
         """Return with which probability a block is drawn, and so each of its positions."""

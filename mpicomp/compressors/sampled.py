@@ -10,12 +10,23 @@ start of the sample comes from a generator of the object's own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from mpicomp.compressors.common import Density, at_or_above, check_density, check_number, finite_vector, trimmed
+from mpicomp.arrays import kernels_for
+from mpicomp.compressors.base import Array, Compressor, Wrapper, expect_integer
+from mpicomp.compressors.common import (
+    Density,
+    at_or_above,
+    check_density,
+    check_number,
+    entries_found,
+    finite_vector,
+    trimmed,
+)
 from mpicomp.vector import SparseVector
 
 _STRIDE = 100
@@ -28,24 +39,46 @@ class SampledTopK(Density):
     density or k: see `Density`. seed: of the places where the samples start; ranks may have different ones.
     """
 
-    remembers = ("step",)
+    state = {"step": expect_integer(0)}
 
     def __init__(self, density: float | None = None, *, k: int | None = None, seed: int = 0) -> None:
         super().__init__(density, k=k)
-        self.seed, self.step = seed, 0
+        check_number("seed", seed, 0)
+        self.seed, self.step = int(seed), 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return what reaches the threshold of a sample; see `Compressor.compress`."""
         dense = finite_vector(corrected)
-        k = self.count(dense.size)
-        if k >= dense.size:
+        if self.count(dense.size) >= dense.size:
             return self.reported(SparseVector.from_dense(dense))
-        stride = max(1, min(_STRIDE, dense.size // 2))
-        start = int(np.random.default_rng([self.seed, self.step]).integers(stride))
-        sample = np.abs(dense[start::stride]).astype(np.float64)
-        rank = min(sample.size, math.ceil(sample.size * self.share(dense.size)))
-        threshold = float(np.partition(sample, sample.size - rank)[sample.size - rank])
-        rounds, vector = 1, at_or_above(dense, threshold)
+        threshold = self._threshold(dense[self._places(dense.size)], dense.size)
+        return self._enough(dense, at_or_above(dense, threshold), threshold)
+
+    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
+        """See `Compressor.compress_sum`; one pass, and one more for each lower threshold."""
+        places = self._places(out.size)
+        with np.errstate(all="ignore"):
+            sample = residual[places] + gradient[places]
+        if self.count(out.size) >= out.size or not np.isfinite(sample).all():
+            return super().compress_sum(residual, gradient, out)
+        threshold = self._threshold(sample, out.size)
+        found = kernels_for(out).add_above(residual, gradient, out, threshold)
+        return self._enough(out, entries_found(out, *found), threshold)
+
+    def _places(self, length: int) -> slice:
+        """Return where this step's sample of a vector of `length` is."""
+        stride = max(1, min(_STRIDE, length // 2))
+        return slice(int(np.random.default_rng([self.seed, self.step]).integers(stride)), None, stride)
+
+    def _threshold(self, sample: Array, length: int) -> float:
+        """Return the magnitude that as large a share of the sample reaches as is asked for of a vector of `length`."""
+        magnitudes = np.abs(sample).astype(np.float64)
+        rank = min(magnitudes.size, math.ceil(magnitudes.size * self.share(length)))
+        return float(np.partition(magnitudes, magnitudes.size - rank)[magnitudes.size - rank])
+
+    def _enough(self, dense: Array, vector: SparseVector, threshold: float) -> SparseVector:
+        """Return what reaches the threshold, or a lower one where that is too little; count the step."""
+        rounds, k = 1, self.count(dense.size)
         while vector.nnz < _LEAST * k and threshold > 0 and rounds <= _RETRIES:
             threshold *= _LOWER
             rounds, vector = rounds + 1, at_or_above(dense, threshold)
@@ -53,7 +86,7 @@ class SampledTopK(Density):
         return self.reported(trimmed(vector, k) if vector.nnz > _MOST * k else vector, threshold, rounds)
 
 
-class WarmUp:
+class WarmUp(Wrapper):
     """Step a compressor through a list of densities: the paper's warm-up.
 
     compressor: any with a `density`. densities: one for each stage; the last one stays. calls: of each stage. Raises
@@ -61,12 +94,17 @@ class WarmUp:
     quantise what this returns: `Quantised(WarmUp(...), "float16")`.
     """
 
-    remembers = ("step",)
+    state = {"step": expect_integer(0)}
 
     def __init__(
-        self, compressor: Any, densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001), *, calls: int = 1
+        self,
+        compressor: Compressor,
+        densities: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004, 0.001),
+        *,
+        calls: int = 1,
     ) -> None:
-        if not len(densities) or getattr(compressor, "density", None) is None:
+        super().__init__(compressor)
+        if not len(densities) or compressor.density is None:
             raise ValueError(
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
                 "compressor made with density="
@@ -74,15 +112,25 @@ class WarmUp:
         check_number("calls", calls)
         for density in densities:
             check_density(density)
-        self.compressor, self.densities, self.calls, self.step = compressor, list(densities), calls, 0
+        self.densities, self.calls, self.step = list(map(float, densities)), int(calls), 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Compress at the density of this step; see `Compressor.compress`."""
-        stage = min(self.step // self.calls, len(self.densities) - 1)
-        self.compressor.density = self.densities[stage]
-        vector: SparseVector = self.compressor.compress(corrected, gradient=gradient)
-        self.step += 1
-        return vector
+        with self._stage():
+            return self.compressor.compress(corrected, gradient=gradient)
 
-    def __repr__(self) -> str:
-        return f"WarmUp({self.compressor!r}, {self.densities}, calls={self.calls})"
+    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
+        """See `Compressor.compress_sum`; the inner compressor does it at the density of this step."""
+        with self._stage():
+            return self.compressor.compress_sum(residual, gradient, out)
+
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Give the inner compressor the density of this step for one call, and count the call when it succeeds."""
+        asked = self.compressor.density
+        self.compressor.density = self.densities[min(self.step // self.calls, len(self.densities) - 1)]
+        try:
+            yield
+        finally:
+            self.compressor.density = asked
+        self.step, self.report = self.step + 1, self.compressor.report

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import kernels_for, namespace, to_vector
-from mpicomp.compressors.common import Report, check_density, check_number, placed
+from mpicomp.compressors.base import Compressor, Report, expect_integer, expect_number
+from mpicomp.compressors.common import check_density, check_number, placed
 from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
@@ -47,7 +48,32 @@ _GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
 _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
 
 
-class SIDCo:
+_MOST_STAGES = 64  # more than the published adaptation takes at any density above 1e-19
+
+
+def _check_correction(compressor: "SIDCo", array: Array | None) -> float:
+    """Return a loaded factor of the controller; see `mpicomp.compressors.base.Check`."""
+    return float(expect_number(*(_LIMITS if compressor.adaptation == "control" else (1, 1)))(compressor, array))
+
+
+def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
+    """Return a loaded number of stages; see `mpicomp.compressors.base.Check`."""
+    limits = 1, max(_MOST_STAGES, compressor.stages)
+    own = compressor.stages, compressor.stages
+    return int(expect_integer(*(limits if compressor.adaptation == "published" else own))(compressor, array))
+
+
+def _check_ratios(compressor: "SIDCo", array: Array | None) -> list[float]:
+    """Return the loaded ratios of achieved to target; see `mpicomp.compressors.base.Check`."""
+    most = _PERIOD - 1 if compressor.adaptation == "published" else 0
+    if array is None or array.ndim != 1 or array.size > most or array.dtype != np.float64:
+        raise ValueError(f"a list of at most {most} numbers (float64)")
+    if not (np.isfinite(array).all() and (array > 0).all()):
+        raise ValueError("finite numbers above 0")
+    return [float(ratio) for ratio in array]
+
+
+class SIDCo(Compressor):
     """Select by a threshold from a fitted distribution: about density n entries of n.
 
     density: 0 < density <= 1. distribution: of the magnitudes, "exponential" (fastest), "gamma" (needs SciPy; the
@@ -57,14 +83,15 @@ class SIDCo:
     calls, as the paper does, and sticks at one stage on heavy tails; None leaves the fit alone.
 
     The state is that of one tensor: use one object for each. `correction` is what the controller multiplies the density
-    by, `stages` the number of stages in use, `report` the `Report` of the last call, None before any: its rounds are
-    the stages fitted. None is fitted to a vector of zeros, nor to one whose squares overflow: there the selection is
-    exact.
+    by, `current_stages` the number of stages in use, `report` the `Report` of the last call, None before any: its
+    rounds are the stages fitted. None is fitted to a vector of zeros, nor to one whose squares overflow: there the
+    selection is exact.
 
     Raises ValueError for a setting out of range.
     """
 
-    remembers = ("correction", "stages", "_ratios")
+    state = {"correction": _check_correction, "current_stages": _check_stages, "_ratios": _check_ratios}
+    density: float
 
     def __init__(
         self,
@@ -81,8 +108,7 @@ class SIDCo:
             raise ValueError(f"adaptation is {adaptation!r}: expected one of {ADAPTATIONS}")
         self.density, self.distribution = float(density), distribution
         self.stages, self.adaptation = int(stages), adaptation
-        self.correction = 1.0
-        self.report: Report | None = None
+        self.current_stages, self.correction = self.stages, 1.0
         self._ratios: list[float] = []  # achieved over target, since the stages were last looked at
 
     def count(self, length: int) -> int:
@@ -103,9 +129,6 @@ class SIDCo:
             wanted = min(nonzeros, self.count(dense.size))  # there are no more, whatever the threshold
             self._adapt(values.size / wanted)
         return vector
-
-    def __repr__(self) -> str:
-        return f"SIDCo({self.density}, {self.distribution!r}, stages={self.stages}, adaptation={self.adaptation!r})"
 
     def _select(self, dense: Array) -> tuple[Array, Array, float, int, int]:
         """Return positions, values, the threshold, the number of stages that gave it, and how many are not zero."""
@@ -155,7 +178,7 @@ class SIDCo:
 
     def _shares(self, length: int, nonzeros: float) -> list[float]:
         """Return the share that each stage lets through of what the stage before it did."""
-        return _shares(self.density * self.correction * length / max(1, nonzeros), self.stages)
+        return _shares(self.density * self.correction * length / max(1, nonzeros), self.current_stages)
 
     def _adapt(self, ratio: float) -> None:
         """Learn from the last call. ratio: entries selected over entries wanted."""
@@ -171,7 +194,8 @@ class SIDCo:
     def _change_stages(self, ratio: float) -> None:
         """Drop a stage where too many entries were selected, add one where too few."""
         step = (ratio < 1 - _TOLERANCE) - (ratio > 1 + _TOLERANCE)
-        self.stages = min(max(1, self.stages + step), max(1, math.ceil(math.log2(1 / self.density))))
+        most = max(1, math.ceil(math.log2(1 / self.density)))
+        self.current_stages = min(max(1, self.current_stages + step), most)
 
 
 def _shares(share: float, stages: int) -> list[float]:

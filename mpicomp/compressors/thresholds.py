@@ -74,7 +74,7 @@ class MSTopK(Density):
     def __init__(self, density: float | None = None, *, k: int | None = None, rounds: int = 25) -> None:
         super().__init__(density, k=k)
         check_number("rounds", rounds)
-        self.rounds = rounds
+        self.rounds = int(rounds)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return k entries, or all that are not zero where there are fewer; see `Compressor.compress`."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, to_vector
-from mpicomp.compressors.common import Density, placed
+from mpicomp.compressors.common import Array, Density, placed
 from mpicomp.vector import SparseVector
 
 
@@ -30,8 +30,13 @@ class TopK(Density):
         corrected: an array of any shape, taken in C order; float16, float32 or float64.
         """
         dense = to_vector(corrected)
-        kernels = kernels_for(dense)
-        positions, values = kernels.largest(dense, self.count(dense.size))
+        return self._found(dense, *kernels_for(dense).largest(dense, self.count(dense.size)))
+
+    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
+        """See `Compressor.compress_sum`; one pass adds and selects."""
+        return self._found(out, *kernels_for(out).add_largest(residual, gradient, out, self.count(out.size)))
+
+    def _found(self, dense: Array, positions: Array, values: Array) -> SparseVector:
         if not np.isfinite(values).all():  # they count as the largest, so one of them is here if there is any
-            kernels.raise_not_finite(dense)
+            kernels_for(dense).raise_not_finite(dense)
         return self.reported(placed(positions, values, dense.size))

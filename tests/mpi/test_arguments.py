@@ -8,10 +8,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import scipy.sparse
 from cases import assert_same_bits, bring
 from mpi4py import MPI
 
 from collectives import (
+    GradientExchange,
     SupportPlan,
     allreduce,
     dense_allreduce,
@@ -23,7 +25,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from mpicomp import CollectiveError, DamagedMessageError, ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp import CollectiveError, DamagedMessageError, ErrorFeedback, SparseVector, TopK
 
 LENGTH = 100
 
@@ -43,13 +45,27 @@ BAD_VECTORS = {
     "below the range": (sparse([3, -1, 9]), ValueError, "indices[1] is -1: expected 0 <= index < length = 100"),
     "nan": (sparse([3, 5], [1, np.nan]), ValueError, "values[1] is nan: expected finite values"),
     "infinite": (sparse([3, 5], [-np.inf, 1]), ValueError, "values[0] is -inf: expected finite values"),
-    "dense array": (np.ones(LENGTH), TypeError, "vector is ndarray: expected a SparseVector"),
+    "dense array": (
+        np.ones(LENGTH),
+        TypeError,
+        "vector is ndarray: expected a SparseVector, not a dense array; compress it first: TopK(",
+    ),
+    "SciPy's sparse matrix": (
+        scipy.sparse.csr_array(np.eye(1, 9)),
+        TypeError,
+        "take SparseVector(m.indices, m.data, m.sh",
+    ),
     "nothing": (None, TypeError, "vector is NoneType: expected a SparseVector"),
     "failed before": (OverflowError("the loss scaler overflowed"), OverflowError, "the loss scaler overflowed"),
 }
 # keyword arguments of one rank that are bad in themselves
 BAD_KEYWORDS = {
-    "k below 0": ({"k": -1}, ValueError, "k is -1: expected 0 <= k < "),
+    "k below 0": ({"k": -1}, ValueError, "k is -1: expected 1 <= k < "),
+    "k of 0": (
+        {"k": 0},
+        ValueError,
+        "k is 0: expected 1 <= k < 9223372036854775808; from a density take max(1, round(",
+    ),
     "k no integer": ({"k": 2.5}, TypeError, "k is 2.5: expected an integer"),
     "codec": ({"codec": "zip"}, ValueError, "codec is 'zip': expected one of ['auto', 'plain', 'quick', 'smallest']"),
     "algorithm": (
@@ -141,13 +157,13 @@ def test_arguments_that_differ_between_ranks(comm, row):
 def test_k_may_be_any_integer_type(comm):
     result, _ = gtopk_allreduce(SOUND, comm, k=np.int64(2))
     assert result.indices.tolist() == [3, 5]
-    with pytest.raises(CollectiveError, match="k must be the same on all ranks, got 0 on rank 0"):
-        gtopk_allreduce(SOUND, comm, k=np.int64(comm.rank))
+    with pytest.raises(CollectiveError, match="k must be the same on all ranks, got 1 on rank 0"):
+        gtopk_allreduce(SOUND, comm, k=np.int64(1 + comm.rank))
 
 
 def test_every_rank_different_and_every_rank_bad(comm):
     with pytest.raises(CollectiveError) if comm.size > 1 else pytest.raises(ValueError, match="k is -1"):
-        gtopk_allreduce(SOUND, comm, k=comm.rank if comm.size > 1 else -1)
+        gtopk_allreduce(SOUND, comm, k=1 + comm.rank if comm.size > 1 else -1)
     with pytest.raises(ValueError, match="expected finite values"):
         gtopk_allreduce(BAD_VECTORS["nan"][0], comm)
 

@@ -1,0 +1,359 @@
+"""The contract of a compressor: state that is loaded, snapshots, sums, wrappers, and what is no compressor."""
+
+import copy
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    BlockRandomK,
+    Compressor,
+    Dense,
+    ErrorFeedback,
+    GaussianK,
+    MSTopK,
+    Quantised,
+    RandomK,
+    RedSync,
+    SampledTopK,
+    SIDCo,
+    SparseVector,
+    Threshold,
+    TopK,
+    WarmUp,
+    Wrapper,
+)
+from mpicomp.compressors import check_compressor, expect_number
+
+LENGTH = 1000
+EVERY = {
+    "TopK": lambda: TopK(0.1),
+    "Dense": lambda: Dense(),
+    "Threshold": lambda: Threshold(0.5),
+    "RandomK": lambda: RandomK(0.1, seed=3),
+    "BlockRandomK": lambda: BlockRandomK(k=50, block=4, aligned=True),
+    "SampledTopK": lambda: SampledTopK(0.1, seed=3),
+    "WarmUp": lambda: WarmUp(RandomK(0.1), [0.9, 0.1], calls=2),
+    "RedSync": lambda: RedSync(0.1),
+    "GaussianK": lambda: GaussianK(0.1),
+    "MSTopK": lambda: MSTopK(0.1),
+    "AdaComp": lambda: AdaComp(50),
+    "SIDCo": lambda: SIDCo(0.01),
+    "SIDCo as published": lambda: SIDCo(0.01, "pareto", 3, "published"),
+    "SIDCo without adaptation": lambda: SIDCo(0.01, adaptation=None),
+    **{
+        f"AggregationAware {metric}": (lambda metric=metric: AggregationAware(0.1, metric=metric))
+        for metric in ("support", "recency", "votes", "magnitude", "quota")
+    },
+    "Quantised": lambda: Quantised(WarmUp(SIDCo(0.01), [0.5, 0.01]), "bfloat16"),
+    "Quantised AggregationAware": lambda: Quantised(AggregationAware(0.1), "float16"),
+}
+compressors = pytest.mark.parametrize("name", EVERY)
+
+
+def gradient(step, length=LENGTH):
+    return np.random.default_rng(step).standard_normal(length).astype(np.float32)
+
+
+def take_step(compressor, step):
+    dense = gradient(step)
+    vector = compressor.compress(dense, gradient=dense)
+    if compressor.observes:
+        compressor.observe(vector, np.ones(vector.nnz))
+    return vector
+
+
+def used(name, steps=3):
+    compressor = EVERY[name]()
+    for step in range(steps):
+        take_step(compressor, step)
+    return compressor
+
+
+def same(one, other):
+    """Say whether two states, or the attributes of two chains, hold the same values."""
+    return one.keys() == other.keys() and all(
+        np.array_equal(np.asarray(one[key]), np.asarray(other[key])) for key in one
+    )
+
+
+def altered(value):
+    """Yield values that are not what a saved state has there, or hardly so."""
+    size = np.size(value)
+    yield from (np.array("text"), np.array(None), np.array({}), np.array(True), np.array(1j), b"bytes", [[1], [2, 3]])
+    yield from (np.array(bad) for bad in (-1, -1.5, 0.5, np.nan, np.inf, -np.inf, 1e300, 10**12, 2**63, 2**64 - 1))
+    yield from (np.empty(0), np.empty((0, 3)), np.zeros(size + 1), np.ones(size + 7), np.ones((size, 1)), np.ones(5))
+    yield from (np.full(size, bad) for bad in (np.nan, -1.0, 1e300, 3))
+    for dtype in (np.float16, np.float32, np.float64, np.int8, np.int64, np.uint64, np.complex64, str, object):
+        yield np.asarray(value).astype(dtype)
+        yield np.asarray(value).astype(dtype).reshape(1, -1)
+
+
+def check_load(compressor, state):
+    """Check that a state is refused and nothing changes, or that the next step works with it."""
+    before, attributes = compressor.state_dict(), copy.deepcopy([vars(part) for part in compressor.chain()])
+    try:
+        compressor.load_state_dict(state)
+    except ValueError:
+        assert same(compressor.state_dict(), before)
+        assert repr([vars(part) for part in compressor.chain()]) == repr(attributes)
+        return False
+    try:
+        with np.errstate(all="raise"):
+            take_step(compressor, 9).validate()
+    except ValueError as error:  # the length is known with the first gradient only
+        return not re.match("corrected (has|is) .* the last aggregate", str(error))
+    for key, array in compressor.state_dict().items():
+        assert array.dtype == before.get(key, array).dtype, key
+    return True
+
+
+@compressors
+def test_a_saved_state_continues_bit_for_bit(name):
+    whole, first, second = used(name, 7), used(name, 3), EVERY[name]()
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 7):
+        vector = take_step(second, step)
+    assert same(second.state_dict(), whole.state_dict())
+    expected = take_step(whole, 7)
+    vector = take_step(second, 7)
+    assert vector.indices.tobytes() == expected.indices.tobytes()
+    assert vector.values.tobytes() == expected.values.tobytes()
+
+
+@compressors
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_altered_state_is_refused_or_works(name, steps):
+    sound = used(name).state_dict()
+    for key, value in sound.items():
+        accepted = 0
+        for bad in altered(value):
+            accepted += check_load(used(name, steps), {**sound, key: bad})
+        assert accepted <= 12, f"{accepted} altered values of {key} were accepted"
+        check_load(used(name, steps), {other: sound[other] for other in sound if other != key})
+    for more in ("0.other", "9.step", "step", ""):
+        assert not check_load(used(name, steps), {**sound, more: np.array(1)})
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_aggregate_of_another_length_or_dtype_is_refused_before_anything_changes(steps):
+    for other in (np.ones(LENGTH + 1, np.float32), np.ones(LENGTH)):
+        compressor = used("AggregationAware support", steps)
+        if steps:
+            with pytest.raises(ValueError, match=r"as 0._bonus: expected 1000 values of float32 as in the last aggr"):
+                compressor.load_state_dict({"0._bonus": other})
+        else:
+            compressor.load_state_dict({"0._bonus": other})
+            with pytest.raises(ValueError, match=r"corrected (has 1000 values|is float32)"):
+                compressor.compress(gradient(0))
+            compressor.reset()
+        compressor.compress(gradient(0))
+
+
+def test_the_error_names_the_value_and_what_was_expected():
+    with pytest.raises(ValueError, match=re.escape("the state has array(-1) as 0.step: expected an integer from 0 to")):
+        RandomK(0.1).load_state_dict({"0.step": np.array(-1)})
+    with pytest.raises(ValueError, match=r"the state has nothing as 0.step: expected an integer"):
+        RandomK(0.1).load_state_dict({})
+    published = SIDCo(0.1, adaptation="published")
+    with pytest.raises(ValueError, match=r"float64 of shape \(5,\) as 0._ratios: expected a list of at most 4"):
+        published.load_state_dict({**published.state_dict(), "0._ratios": np.ones(5)})
+
+
+@compressors
+def test_a_failed_step_is_undone_by_a_snapshot(name):
+    compressor = used(name)
+    before = compressor.state_dict()
+    attributes, snapshot = [dict(vars(part)) for part in compressor.chain()], compressor.snapshot()
+    take_step(compressor, 3)
+    compressor.restore(snapshot)
+    assert same(compressor.state_dict(), before)
+    assert [vars(part) for part in compressor.chain()] == attributes
+
+
+@compressors
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_compress_sum_is_compress_of_the_sum(name, dtype):
+    one, other = EVERY[name](), EVERY[name]()
+    for step in range(3):
+        residual, new = (gradient(10 * step + each).astype(dtype) for each in range(2))
+        out = np.empty(LENGTH, dtype)
+        vector = one.compress_sum(residual, new, out)
+        assert out.tobytes() == (residual + new).tobytes()
+        expected = other.compress(out, gradient=new)
+        assert vector.indices.tobytes() == expected.indices.tobytes()
+        assert vector.values.tobytes() == expected.values.tobytes()
+        assert one.report == other.report
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("make", [lambda: TopK(0.001), lambda: Threshold(4.0), lambda: SampledTopK(0.001, seed=1)])
+def test_one_pass_over_a_long_vector_selects_the_same(make, dtype):
+    """As long as the fused kernels want it; a sample that misleads, zeros, and what is not finite too."""
+    residual, new = (np.random.default_rng(each).standard_t(3, 3_000_000).astype(dtype) for each in range(2))
+    misleading = new.copy()
+    misleading[::100] = 1e6
+    for gradient in (new, misleading, -residual):
+        one, other, out = make(), make(), np.empty_like(new)
+        found, expected = one.compress_sum(residual, gradient, out), other.compress(residual + gradient)
+        assert out.tobytes() == (residual + gradient).tobytes()
+        assert found.indices.tobytes() == expected.indices.tobytes()
+        assert found.values.tobytes() == expected.values.tobytes()
+        assert one.report == other.report
+    new[[1_234_567, 2_000_000]] = np.nan
+    with pytest.raises(ValueError, match=r"values\[1234567\] is nan: expected finite values"):
+        make().compress_sum(residual, new, np.empty_like(new))
+
+
+@compressors
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_compress_sum_names_what_is_not_finite_and_changes_nothing(name, bad):
+    compressor = used(name)
+    before, residual, new = compressor.state_dict(), gradient(5), gradient(6)
+    new[[123, 777]] = bad
+    with pytest.raises(ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")):
+        compressor.compress_sum(residual, new, np.empty(LENGTH, np.float32))
+    assert same(compressor.state_dict(), before)
+
+
+@compressors
+def test_what_is_compressed_may_be_read_only(name):
+    dense = gradient(0)
+    dense.flags.writeable = False
+    expected = EVERY[name]().compress(gradient(0), gradient=gradient(0))
+    assert EVERY[name]().compress(dense, gradient=dense).indices.tolist() == expected.indices.tolist()
+
+
+@compressors
+def test_the_repr_is_complete_and_does_not_change(name):
+    settings = repr(EVERY[name]())
+    assert repr(used(name)) == settings
+    assert repr(copy.deepcopy(used(name))) == settings
+    assert same(eval(settings).state_dict(), EVERY[name]().state_dict())
+
+
+def test_settings_that_differ_show():
+    pairs = [
+        (TopK(0.1), TopK(0.2)),
+        (RandomK(0.1), RandomK(0.1, seed=1)),
+        (RandomK(0.1), RandomK(0.1, unbiased=True)),
+        (BlockRandomK(0.1), BlockRandomK(0.1, block=2)),
+        (MSTopK(0.1), MSTopK(0.1, rounds=3)),
+        (AggregationAware(0.1), AggregationAware(0.1, decay=0.5)),
+        (AggregationAware(0.1), AggregationAware(0.1, quota=0.5)),
+        (WarmUp(RandomK(0.1)), WarmUp(RandomK(0.1, seed=1))),
+        (Quantised(TopK(0.1), "sign"), Quantised(TopK(0.1), "float16")),
+    ]
+    for one, other in pairs:
+        assert repr(one) != repr(other)
+    assert repr(RandomK(np.float64(0.5), seed=np.int64(3))) == repr(RandomK(0.5, seed=3))
+    assert repr(SampledTopK(k=3)) == "SampledTopK(k=3, seed=0)"
+
+
+def test_a_wrapper_is_as_its_innermost():
+    for inner, names in ((AdaComp(), ["needs_gradient"]), (AggregationAware(0.1), ["observes"]), (TopK(0.1), [])):
+        outer = Quantised(Wrapper(inner), "float16")
+        assert [each for each in ("needs_gradient", "observes", "communicates") if getattr(outer, each)] == names
+        assert outer.chain() == [outer, outer.compressor, inner]
+    outer = Quantised(AggregationAware(0.1), "float16")
+    outer.observe(SparseVector([3], [1.0], 9))
+    assert outer.compressor._bonus.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0]
+    outer.reset()
+    assert outer.compressor._bonus is None
+
+
+def test_a_warm_up_leaves_the_density_as_it_was():
+    warm = WarmUp(TopK(0.1), [1.0, 0.5], calls=1)
+    assert [warm.compress(np.ones(10)).nnz for _ in range(3)] == [10, 5, 5]
+    assert warm.compressor.density == 0.1
+    with pytest.raises(ValueError, match="finite"):
+        warm.compress(np.full(3, np.nan))
+    assert (warm.compressor.density, warm.step) == (0.1, 3)
+
+
+class Decaying(Compressor):
+    """A compressor as a user writes one."""
+
+    state = {"threshold": expect_number(0, 1)}
+
+    def __init__(self, threshold, *options, **more):
+        self.threshold = threshold
+
+    def compress(self, corrected, *, gradient=None):
+        vector = SparseVector.from_dense(np.where(np.abs(corrected) >= self.threshold, corrected, 0))
+        self.threshold *= 0.5
+        return vector
+
+
+def test_a_compressor_of_ones_own():
+    own = Quantised(Decaying(1.0), "float16")
+    assert own.compress_sum(np.ones(3), np.array([0.0, -2, -0.4]), np.empty(3)).indices.tolist() == [0, 1]
+    assert {name: array.tolist() for name, array in own.state_dict().items()} == {"1.threshold": 0.5}
+    for bad in (2, -1, np.nan, "x", [0.5]):
+        with pytest.raises(ValueError, match=r"as 1\.threshold: expected a finite number from 0 to 1"):
+            own.load_state_dict({"1.threshold": np.array(bad)})
+    own.load_state_dict({"1.threshold": np.array(0.25)})
+    assert own.compressor.threshold == 0.25
+    assert repr(own) == "Quantised(compressor=Decaying(threshold=0.25), form='float16')"
+    with pytest.raises(NotImplementedError, match=r"Compressor has no compress\(corrected"):
+        Compressor().compress(np.ones(3))
+
+
+def test_the_example_of_the_documentation_works():
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "compressors.md").read_text()
+    names = {}
+    exec(re.search(r"## A compressor of your own\n.*?```python\n(.*?)```", text, re.DOTALL).group(1), names)
+    example = names["EveryOther"](4)
+    feedback = ErrorFeedback()
+    for step in range(5):
+        corrected = feedback.correct(np.arange(8.0))
+        sent = example.compress_sum(corrected, np.zeros(8), np.empty(8))
+        assert sent.indices.tolist() == [step % 4, step % 4 + 4]
+        feedback.settle(corrected, sent, None, sent)
+        feedback.commit()
+    twin = names["EveryOther"](4)
+    twin.load_state_dict(example.state_dict())
+    assert (twin.step, repr(twin)) == (5, "EveryOther(stride=4)")
+    with pytest.raises(ValueError, match=r"values\[0\] is nan"):
+        twin.compress(np.full(8, np.nan))
+    assert twin.step == 5
+    with pytest.raises(ValueError, match=r"as 0\.step: expected an integer from 0"):
+        twin.load_state_dict({"0.step": np.array(-1)})
+
+
+def test_writing_to_what_is_compressed_raises():
+    class Writing(Compressor):
+        def compress(self, corrected, *, gradient=None):
+            corrected[0] = 0
+            return SparseVector.from_dense(corrected)
+
+    with pytest.raises(ValueError, match="read-only"):
+        Writing().compress_sum(np.ones(3), np.ones(3), np.empty(3))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (TopK, r"compressor is the class TopK: expected an object of it, such as TopK\(...\)"),
+        (
+            lambda dense: dense,
+            "compressor is the function .*: expected .* a class that derives from mpicomp",
+        ),
+        (None, r"compressor is None: expected a compressor such as TopK\(density=0.01\)"),
+        (0.1, "compressor is 0.1: expected a compressor such as"),
+    ],
+)
+def test_what_is_no_compressor_is_refused_with_the_remedy(bad, message):
+    for call in (check_compressor, Wrapper, lambda bad: Quantised(bad, "sign"), WarmUp):
+        with pytest.raises(TypeError, match=message):
+            call(bad)
+
+
+def test_attributes_are_declared_and_not_guessed():
+    folder = pathlib.Path(__file__).parent.parent / "mpicomp" / "compressors"
+    guessed = re.compile(r"hasattr\(|getattr\([^()]*,[^()]*,")
+    assert sum(len(guessed.findall(path.read_text())) for path in folder.glob("*.py")) <= 1
