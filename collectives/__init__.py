@@ -7,7 +7,9 @@ ranks, as MPI asks of its own collectives.
 
 from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
+from collectives.cyclic_leader import CyclicLeader
 from collectives.dense import dense_allreduce, dense_iallreduce
+from collectives.exchange import GradientExchange
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
 from collectives.profiles import ProfileError
@@ -15,12 +17,16 @@ from collectives.progress import Request, configure
 from collectives.recovery import agree, saving, shrink
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
+from collectives.statistics import Statistics
 from collectives.transport import Traffic, traffic
 from collectives.warming import warm_up
 
 __all__ = [
+    "CyclicLeader",
+    "GradientExchange",
     "ProfileError",
     "Request",
+    "Statistics",
     "SupportPlan",
     "Traffic",
     "agree",

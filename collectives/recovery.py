@@ -4,7 +4,7 @@ To go on takes an MPI that survives the death of a rank (ULFM): Open MPI 5, unde
 then raise `RankFailedError` on all ranks that live, `shrink` returns a communicator of these, and with it
 `GradientExchange.continue_on` goes on with the residuals that they hold:
 
-    exchange = GradientExchange(comm, ..., agree=collectives.agree)
+    exchange = GradientExchange(comm, ...)
     try:
         mean = exchange(gradient)
     except RankFailedError:

@@ -1,6 +1,6 @@
-"""What one rank does to its own gradient: compress it, keep the rest, put the result back. Imports no MPI.
+"""What one rank does to its own gradient: compress it, and keep the rest. Imports no MPI.
 
-The collectives that the compressed gradients travel by are in the package `collectives`.
+What the ranks do together, `GradientExchange` and the collectives, is in the package `collectives`.
 """
 
 from mpicomp.compressors import (
@@ -8,7 +8,6 @@ from mpicomp.compressors import (
     AggregationAware,
     BlockRandomK,
     Compressor,
-    CyclicLeader,
     Dense,
     GaussianK,
     MSTopK,
@@ -21,6 +20,7 @@ from mpicomp.compressors import (
     Threshold,
     TopK,
     WarmUp,
+    Wrapper,
     quantise,
 )
 from mpicomp.errors import (
@@ -31,7 +31,6 @@ from mpicomp.errors import (
     DamagedMessageError,
     RankFailedError,
 )
-from mpicomp.exchange import GradientExchange, Statistics
 from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead, TwoWay
 from mpicomp.vector import SparseVector
 
@@ -47,13 +46,11 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
     "Compressor",
-    "CyclicLeader",
     "DamagedMessageError",
     "Dense",
     "ErrorFeedback",
     "Feedback",
     "GaussianK",
-    "GradientExchange",
     "MSTopK",
     "MomentumCorrection",
     "NoFeedback",
@@ -65,11 +62,11 @@ __all__ = [
     "SIDCo",
     "SampledTopK",
     "SparseVector",
-    "Statistics",
     "StepAhead",
     "Threshold",
     "TopK",
     "TwoWay",
     "WarmUp",
+    "Wrapper",
     "quantise",
 ]

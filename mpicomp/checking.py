@@ -1,7 +1,8 @@
 """The debug mode, MPICOMP_CHECK=1: what both packages need for it.
 
 What is promised of a sum is checked by its mass: the plain sum in float64, and one with a weight for each position,
-which an entry that went astray changes too. `collectives.checking` checks operations, `mpicomp.exchange.checked` steps.
+which an entry that went astray changes too. `collectives.checking` checks operations, `collectives.ledger`
+steps.
 """
 
 import math

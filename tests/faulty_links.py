@@ -126,8 +126,8 @@ def results(comm, length):
 
 def exchanged(comm, length):
     """Yield the means of some steps with error feedback, by two codecs and with quantised values, and the residuals."""
-    from collectives import dense_iallreduce, gtopk_allreduce, sparse_iallreduce
-    from mpicomp import ErrorFeedback, GradientExchange, Quantised, TopK
+    from collectives import GradientExchange, gtopk_allreduce, sparse_iallreduce
+    from mpicomp import ErrorFeedback, Quantised, TopK
 
     for label, compressor, collective in (
         ("gtopk, plain", TopK(0.01), partial(gtopk_allreduce, codec="plain")),
@@ -138,7 +138,7 @@ def exchanged(comm, length):
         for step in range(STEPS):
             yield f"exchange {label}, step {step}", exchange(gradient(comm.rank, step, length))
         yield f"exchange {label}, residual", exchange.feedback.residual
-    exchange = GradientExchange(comm, TopK(0.01), ErrorFeedback(), sparse_iallreduce, dense=dense_iallreduce)
+    exchange = GradientExchange(comm, TopK(0.01), ErrorFeedback(), sparse_iallreduce)
     for step in range(STEPS):
         whole = gradient(comm.rank, step, length)
         means = exchange({"weight": whole[100:], "bias": whole[:100]})

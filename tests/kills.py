@@ -177,12 +177,11 @@ class Worker:
     """A rank that checks every sum, and keeps account of its exchange."""
 
     def __init__(self, comm, collectives, name):
-        from mpicomp import ErrorFeedback, GradientExchange, TopK
+        from collectives import GradientExchange
+        from mpicomp import ErrorFeedback, TopK
 
         self.comm, self.collectives, self.me, self.ranks = comm, collectives, comm.rank, list(range(comm.size))
-        self.exchange = GradientExchange(
-            comm, TopK(k=9), ErrorFeedback(), named(collectives, name), average=False, agree=collectives.agree
-        )
+        self.exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), named(collectives, name), average=False)
         self.number = 0
 
     def gradient(self, rank, number):

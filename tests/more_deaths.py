@@ -14,9 +14,9 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from collectives import recovery
+from collectives import GradientExchange, recovery
 from collectives.rounds import Rounds
-from mpicomp import ErrorFeedback, GradientExchange, RankFailedError, TopK
+from mpicomp import ErrorFeedback, RankFailedError, TopK
 
 
 def die(*given):
@@ -51,9 +51,7 @@ def recovered(comm, exchange):
 def main():
     comm = MPI.COMM_WORLD.Dup()
     me, given = comm.rank, np.ones(20)
-    exchange = GradientExchange(
-        comm, TopK(k=9), ErrorFeedback(), collectives.gtopk_allreduce, average=False, agree=collectives.agree
-    )
+    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collectives.gtopk_allreduce, average=False)
     exchange(given)
     collectives.configure(timeout=20.0)
     dies(me, exchange)

@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import (
-    dense_iallreduce,
+    GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -28,7 +28,7 @@ from collectives import (
     traffic,
 )
 from collectives.progress import _engine
-from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, TopK
+from mpicomp import CollectiveError, ErrorFeedback, TopK
 
 LENGTH = 200
 COLLECTIVES = gtopk_allreduce, sparse_allreduce, sparse_iallreduce, sparse_allgather
@@ -51,7 +51,7 @@ def exchanges(comm):
     """Return ways to exchange a vector: of each collective as one array, and as two named ones."""
 
     def named(collective):
-        exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective, dense=dense_iallreduce, small=50)
+        exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective, small=50)
         return lambda gradient: exchange({"weight": gradient, "bias": gradient[:7]})["weight"]
 
     ones = [GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective) for collective in COLLECTIVES]

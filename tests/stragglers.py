@@ -12,7 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from mpicomp import CollectiveTimeoutError, ErrorFeedback, GradientExchange, TopK
+from collectives import GradientExchange
+from mpicomp import CollectiveTimeoutError, ErrorFeedback, TopK
 
 WORLD, DEADLINE = MPI.COMM_WORLD, 0.5
 

@@ -16,8 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
+from collectives import GradientExchange
 from collectives.recovery import endpoint_if_any
-from mpicomp import ErrorFeedback, GradientExchange, RankFailedError, TopK
+from mpicomp import ErrorFeedback, RankFailedError, TopK
 
 LENGTH, STEPS = 600, 12
 DEATHS = {4: (3, "before"), 3: (6, "during"), 0: (9, "after")}  # rank: in which step, and when
@@ -51,7 +52,7 @@ def main():
     comm = MPI.COMM_WORLD.Dup()
     me, came, slowest = comm.rank, np.zeros(LENGTH), 0.0
     collective = getattr(collectives, sys.argv[2])
-    exchange = GradientExchange(comm, TopK(k=20), ErrorFeedback(), collective, average=False, agree=collectives.agree)
+    exchange = GradientExchange(comm, TopK(k=20), ErrorFeedback(), collective, average=False)
     named = 0
     while exchange.steps < STEPS:
         step, (when, how) = exchange.steps, DEATHS.get(me, (-1, ""))

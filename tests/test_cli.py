@@ -16,6 +16,7 @@ from collectives.cli.bench.data import FAMILIES, draw
 from collectives.cli.bench.overlap import Link
 from collectives.cli.bench.progress import progress
 from collectives.cli.bench.settings import positive
+from collectives.cli.bench.timing import Prepared, taking_turns
 from mpicomp import AdaComp, SIDCo, SparseVector
 
 
@@ -76,8 +77,54 @@ def test_bench_kernels_prints_a_table_and_writes_json(capsys, tmp_path):
 def test_bench_exchange_compares_with_the_dense_allreduce(capsys):
     assert main(["bench", "exchange", "--length", "50000", "--density", "0.1", "0.01", "--repeats", "2"]) == 0
     table = capsys.readouterr().out
-    assert table.count("MPI_Allreduce") == 14
+    assert table.startswith(f"{info.library_and_version(MPI.Get_library_version())}, 1 rank ")
+    assert table.count("MPI_Allreduce") == 26
     assert "0.01 selection, sparse_allreduce" in table
+    assert "0.01 GradientExchange residual in place, sparse mean" in table
+
+
+def test_bench_exchange_of_a_model_has_its_tensors_beside_one_vector(capsys, tmp_path):
+    file = tmp_path / "rows.json"
+    assert (
+        main(["bench", "exchange", "--tensors", "gpt", "--density", "0.01", "--repeats", "1", "--json", str(file)]) == 0
+    )
+    about = json.loads(file.read_text())
+    assert about["length"] == 3_225_665
+    assert about["MPI"] in capsys.readouterr().out
+    assert [row["name"].partition(" ")[2] for row in about["rows"]] == [
+        "54 tensors, sparse means",
+        "54 tensors, means in out=",
+        "54 tensors, new dense means",
+        "one vector residual in place, sparse mean",
+        "one vector, sparse mean",
+        "one vector, mean in out=",
+        "one vector, new dense mean",
+    ]
+
+
+def test_what_is_prepared_before_a_turn_is_not_timed():
+    seen = []
+    call = Prepared(lambda: seen.append("call"), lambda: seen.append("prepare"))
+
+    def around(call):
+        seen.append("clock")
+        call()
+        return 1.0
+
+    assert taking_turns([call], 2, around) == [[1.0, 1.0]]
+    assert seen == ["call", *["prepare", "clock", "call"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("described", "found"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI user@host, Sep 16, 2026\0", "Open MPI v5.0.11"),
+        ("MPICH Version:      5.0.2\nMPICH Release date: unreleased\n", "MPICH Version: 5.0.2"),
+        ("Intel(R) MPI Library 2021.17 for Linux* OS\n", "Intel(R) MPI Library 2021.17 for Linux* OS"),
+    ],
+)
+def test_the_mpi_library_is_named_in_one_line(described, found):
+    assert info.library_and_version(described) == found
 
 
 def test_bench_overlap_compares_with_a_step_that_waits(capsys):

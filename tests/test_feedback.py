@@ -4,10 +4,19 @@ import weakref
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from mpicomp import ErrorFeedback, GradientExchange, NoFeedback, SparseVector, TopK
+from collectives import GradientExchange
+from mpicomp import ErrorFeedback, NoFeedback, SparseVector, TopK, TwoWay
 
-World = types.SimpleNamespace(size=1)
+World = MPI.COMM_SELF
+
+
+def settle(feedback, gradient, sent, rejected=None):
+    """Take a step of a feedback method, whose mean is what was sent."""
+    corrected = feedback.correct(gradient)
+    feedback.settle(corrected, sent, rejected, sent)
+    feedback.commit()
 
 
 def alone(vector, comm):
@@ -31,7 +40,7 @@ def test_the_residual_is_what_was_not_applied():
 def test_correct_changes_neither_the_gradient_nor_the_residual():
     feedback = ErrorFeedback()
     sent = SparseVector([1], [2.0], 3)
-    feedback.keep(feedback.correct(np.array([1.0, 2.0, 3.0])), sent, None)
+    settle(feedback, np.array([1.0, 2.0, 3.0]), sent)
     gradient = np.ones(3)
     for _ in range(2):
         assert feedback.correct(gradient).tolist() == [2, 1, 4]
@@ -39,15 +48,15 @@ def test_correct_changes_neither_the_gradient_nor_the_residual():
     assert gradient.tolist() == [1, 1, 1]
 
 
-def test_values_that_travel_rounded_leave_their_error_behind():
+def test_values_that_are_sent_rounded_leave_their_error_behind():
     feedback = ErrorFeedback()
-    feedback.keep(feedback.correct(np.array([1.25, 5.0])), SparseVector([0], [1.0], 2), SparseVector([1], [3.0], 2))
+    settle(feedback, np.array([1.25, 5.0]), SparseVector([0], [1.0], 2), SparseVector([1], [3.0], 2))
     assert feedback.residual.tolist() == [0.25, 8.0]
 
 
 def test_another_size_or_dtype_is_refused():
     feedback = ErrorFeedback()
-    feedback.keep(feedback.correct(np.ones(3)), SparseVector.empty(3, np.float64), None)
+    settle(feedback, np.ones(3), SparseVector.empty(3, np.float64))
     for other in (np.ones(4), np.ones(3, np.float32)):
         with pytest.raises(ValueError, match="use one ErrorFeedback for each tensor"):
             feedback.correct(other)
@@ -77,9 +86,13 @@ def test_a_failed_call_leaves_the_residual_and_reports_the_error_to_the_collecti
         exchange(np.array([4.0, np.nan]))
     assert isinstance(reported[1], ValueError)
     assert exchange.feedback.residual.tolist() == [0, 1]
-    with pytest.raises(ValueError, match="got an empty list"):
+
+
+def test_a_list_that_is_none_is_named():
+    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), alone)
+    with pytest.raises(ValueError, match="got a list of arrays, and it is empty: expected at least one array"):
         exchange([])
-    with pytest.raises(TypeError, match="expected one dtype in a list"):
+    with pytest.raises(TypeError, match="got float32 in numpy's memory and float64 in numpy's memory in one list"):
         exchange([np.ones(1), np.ones(1, np.float32)])
     with pytest.raises(TypeError, match=r"item 1 of the list: got builtins\.NoneType"):
         exchange([np.ones(1), None])
@@ -87,7 +100,7 @@ def test_a_failed_call_leaves_the_residual_and_reports_the_error_to_the_collecti
 
 def test_the_residual_is_a_read_only_view():
     feedback = ErrorFeedback()
-    feedback.keep(feedback.correct(np.ones(3)), SparseVector.empty(3, np.float64), None)
+    settle(feedback, np.ones(3), SparseVector.empty(3, np.float64))
     with pytest.raises(ValueError, match="read-only"):
         feedback.residual[0] = 5
 
@@ -108,8 +121,8 @@ def test_a_sum_out_of_range_raises_and_leaves_the_residual():
 
 
 def test_float16_parts_are_added_up_in_float32():
-    parts = [SparseVector([0], np.array([6e4], np.float16), 2)] * 2
-    exchange = GradientExchange(types.SimpleNamespace(size=2), TopK(k=1), NoFeedback(), lambda vector, comm: parts)
+    parts = [SparseVector([0], np.array([value], np.float16), 2) for value in (6e4, 6e4, -6e4)]
+    exchange = GradientExchange(World, TopK(k=1), NoFeedback(), lambda vector, comm: parts)
     mean = exchange(np.array([6e4, 0], np.float16))
     assert mean.dtype == np.float16
     assert mean.tolist() == [np.float16(6e4), 0]
@@ -132,29 +145,37 @@ def test_a_failed_call_does_not_hold_the_gradient():
         gc.enable()
 
 
+class Alike:
+    """A compressor in all but its base class."""
+
+    def compress(self, corrected, *, gradient=None):
+        return TopK(k=1).compress(corrected)
+
+
 @pytest.mark.parametrize(
-    ("place", "part", "message"),
+    ("name", "part", "message"),
     [
-        (0, None, "comm is None: expected an mpi4py communicator"),
-        (1, TopK, "compressor is the class TopK: expected an object, a compressor such as"),
-        (1, 0.01, "compressor is 0.01: expected a compressor such as TopK"),
-        (1, ErrorFeedback(), "expected a compressor such as TopK"),
-        (2, ErrorFeedback, "feedback is the class ErrorFeedback: expected an object, ErrorFeedback"),
-        (2, None, "feedback is None: expected ErrorFeedback"),
-        (3, "gtopk", "collective is 'gtopk': expected a collective such as gtopk_allreduce"),
+        ("comm", None, "comm is NoneType: expected an mpi4py intracommunicator such as MPI.COMM_WORLD"),
+        ("comm", types.SimpleNamespace(size=1), "comm is SimpleNamespace: expected an mpi4py intracommunicator"),
+        ("compressor", TopK, r"compressor is the class TopK: expected an object of it, such as TopK\(\.\.\.\)"),
+        ("compressor", 0.01, "compressor is 0.01: expected a compressor such as TopK"),
+        ("compressor", ErrorFeedback(), "expected a compressor such as TopK"),
+        ("compressor", Alike(), "Alike object at .*: expected a compressor such as TopK"),
+        ("feedback", ErrorFeedback, "feedback is the class ErrorFeedback: expected an object such as ErrorFeedback"),
+        ("feedback", TopK(k=1), r"feedback is TopK\(k=1\): expected an .*derives from mpicomp\.Feedback"),
+        ("collective", "gtopk", "collective is 'gtopk': expected a collective such as sparse_allreduce"),
+        ("downlink", TopK(k=1), r"downlink is TopK\(k=1\): expected an object such as TwoWay"),
+        ("downlink", TwoWay, "downlink is <class .*TwoWay.*: expected an object such as TwoWay"),
     ],
 )
-def test_a_wrong_part_is_named_at_once(place, part, message):
-    parts = [types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), alone]
-    parts[place] = part
+def test_a_wrong_part_is_named_at_once(name, part, message):
+    parts = {"comm": World, "compressor": TopK(k=1), "feedback": ErrorFeedback(), "collective": alone} | {name: part}
     with pytest.raises(TypeError, match=message):
-        GradientExchange(*parts)
+        GradientExchange(**parts)
 
 
 def test_a_collective_that_returns_no_sum_is_named():
-    exchange = GradientExchange(
-        types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), lambda vector, comm: object()
-    )
+    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), lambda vector, comm: object())
     with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector"):
         exchange(np.ones(2))
 
@@ -164,5 +185,5 @@ def test_an_object_with_nothing_but_the_array_interface():
         def __init__(self, array):
             self.array, self.__array_interface__ = array, array.__array_interface__
 
-    exchange = GradientExchange(types.SimpleNamespace(size=1), TopK(k=1), ErrorFeedback(), alone)
+    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), alone)
     assert exchange(Bare(np.array([[1.0, 3.0]]))).tolist() == [[0, 3]]

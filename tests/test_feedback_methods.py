@@ -26,6 +26,7 @@ LENGTH = 40
 METHODS = {
     "none": NoFeedback,
     "error feedback": ErrorFeedback,
+    "in place": partial(ErrorFeedback, in_place=True),
     "momentum": partial(MomentumCorrection, 0.5),
     "whole momentum": partial(MomentumCorrection, 1.0),
     "nesterov": partial(MomentumCorrection, 0.5, nesterov=True),
@@ -37,7 +38,8 @@ METHODS = {
     "EF21, momentum": partial(EF21, 0.5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-every_keeping_method = pytest.mark.parametrize("method", list(METHODS.values())[1:], ids=list(METHODS)[1:])
+STATEFUL = {name: method for name, method in METHODS.items() if name not in ("none", "in place")}
+every_keeping_method = pytest.mark.parametrize("method", STATEFUL.values(), ids=STATEFUL)
 
 
 def integers(step, rank=0, dtype=np.float64):
@@ -49,7 +51,7 @@ def normal(step, rank=0, dtype=np.float64):
 
 
 def dense(vector):
-    return np.zeros(LENGTH) if vector is None else vector.to_dense().astype(np.float64)
+    return vector.to_dense().astype(np.float64)
 
 
 def one_step(feedback, gradient, compressor, reject=0):
@@ -59,8 +61,15 @@ def one_step(feedback, gradient, compressor, reject=0):
     before = corrected.astype(np.float64)
     sent = compressor.compress(corrected, gradient=gradient)
     rejected, arrived = sent.divide(np.arange(min(reject, sent.nnz)))
-    feedback.keep(corrected, sent, rejected if reject else None)
-    return before, dense(sent), dense(rejected), feedback.result(arrived)
+    keep(feedback, corrected, sent, rejected if reject else None, arrived)
+    result = feedback.result(arrived)
+    return before, dense(sent), dense(rejected), result.copy() if feedback.has_dense_result else dense(result)
+
+
+def keep(feedback, corrected, sent, rejected=None, mean=None):
+    """End a step; where no mean is given, what was sent is the mean."""
+    feedback.settle(corrected, sent, rejected, sent if mean is None else mean)
+    feedback.commit()
 
 
 def state_of(feedback):
@@ -84,8 +93,7 @@ def test_a_second_correct_gives_the_same_and_changes_nothing(method, dtype):
         assert first.tobytes() == corrected.tobytes()
         assert state_of(feedback) == before
         np.testing.assert_array_equal(gradient, kept)
-        feedback.keep(corrected, TopK(k=5).compress(corrected), None)
-        assert feedback.result(SparseVector.empty(LENGTH, dtype)).dtype == dtype
+        keep(feedback, corrected, TopK(k=5).compress(corrected))
 
 
 @every_method
@@ -207,15 +215,15 @@ def test_misuse_is_named(method):
     feedback, nothing = method(), SparseVector.empty(LENGTH, np.float64)
     corrected = feedback.correct(normal(0))
     with pytest.raises(ValueError, match="got a vector of length 3: expected 40"):
-        feedback.keep(corrected, SparseVector.empty(3, np.float64), None)
-    feedback.keep(corrected, nothing, None)
-    with pytest.raises(RuntimeError, match="keep without correct"):
-        feedback.keep(corrected, nothing, None)
+        feedback.settle(corrected, SparseVector.empty(3, np.float64), None, nothing)
+    keep(feedback, corrected, nothing)
+    with pytest.raises(RuntimeError, match="settle without correct"):
+        feedback.settle(corrected, nothing, None, nothing)
     for change in (lambda: feedback.load_state_dict(feedback.state_dict()), lambda: feedback.rescale(2)):
         corrected = feedback.correct(normal(1))
         change()
-        with pytest.raises(RuntimeError, match="keep without correct"):
-            feedback.keep(corrected, nothing, None)
+        with pytest.raises(RuntimeError, match="settle without correct"):
+            feedback.settle(corrected, nothing, None, nothing)
     for other in (np.ones(4), np.ones(LENGTH, np.float32)):
         message = rf"the gradient is .*: expected float64 of shape \(40,\).*use one {type(feedback).__name__} for each"
         with pytest.raises(ValueError, match=message):
@@ -226,7 +234,7 @@ def test_misuse_is_named(method):
 
 @every_keeping_method
 @pytest.mark.parametrize("other", [np.ones(3, np.float32), np.ones(LENGTH, np.float16), np.ones(LENGTH)])
-def test_before_the_first_keep_a_gradient_may_be_of_another_kind(method, other):
+def test_before_the_first_commit_a_gradient_may_be_of_another_kind(method, other):
     feedback, gradient = method(), integers(0, dtype=np.float32)
     feedback.correct(other)
     corrected = feedback.correct(gradient)
@@ -240,12 +248,14 @@ def test_it_has_no_size_until_it_keeps_something(method):
     assert feedback.size is None
     corrected = feedback.correct(normal(0))
     assert feedback.size is None
-    feedback.keep(corrected, SparseVector.empty(LENGTH, np.float64), None)
+    feedback.settle(corrected, SparseVector.empty(LENGTH, np.float64), None, SparseVector.empty(LENGTH, np.float64))
+    assert feedback.size is None
+    feedback.commit()
     assert feedback.size == LENGTH
 
 
-@every_method
-def test_rescale_scales_what_is_owed_in_gradient_units_and_nothing_else(method):
+@pytest.mark.parametrize("method", [NoFeedback, *STATEFUL.values()], ids=["none", *STATEFUL])
+def test_rescale_scales_residuals_in_gradient_units_and_nothing_else(method):
     feedback = method()
     feedback.rescale(2.0)
     one_step(feedback, integers(0), TopK(k=5))
@@ -275,8 +285,43 @@ def test_a_step_allocates_no_vector(method):
     for step in range(8):
         corrected = feedback.correct(normal(step))
         seen.append(corrected.ctypes.data)
-        feedback.keep(corrected, TopK(k=5).compress(corrected), None)
+        keep(feedback, corrected, TopK(k=5).compress(corrected))
     assert len(set(seen)) <= 2
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("none", "clipped")])
+def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
+    """An entry of another rank comes back to one that has a large one there."""
+    feedback, gradient = METHODS[name](), np.full(LENGTH, 40_000, np.float16)
+    gradient[3:] = 1
+    before, nothing = state_of(feedback), SparseVector.empty(LENGTH, np.float16)
+    back = SparseVector([1], np.array([-45_000 if "EF21" in name else 60_000], np.float16), LENGTH)
+    sent = SparseVector([1], np.array([40_000], np.float16), LENGTH) if "EF21" in name else nothing
+    message = "leaves the range of float16: scale the gradients down, or use float32"
+    with np.errstate(over="ignore"), pytest.raises(OverflowError, match=message):
+        feedback.settle(feedback.correct(gradient), sent, back, nothing)
+    assert state_of(feedback) == before
+    assert np.isfinite(gradient).all()
+    one_step(feedback, np.ones(LENGTH, np.float16), TopK(k=5))
+
+
+def test_in_place_nothing_is_kept_and_the_changes_are_returned():
+    """What is to be added where an entry was sent, then where one came back, also at the same index."""
+    feedback, gradient = ErrorFeedback(in_place=True), np.array([4.0, 1.0, -6.0, 2.0])
+    corrected = feedback.correct(gradient)
+    assert np.shares_memory(corrected, gradient)
+    sent, rejected = SparseVector([0, 2], [4.0, -5.0], 4), SparseVector([0, 3], [4.0, 7.0], 4)
+    for change in feedback.settle(corrected, sent, rejected, sent):
+        assert gradient.tolist() == [4, 1, -6, 2], "the caller writes"
+        corrected = corrected.copy()
+        corrected[change.indices] += change.values
+    feedback.commit()
+    assert corrected.tolist() == [4, 1, -1, 9]
+    assert feedback.residual is None
+    assert feedback.state_dict() == {}
+    assert feedback.size is None
+    with pytest.raises(RuntimeError, match="the residual is in the gradient's own array"):
+        feedback.rescale(2.0)
 
 
 # Momentum correction.
@@ -302,7 +347,7 @@ def test_momentum_correction_follows_its_rule(nesterov, masking, dtype):
 
 @pytest.mark.parametrize("sparse_gradient", [False, True])
 def test_with_dense_momentum_correction_is_plain_momentum_sgd(sparse_gradient):
-    """Also where entries are zero, which never travel."""
+    """Also where entries are zero, which are never sent."""
     feedback, u = MomentumCorrection(0.5), np.zeros(LENGTH)
     for step in range(5):
         g = integers(step) * (np.arange(LENGTH) % 4 == 0 if sparse_gradient else 1)
@@ -313,10 +358,10 @@ def test_with_dense_momentum_correction_is_plain_momentum_sgd(sparse_gradient):
         assert not feedback.residual.any()
 
 
-def test_what_travels_rounded_is_masked_and_leaves_its_error():
+def test_what_is_sent_rounded_is_masked_and_leaves_its_error():
     feedback = MomentumCorrection(0.5)
     corrected = feedback.correct(np.array([1.25, 5.0]))
-    feedback.keep(corrected, SparseVector([0], [1.0], 2), None)
+    keep(feedback, corrected, SparseVector([0], [1.0], 2))
     assert feedback.residual.tolist() == [0.25, 5]
     assert feedback.velocity.tolist() == [0, 5]
 
@@ -327,17 +372,17 @@ def test_with_dense_the_momentum_of_what_came_back_stays():
     np.testing.assert_array_equal(feedback.velocity, np.where(g <= 3, g, 0))
 
 
-def test_what_a_long_vector_owes_at_its_end_has_the_rest_masked():
+def test_what_a_long_vector_keeps_at_its_end_has_the_rest_masked():
     feedback, g = MomentumCorrection(0.5), np.zeros(200_000)
     g[[0, -1]] = 4, 3
-    feedback.keep(feedback.correct(g), SparseVector([0], [4.0], g.size), None)
+    keep(feedback, feedback.correct(g), SparseVector([0], [4.0], g.size))
     assert (feedback.velocity[0], feedback.velocity[-1], feedback.residual[-1]) == (0, 3, 3)
 
 
 def test_what_others_hand_back_to_this_rank_leaves_its_momentum_alone():
     feedback = MomentumCorrection(0.5)
     corrected, sent = feedback.correct(np.array([4.0, 1.0, 6.0])), SparseVector([0, 2], [4.0, 6.0], 3)
-    feedback.keep(corrected, sent, SparseVector([1, 2], [7.0, 6.0], 3))
+    keep(feedback, corrected, sent, SparseVector([1, 2], [7.0, 6.0], 3))
     assert feedback.residual.tolist() == [0, 8, 6]
     assert feedback.velocity.tolist() == [0, 1, 6]
 
@@ -419,7 +464,8 @@ def test_step_ahead_follows_its_rule_also_when_the_rate_changes(momentum, dtype)
 def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gradient():
     feedback = StepAhead(np.float32(0.5))
     assert feedback.state_dict()["rate"].dtype == np.float64
-    assert one_step(feedback, normal(0, dtype=np.float32), TopK(k=5))[-1].dtype == np.float32
+    assert feedback.correct(normal(0, dtype=np.float32)).dtype == np.float32
+    one_step(feedback, normal(0, dtype=np.float32), TopK(k=5))
     for dtype in (np.float16, np.float32, np.float64):
         assert feedback.ahead(np.zeros(LENGTH, dtype)).dtype == dtype
     with pytest.raises(ValueError, match="x has 3 values: expected 40"):
@@ -429,33 +475,42 @@ def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gr
 def test_averaging_is_due_every_period_and_sets_the_residual():
     feedback, due = StepAhead(1.0, averaging_period=3), []
     for step in range(9):
-        one_step(feedback, integers(step), TopK(k=5))
+        corrected, mean = feedback.correct(integers(step)), integers(100 + step)
+        sent, before = TopK(k=5).compress(corrected), state_of(feedback)
+        feedback.settle(corrected, sent, None, sent)
         due.append(feedback.averaging_due)
         if feedback.averaging_due:
-            mean = integers(100 + step)
-            feedback.averaged(mean)
+            np.testing.assert_array_equal(feedback.settled_residual, corrected)
+            feedback.average(mean)
+            assert state_of(feedback) == before, "nothing changes before the commit"
+        feedback.commit()
+        if due[-1]:
             np.testing.assert_array_equal(feedback.residual, mean)
             mean[:] = 0
             assert feedback.residual.any()
             assert not feedback.averaging_due
     assert due == [False, False, True] * 3
-    before = state_of(feedback)
-    for wrong, message in [(np.zeros(3), r"shape \(3,\): expected shape"), (np.full(LENGTH, np.nan), "not finite")]:
-        with pytest.raises(ValueError, match=message):
-            feedback.averaged(wrong)
-    assert state_of(feedback) == before
-    with pytest.raises(ValueError, match="expected no residual yet"):
-        StepAhead(1.0).averaged(np.zeros(3))
 
 
-def test_what_was_corrected_before_an_averaging_is_not_kept():
-    feedback = StepAhead(1.0)
-    one_step(feedback, integers(0), TopK(k=5))
-    corrected = feedback.correct(integers(1))
-    feedback.averaged(integers(2))
-    with pytest.raises(RuntimeError, match="keep without correct"):
-        feedback.keep(corrected, SparseVector.empty(LENGTH, np.float64), None)
-    np.testing.assert_array_equal(feedback.residual, integers(2))
+def test_where_no_mean_of_the_residuals_comes_it_stays_due():
+    feedback = StepAhead(1.0, averaging_period=1)
+    corrected = feedback.correct(integers(0))
+    with pytest.raises(RuntimeError, match="average without settle"):
+        feedback.average(corrected)
+    sent = TopK(k=5).compress(corrected)
+    feedback.settle(corrected, sent, None, sent)
+    for bad in (np.zeros(3), np.full(LENGTH, np.nan)):
+        with pytest.raises(ValueError, match="expected shape"):
+            feedback.average(bad)
+    feedback.commit()
+    np.testing.assert_array_equal(feedback.residual, integers(0) - dense(sent))
+    assert feedback.averaging_due
+    assert feedback.since_averaging == 1
+
+
+def test_methods_without_an_averaging_say_so():
+    with pytest.raises(NotImplementedError, match="ErrorFeedback averages no residuals"):
+        ErrorFeedback().average(np.zeros(3))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -470,15 +525,21 @@ def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size,
     for step in range(40):
         points = [each.ahead(x) for each, _ in ranks]
         gradients = [0.1 * (y - normal(3, rank)) + normal(step, rank) for rank, y in enumerate(points)]
-        arrived = [one_step(each, g, compress) for (each, compress), g in zip(ranks, gradients, strict=True)]
-        mean = SparseVector.from_dense(sum(sent for _, sent, _, _ in arrived) / size)
+        arrived = []
+        for (each, compress), g in zip(ranks, gradients, strict=True):
+            corrected = each.correct(g)
+            sent = compress.compress(corrected)
+            each.settle(corrected, sent, None, sent)
+            arrived.append((corrected, dense(sent)))
+        mean = SparseVector.from_dense(sum(sent for _, sent in arrived) / size)
         if two_way:
-            mean = server.compress(mean)
-            server.keep()
-        if ranks[0][0].averaging_due:
-            owed = sum(each.residual for each, _ in ranks) / size
-            for each, _ in ranks:
-                each.averaged(owed)
+            mean = server.compress_mean(mean)
+            server.commit()
+        kept = sum(corrected for corrected, _ in arrived) / size
+        for each, _ in ranks:
+            if each.averaging_due:
+                each.average(kept)
+            each.commit()
         x = x - mean.to_dense()
         velocity = momentum * velocity + sum(gradients) / size
         virtual = virtual - rate * velocity
@@ -503,18 +564,15 @@ def test_ef21_follows_its_rule_and_all_hold_the_mean_of_what_they_hold_of_each(b
             np.testing.assert_array_equal(corrected, v[rank] - h[rank])
             sent = TopK(k=9).compress(corrected)
             rejected, rest = sent.divide(np.arange(2 * (step % 2)))
-            feedback.keep(corrected, sent, rejected)
             h[rank] += dense(rest)
-            np.testing.assert_array_equal(feedback.local, h[rank])
-            arrived.append(dense(rest))
-        mean = sum(arrived) / size
+            arrived.append((corrected, sent, rejected, dense(rest)))
+        mean = sum(rest for *_, rest in arrived) / size
         aggregate += mean
-        for feedback in ranks:
-            result = feedback.result(SparseVector.from_dense(mean))
-            np.testing.assert_array_equal(result, aggregate)
+        for feedback, (corrected, sent, rejected, _), known in zip(ranks, arrived, h, strict=True):
+            keep(feedback, corrected, sent, rejected, SparseVector.from_dense(mean))
+            np.testing.assert_array_equal(feedback.local, known)
+            np.testing.assert_array_equal(feedback.result(SparseVector.from_dense(mean)), aggregate)
             np.testing.assert_array_equal(feedback.aggregate, h.mean(axis=0))
-            result[:] = 0
-            np.testing.assert_array_equal(feedback.aggregate, aggregate)
             assert feedback.residual is None
 
 
@@ -537,49 +595,52 @@ def test_what_ef21_knows_of_float16_gradients_is_kept_in_float32():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("every", [1, 5])
-def test_the_server_owes_what_it_did_not_pass_on(dtype, every):
+def test_the_server_keeps_what_it_did_not_pass_on(dtype, every):
     """Of dense aggregates, and of sparse ones."""
     servers = [TwoWay(TopK(k=3)) for _ in range(2)]
     given, passed = np.zeros(LENGTH), np.zeros(LENGTH)
     for step in range(5):
         mean = SparseVector.from_dense(integers(step, dtype=dtype) * (np.arange(LENGTH) % every == 0).astype(dtype))
-        results = [server.compress(mean) for server in servers]
+        results = [server.compress_mean(mean) for server in servers]
         assert results[0].indices.tobytes() == results[1].indices.tobytes()
         assert results[0].values.tobytes() == results[1].values.tobytes()
         assert (results[0].nnz, results[0].dtype) == (3, dtype)
         for server in servers:
-            server.keep()
+            server.commit()
         given += dense(mean)
         passed += dense(results[0])
         np.testing.assert_array_equal(passed + servers[0].residual, given)
 
 
-def test_the_server_keeps_nothing_until_it_is_told():
+def test_the_server_keeps_nothing_before_the_commit():
     server = TwoWay(TopK(k=3))
-    server.compress(SparseVector.from_dense(integers(0)))
+    server.compress_mean(SparseVector.from_dense(integers(0)))
     assert server.residual is None
-    server.keep()
+    server.commit()
     before = state_of(server)
-    first, second = (server.compress(SparseVector.from_dense(integers(1))) for _ in range(2))
+    first, second = (server.compress_mean(SparseVector.from_dense(integers(1))) for _ in range(2))
     assert first.values.tobytes() == second.values.tobytes()
     assert state_of(server) == before
     for bad in (SparseVector([1], [np.nan], LENGTH), SparseVector([1], [1.0], 3)):
         with pytest.raises(ValueError, match=r"nan|expected float64 of shape"):
-            server.compress(bad)
-        with pytest.raises(RuntimeError, match="keep without compress"):
-            server.keep()
+            server.compress_mean(bad)
+        with pytest.raises(RuntimeError, match="commit without compress_mean"):
+            server.commit()
     assert state_of(server) == before
     other = TwoWay(TopK(k=3))
     other.load_state_dict(server.state_dict())
+    server.compress_mean(SparseVector.from_dense(integers(1)))
     server.reset()
+    with pytest.raises(RuntimeError, match="commit without compress_mean"):
+        server.commit()
     assert other.residual.tobytes() == before["residual"][2]
     assert server.residual is None
 
 
 def test_a_server_may_compress_by_what_looks_at_the_new_aggregate_alone():
     server, mean = TwoWay(AdaComp(8)), SparseVector.from_dense(integers(0))
-    assert server.compress(mean).nnz == AdaComp(8).compress(integers(0), gradient=integers(0)).nnz
-    server.keep()
+    assert server.compress_mean(mean).nnz == AdaComp(8).compress(integers(0), gradient=integers(0)).nnz
+    server.commit()
     total = server.residual + integers(1)
-    result = server.compress(SparseVector.from_dense(integers(1)))
+    result = server.compress_mean(SparseVector.from_dense(integers(1)))
     assert result.indices.tolist() == AdaComp(8).compress(total, gradient=integers(1)).indices.tolist()

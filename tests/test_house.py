@@ -41,6 +41,51 @@ def test_imports_run_one_way_and_mpi_lives_in_collectives():
         assert not outside, f"{path} imports {outside}"
 
 
+COLLECTIVE_CALLS = re.compile(
+    r"(?i)i?(allgatherv?|allreduce|alltoallv?|barrier|bcast|exscan|gatherv|m?probe|s?send|recv|reduce_scatter|scatterv|"
+    r"sendrecv|waitall)"
+)
+
+
+def test_what_a_rank_does_alone_calls_no_communicator():
+    """No function of mpicomp takes a communicator, and none calls a method that only a communicator has."""
+    for path in (ROOT / "mpicomp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.Lambda):
+                arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                names = {argument.arg for argument in arguments} & {"comm", "communicator"}
+                assert not names, f"{path}:{node.lineno} takes {names}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called = node.func.attr
+                assert not COLLECTIVE_CALLS.fullmatch(called), f"{path}:{node.lineno} calls {called}"
+
+
+def code_of(*folders):
+    """Return the parsed sources of folders, by path."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path: ast.parse(path.read_text()) for path in paths}
+
+
+def test_the_exchange_is_small():
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "collectives" / "exchange").rglob("*.py"))
+    assert lines <= 900
+    trees = code_of("collectives/exchange").values()
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    (exchange,) = (node for node in classes if node.name == "GradientExchange")
+    methods = [node.name for node in exchange.body if isinstance(node, ast.FunctionDef)]
+    assert len(methods) <= 22, methods
+
+
+def test_contracts_are_classes_and_not_guessed_from_attributes():
+    asked = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in code_of("collectives/exchange", "mpicomp/compressors", "mpicomp/feedback").items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr")
+    ]
+    assert len(asked) <= 8, asked
+
+
 def test_no_package_shows_a_name_of_the_other():
     code = "import mpicomp, collectives; print(sorted(set(mpicomp.__all__) & set(collectives.__all__)))"
     assert python(code).strip() == "[]"

@@ -1,13 +1,13 @@
-"""Error feedback: what a rank keeps of its gradient until it travels. One file a method, one small protocol.
+"""Error feedback: what a rank keeps of its gradient until it is sent. One file a method; `base` has the contract.
 
-docs/feedback.md compares the methods. What they share is in `common`.
+docs/feedback.md compares the methods.
 """
 
+from mpicomp.feedback.base import Feedback
 from mpicomp.feedback.ef21 import EF21
 from mpicomp.feedback.error_feedback import ErrorFeedback
 from mpicomp.feedback.momentum_correction import MomentumCorrection
 from mpicomp.feedback.none import NoFeedback
-from mpicomp.feedback.protocol import Feedback
 from mpicomp.feedback.step_ahead import StepAhead
 from mpicomp.feedback.two_way import TwoWay
 

@@ -23,20 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import kernels_for
-from mpicomp.feedback.common import Kept, Layout, wide
-from mpicomp.vector import SparseVector
+from mpicomp.feedback.base import Feedback, Layout, check_range, wide
+from mpicomp.vector import SparseVector, merge
 
 
-class EF21(Kept):
+class EF21(Feedback):
     """Keep h_i, what the others know of this rank's gradient, and h, what all know of the mean.
 
     momentum: b, 0 < b <= 1, else ValueError; 1 is EF21 without momentum. The smaller, the longer v_i remembers.
 
-    The exchange hands out a copy of h, a gradient in full, though only the change travelled. Nothing is owed, so there
+    The exchange hands out a copy of h, a gradient in full, though only the change was sent. There
     is no residual and `rescale` changes nothing. All arrays have the dtype of the gradients, or float32 for float16;
-    means that travel as float16 let h drift all the same: take float32 gradients.
+    means in float16 let h drift all the same: take float32 gradients.
     """
 
+    has_dense_result = True
     _in_gradient_units = ()
 
     def __init__(self, momentum: float = 1.0) -> None:
@@ -47,7 +48,7 @@ class EF21(Kept):
 
     @property
     def residual(self) -> None:
-        """None: what has not travelled is not owed, the next gradient asks for it anew."""
+        """None: what was not sent is not kept, the next gradient asks for it anew."""
         return
 
     @property
@@ -71,20 +72,27 @@ class EF21(Kept):
         np.subtract(target, self._arrays["local"], out=corrected, casting="same_kind")
         return corrected
 
-    def keep(self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None) -> None:
-        """Add sent - rejected to h_i; see `Feedback.keep`."""
-        self._settle(self._arrays["local"], sent, rejected, sign=1)
-        if self.momentum < 1:
-            self._swap("target", self._spares["target"])
+    def settle(
+        self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None, mean: SparseVector
+    ) -> tuple[SparseVector, ...]:
+        """Prepare to add sent - rejected to h_i, and the mean (or the sum) to h; see `Feedback.settle`.
 
-    def result(self, mean: SparseVector, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Add the mean (or the sum) over the ranks to h; return a copy of h in the dtype of the mean, shape (n,)."""
-        aggregate = self._arrays["aggregate"]
-        kernels_for(aggregate).scatter_add(aggregate, mean.indices, mean.values)
-        if out is None:
-            return aggregate.astype(mean.dtype)
-        out[:] = aggregate
-        return out
+        Raises OverflowError where h_i or h leaves the range of the gradients.
+        """
+        local, aggregate = self._arrays["local"], self._arrays["aggregate"]
+        self._check_staged(local.size, sent, rejected, mean)
+        moved = sent if rejected is None else merge(sent, SparseVector(rejected.indices, -rejected.values, local.size))
+        for name, array, change in ("h_i", local, moved), ("h", aggregate, mean):
+            values = kernels_for(array).gather(array, change.indices)
+            values += change.values
+            check_range(values.astype(mean.dtype, copy=False), f"{name} of EF21")
+            self._writes.append((array, change.indices, values))
+        self._settled = () if self.momentum == 1 else ("target",)
+        return ()
+
+    def result(self, mean: SparseVector) -> NDArray[Any]:
+        """Return h, the gradient in full."""
+        return self._arrays["aggregate"]
 
     def _blended(self, gradient: NDArray[Any]) -> NDArray[Any]:
         """Return (1 - b) v + b g, written as b ((1 - b) / b v + g), which needs no second buffer."""

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import beside, like, to_values
-from mpicomp.feedback.common import Kept, Layout, wide
+from mpicomp.feedback.base import Feedback, Layout, wide
 from mpicomp.vector import SparseVector
 
 
-class StepAhead(Kept):
+class StepAhead(Feedback):
     """Keep the residual of the update, and a momentum of the gradients.
 
     rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1. averaging_period: steps from one
@@ -41,6 +41,7 @@ class StepAhead(Kept):
     Raises ValueError for a setting out of range.
     """
 
+    sends_gradients = False
     _in_gradient_units = ()
     _numbers = "rate", "since_averaging"
 
@@ -52,6 +53,7 @@ class StepAhead(Kept):
             raise ValueError(f"averaging_period is {averaging_period!r}: expected at least 1, or None")
         self.rate, self.momentum, self.averaging_period = rate, float(momentum), averaging_period
         self.since_averaging = 0
+        self._averaged = False  # the residual of the settled step is the ranks' mean
 
     @property
     def rate(self) -> float:
@@ -89,33 +91,38 @@ class StepAhead(Kept):
         corrected += self._arrays["residual"]
         return corrected
 
-    def keep(self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None) -> None:
-        """Make corrected - sent + rejected the new residual; see `Feedback.keep`."""
-        self._settle(corrected, sent, rejected)
-        self._swap("residual", corrected)
-        if self.momentum:
-            self._swap("velocity", self._spares["velocity"])
-        self.since_averaging += 1
+    def settle(
+        self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None, mean: SparseVector
+    ) -> tuple[SparseVector, ...]:
+        """Make corrected - sent + rejected the residual to be kept; see `Feedback.settle`."""
+        self._subtract(corrected, sent, rejected)
+        self._settled = ("residual", "velocity") if self.momentum else ("residual",)
+        self._averaged = False
+        return ()
+
+    def commit(self) -> None:
+        """Keep what `settle` prepared, and count the steps to the next averaging."""
+        super().commit()
+        self.since_averaging = 0 if self._averaged else self.since_averaging + 1
 
     @property
     def averaging_due(self) -> bool:
-        """Whether the residuals are to be averaged now: `averaging_period` steps were kept since they last were."""
-        return self.averaging_period is not None and self.since_averaging >= self.averaging_period
+        """Whether this step is an `averaging_period`-th one."""
+        return self.averaging_period is not None and self.since_averaging + 1 >= self.averaging_period
 
-    def averaged(self, mean_residual: NDArray[Any]) -> None:
-        """Take the mean of all ranks' residuals in place of one's own; its values are copied.
+    def average(self, mean_residual: NDArray[Any]) -> None:
+        """Take the mean of the ranks' residuals in place of this one's when the step is kept; see `Feedback.average`.
 
-        mean_residual: shape (n,), the same bits on every rank. Raises ValueError for another shape, for what is not
-        finite, and before the first step.
+        mean_residual: shape (n,), finite, the same bits on every rank. Raises RuntimeError unless a step is settled,
+        ValueError for another shape, or what is not finite.
         """
-        residual = self.residual
-        if residual is None or mean_residual.shape != residual.shape:
-            expected = "no residual yet" if residual is None else f"shape {residual.shape}"
-            raise ValueError(f"mean_residual has shape {mean_residual.shape}: expected {expected}")
-        if not np.isfinite(mean_residual).all():
-            raise ValueError("mean_residual has a value that is not finite: expected a mean of residuals")
-        np.copyto(self._arrays["residual"], mean_residual, casting="same_kind")
-        self.since_averaging, self._staged = 0, False
+        if not self._settled:
+            raise RuntimeError("average without settle: call settle before")
+        residual = self._spares["residual"]
+        if mean_residual.shape != residual.shape or not np.isfinite(mean_residual).all():
+            raise ValueError(f"got a mean of shape {mean_residual.shape}: expected shape {residual.shape}, all finite")
+        np.copyto(residual, mean_residual, casting="same_kind")
+        self._averaged = True
 
     def reset(self) -> None:
         """Forget residual and momentum, and count the steps to the next averaging from here; the rate stays."""

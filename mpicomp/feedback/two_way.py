@@ -14,47 +14,47 @@ Invariant: s after + o = s before + mean, exactly where the additions are exact.
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for, namespace
+from mpicomp.arrays import kernels_for, namespace, read_only
 from mpicomp.compressors import Compressor
-from mpicomp.feedback.common import Array, Kept
+from mpicomp.feedback.base import Feedback
 from mpicomp.vector import SparseVector
 
 
-class TwoWay(Kept):
+class TwoWay(Feedback):
     """Compress what the ranks sent once more, with a residual of its own.
 
-    compressor: an object of its own on every rank, with the same settings, not the one that compresses the gradient.
+    compressor: an object of its own on every rank, with the same settings (an exchange compares them), not the one that
+    compresses the gradient.
 
-    A step is `compress`, then `keep` once the result is certain to be used. The residual has the units of what the
-    ranks send: `rescale` it where they send gradients, not where they send updates (`StepAhead`).
+    A step is `compress_mean`, then `commit` once the result is certain to be used. The residual has the units of what
+    the ranks send: `rescale` it where they send gradients, not where they send updates (`StepAhead`).
     """
 
     def __init__(self, compressor: Compressor) -> None:
         super().__init__()
         self.compressor = compressor
-        self._step: tuple[Array, SparseVector] | None = None
 
-    def compress(self, mean: SparseVector) -> SparseVector:
-        """Return what is to be used in place of `mean`, sparse or dense; the residual stays as it is.
+    def compress_mean(self, mean: SparseVector) -> SparseVector:
+        """Return what is to be used in place of `mean`, sparse or dense; the residual stays as it is until `commit`.
 
         mean: of numbers, of the length and dtype of the calls before, else ValueError. Raises what the compressor
-        raises. Called twice without `keep` it gives the same twice, if the compressor does.
+        raises. Called twice without `commit` it gives the same twice, if the compressor does.
         """
-        self._step = None  # its buffer is written to
         xp = namespace(mean.values)
-        self._stage(xp.broadcast_to(xp.zeros((), mean.dtype), (mean.length, *mean.values.shape[1:])))
+        self._stage(xp.broadcast_to(xp.zeros((), mean.dtype), (mean.length,)))
         total, fresh = self._spare("residual"), self._spare("aggregate", mean.dtype)
         np.copyto(total, self._arrays["residual"])
         kernels_for(total).scatter_add(total, mean.indices, mean.values)
-        result = self.compressor.compress(total, gradient=mean.to_dense(fresh))
-        self._step = total, result
+        result = self.compressor.compress(read_only(total), gradient=mean.to_dense(fresh))
+        self._subtract(total, result, None)
+        self._settled = ("residual",)
         return result
 
-    def keep(self) -> None:
-        """Make s + mean - o of the last `compress` the new residual; RuntimeError when there was none since."""
-        if self._step is None:
-            raise RuntimeError("keep without compress: call compress before each keep")
-        total, result = self._step
-        self._settle(total, result, None)
-        self._swap("residual", total)
-        self._step = None
+    def commit(self) -> None:
+        """Keep mean - result of the last `compress_mean`; RuntimeError when there was none since."""
+        if not self._settled:
+            raise RuntimeError("commit without compress_mean: call compress_mean before each commit")
+        super().commit()
+
+    def __repr__(self) -> str:
+        return f"TwoWay({self.compressor!r})"

@@ -1,5 +1,6 @@
 """The debug mode, MPICOMP_CHECK=1: what is sound passes, and a broken promise is found on every rank."""
 
+import ctypes
 from functools import partial
 
 import numpy as np
@@ -8,6 +9,7 @@ from cases import LENGTH, bits, bring, bring_all, window
 from disorder import Damaging, over
 
 from collectives import (
+    GradientExchange,
     SupportPlan,
     aligned_allreduce,
     allreduce,
@@ -27,9 +29,9 @@ from mpicomp import (
     EF21,
     CheckError,
     CollectiveError,
+    Compressor,
     DamagedMessageError,
     ErrorFeedback,
-    GradientExchange,
     MomentumCorrection,
     NoFeedback,
     Quantised,
@@ -172,12 +174,13 @@ def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watch
 class Forgetful(ErrorFeedback):
     """Loses what was rejected."""
 
-    def keep(self, corrected, sent, rejected):
-        super().keep(corrected, sent, None)
+    def settle(self, corrected, sent, rejected, mean):
+        return super().settle(corrected, sent, None, mean)
 
 
 METHODS = {
     "error feedback": ErrorFeedback,
+    "in place": partial(ErrorFeedback, in_place=True),
     "none": NoFeedback,
     "EF21": EF21,
     "momentum": partial(MomentumCorrection, 0.9),
@@ -195,16 +198,18 @@ def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtyp
 
     compressor = Quantised(TopK(k=6), "bfloat16") if dtype == np.float32 else TopK(k=6)
     for collective in (gtopk_allreduce, sparse_allgather, sparse_iallreduce):
-        one = GradientExchange(watched, compressor, METHODS[method](), collective, dense=dense_allreduce)
-        named = GradientExchange(watched, compressor, METHODS[method](), collective, dense=dense_allreduce, small=50)
+        one = GradientExchange(watched, compressor, METHODS[method](), collective)
+        named = GradientExchange(watched, compressor, METHODS[method](), collective, small=50)
         for step in range(4):
-            one(gradient(step))
-            named({"weight": gradient(step), "bias": gradient(step, 7)})
+            sparse = step % 2 == 1 and not one.feedback.has_dense_result
+            one(gradient(step), sparse=sparse)
+            named({"weight": gradient(step), "bias": gradient(step, 7)}, sparse=sparse)
 
 
 @pytest.mark.at_least(2)
-def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watched):
-    parts = watched, TopK(k=3), Forgetful(), partial(gtopk_allreduce, k=2)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watched, in_place):
+    parts = watched, TopK(k=3), Forgetful(in_place=in_place), partial(gtopk_allreduce, k=2)
     rng = np.random.default_rng(comm.rank)
     with pytest.raises(
         CheckError, match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left the ranks"
@@ -214,9 +219,10 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watc
         GradientExchange(*parts, small=10)({"weight": rng.standard_normal(50)})
 
 
-def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched):
+@pytest.mark.parametrize("small", [5, 10])
+def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
     exchange = GradientExchange(
-        watched, TopK(k=3), ErrorFeedback(), sparse_iallreduce, downlink=TwoWay(TopK(k=2)), small=5
+        watched, TopK(k=3), ErrorFeedback(), sparse_iallreduce, downlink=TwoWay(TopK(k=2)), small=small
     )
     gradients = {"weight": np.ones(LENGTH), "bias": np.ones(8)}
     exchange(gradients)
@@ -224,10 +230,27 @@ def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched):
     spoilt = {**gradients, "bias": np.ones(8)}
     if comm.rank == culprit:
         spoilt["bias"][2] = np.nan
-    said = rf"MPICOMP_CHECK: step 1, rank {comm.rank}, in weight, bias: .*bias\[2\] is nan: expected finite values"
+    said = rf"MPICOMP_CHECK: step 1, rank {comm.rank}, .*bias\[2\] is nan: expected finite values"
     with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match=said):
         exchange(spoilt)
     exchange(gradients)
+
+
+@pytest.mark.exactly(3)
+def test_a_compressor_that_writes_through_an_alias_of_what_it_was_given_is_found(comm, watched):
+    """The view is read-only, and the array behind it is not: the values are compared."""
+
+    class Writing(Compressor):
+        def compress(self, corrected, *, gradient=None):
+            vector = TopK(k=2).compress(corrected)
+            ctypes.c_double.from_address(corrected.ctypes.data + 3 * corrected.itemsize).value += 1
+            return vector
+
+    for feedback in (ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(MomentumCorrection, 0.5)):
+        exchange = GradientExchange(watched, Writing() if comm.rank == 1 else TopK(k=2), feedback())
+        said = r"changed 1 values of the array that it was given to compress, the first at 3"
+        with pytest.raises(CheckError if comm.rank == 1 else CollectiveError, match=said):
+            exchange(np.arange(9.0))
 
 
 @pytest.mark.at_least(2)

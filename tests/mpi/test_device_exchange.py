@@ -4,12 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from devices import cupy_for_tests
+from devices import assert_same, cupy_for_tests
 
 from collectives import (
-    SupportPlan,
+    CyclicLeader,
+    GradientExchange,
     aligned_allreduce,
-    dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -19,9 +19,7 @@ from mpicomp import (
     EF21,
     AggregationAware,
     CollectiveError,
-    CyclicLeader,
     ErrorFeedback,
-    GradientExchange,
     MomentumCorrection,
     Quantised,
     RandomK,
@@ -47,14 +45,15 @@ WAYS = {
         {},
     ),
     "allgather": lambda comm: (Quantised(TopK(k=40), "sign"), ErrorFeedback(), sparse_allgather, {}),
-    "leader": lambda comm: (CyclicLeader(comm, SupportPlan, k=40), ErrorFeedback(), aligned_allreduce, {}),
+    "leader": lambda comm: (CyclicLeader(comm, k=40), ErrorFeedback(), aligned_allreduce, {}),
     "random": lambda comm: (RandomK(k=40, aligned=True), ErrorFeedback(), aligned_allreduce, {}),
     "two-way, step-ahead": lambda comm: (
         TopK(k=40),
         StepAhead(0.1, 0.9, averaging_period=2),
         sparse_iallreduce,
-        {"dense": dense_allreduce, "downlink": TwoWay(TopK(k=20))},
+        {"downlink": TwoWay(TopK(k=20))},
     ),
+    "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),
 }
 
 
@@ -78,8 +77,10 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way):
     for step in range(4):
         mine = gradient(comm, step).reshape(20, 40)
         there = cupy.asarray(mine)
-        expected, mean = here(mine), on_it(there, out=there if step % 2 else None)
-        assert (mean is there) == bool(step % 2)
+        over = step % 2 and way != "in place"
+        expected, mean = here(mine), on_it(there, out=there if over else None)
+        assert (mean is there) == bool(over)
+        assert over or there.get().tobytes() == mine.tobytes(), "the gradient, or in place the residual"
         assert (mean.shape, mean.dtype) == (mine.shape, mine.dtype)
         assert mean.get().tobytes() == expected.tobytes()
     assert {name: array.tobytes() for name, array in on_it.state_dict().items()} == {
@@ -90,9 +91,7 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way):
 def test_named_tensors(comm, cupy):
     sizes = {"w": 900, "v": 700, "b": 12, "c": 9}
     exchanges = [
-        GradientExchange(
-            comm, TopK(0.05), ErrorFeedback(), sparse_iallreduce, dense=dense_allreduce, small=64, bucket_nbytes=3000
-        )
+        GradientExchange(comm, TopK(0.05), ErrorFeedback(), sparse_iallreduce, small=64, bucket_nbytes=3000)
         for _ in range(2)
     ]
     for step in range(3):
@@ -106,7 +105,7 @@ def test_named_tensors(comm, cupy):
 def test_a_list_of_which_some_are_on_a_device(comm, cupy):
     exchange = made("top-k, gTop-k", comm)
     mixed = [cupy.ones(5, np.float32), np.ones(5, np.float32)]
-    with pytest.raises(TypeError, match="some are on a device"):
+    with pytest.raises(TypeError, match="expected one dtype, in one memory"):
         exchange(mixed)
 
 
@@ -121,6 +120,22 @@ def test_a_step_that_fails_leaves_the_residual(comm, cupy):
         exchange(cupy.asarray(bad))
     after = exchange.state_dict()
     assert all(after[name].tobytes() == before[name].tobytes() for name in before)
+
+
+def test_sparse_means_are_those_of_the_host(comm, cupy):
+    here, on_it = made("top-k, gTop-k", comm), made("top-k, gTop-k", comm)
+    for step in range(2):
+        parts = np.split(gradient(comm, step), [300])
+        means = on_it([cupy.asarray(part) for part in parts], sparse=True)
+        for mean, expected in zip(means, here(parts, sparse=True), strict=True):
+            assert_same(mean, expected)
+
+
+def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):
+    exchange, there = made("in place", comm), cupy.asarray(gradient(comm, 0))
+    with pytest.raises((ValueError, CollectiveError), match="out for gradient shares memory with the gradient"):
+        exchange(there, out=there if comm.rank == 0 else cupy.empty_like(there))
+    assert there.get().tobytes() == gradient(comm, 0).tobytes()
 
 
 def test_taken_up_again_where_the_host_left_off(comm, cupy):

@@ -8,6 +8,7 @@ from cases import assert_equal, bits, bring, bring_all, butterfly_sum, select, w
 from disorder import Disordered, endpoint, over
 
 from collectives import (
+    GradientExchange,
     SupportPlan,
     aligned_allreduce,
     allreduce,
@@ -25,7 +26,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from mpicomp import CollectiveError, ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
 
 K = 12
 ALGORITHMS = ("auto", *allreduce.ALGORITHMS)

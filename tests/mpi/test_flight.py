@@ -93,7 +93,7 @@ def test_wait_may_be_called_again(comm):
 
 def test_a_failed_operation_between_sound_ones(comm):
     first = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, LENGTH)
-    bad = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, k=comm.rank)
+    bad = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, k=1 + comm.rank)
     dense = dense_iallreduce(np.ones(3 + comm.rank), comm)
     last = sparse_iallgather(bring("random", comm.rank, comm.size), comm)
     assert len(last.wait()) == comm.size

@@ -1,10 +1,12 @@
-"""Means written to the caller's own arrays, `out`: the same bits as in new ones, and all or nothing."""
+"""Means in the caller's own arrays, `out`, and sparse ones: the same bits as in new dense ones, and all or nothing."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 
-from collectives import dense_iallreduce, gtopk_allreduce, sparse_allreduce, sparse_iallreduce
-from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, GradientExchange, MomentumCorrection, NoFeedback, TopK
+from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
+from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK, TwoWay
 
 SHAPES = {"w": (30, 40), "v": (25, 8), "bias": (40,), "scale": ()}
 FEEDBACKS = [ErrorFeedback, NoFeedback, EF21, MomentumCorrection]
@@ -38,10 +40,12 @@ def test_an_array(comm, feedback, dtype, place):
     assert same(usual.state_dict().values(), exchange.state_dict().values())
 
 
-def test_a_feedback_that_knows_nothing_of_it_has_its_result_copied(comm):
+def test_a_dense_result_of_a_feedback_is_copied(comm):
     class Doubled(ErrorFeedback):
+        has_dense_result = True
+
         def result(self, mean):
-            return 2 * super().result(mean)
+            return 2 * mean.to_dense()
 
     usual, exchange = pair(comm, Doubled, gtopk_allreduce)
     gradient = gradients(comm.rank, 0)["w"]
@@ -62,11 +66,9 @@ def test_all_that_a_gradient_has_written_over_itself(comm, average):
 @pytest.mark.parametrize("some_new", [True, False])
 def test_a_list(comm, feedback, some_new):
     usual, exchange = pair(comm, feedback, gtopk_allreduce)
-    for step in range(4):
-        members = [
-            array.astype(np.float64 if step == 3 else np.float32) for array in gradients(comm.rank, step).values()
-        ]
-        if step == 3:  # of another dtype: a new start
+    for step in range(3):
+        members = list(gradients(comm.rank, step).values())
+        if step == 2:
             usual.reset(), exchange.reset()
         expected = usual(members)
         outs = [members[0], None if some_new else members[1], np.full_like(members[2], np.nan), members[3]]
@@ -75,9 +77,9 @@ def test_a_list(comm, feedback, some_new):
         assert same(means, expected)
 
 
-@pytest.mark.parametrize("dense", [None, dense_iallreduce])
-def test_named_tensors_alone_and_several_in_a_vector(comm, dense):
-    usual, exchange = pair(comm, ErrorFeedback, sparse_iallreduce, dense=dense, small=100, bucket_nbytes=3000)
+@pytest.mark.parametrize("small", [0, 100])
+def test_named_tensors_alone_and_several_in_a_vector(comm, small):
+    usual, exchange = pair(comm, ErrorFeedback, sparse_iallreduce, small=small, bucket_nbytes=3000)
     for step in range(3):
         mine = gradients(comm.rank, step)
         expected = usual(mine)
@@ -91,11 +93,11 @@ def test_named_tensors_alone_and_several_in_a_vector(comm, dense):
         assert all(means[name] is out for name, out in outs.items())
         assert same([means[name] for name in SHAPES], [expected[name] for name in SHAPES])
     means = exchange(gradients(comm.rank, 3))
-    assert not any(np.shares_memory(means[name], out) for name, out in outs.items()), "each step says where it goes"
+    assert not any(np.shares_memory(means[name], out) for name, out in outs.items()), "out is for one step only"
 
 
 def bad_outs():
-    """Return what may be wrong with the place for a mean of 30 times 40 numbers, and what is said of it."""
+    """Return what may be wrong with an output buffer for 30 times 40 numbers, and what the error says."""
     fixed = np.empty((30, 40), np.float32)
     fixed.flags.writeable = False
     return {
@@ -109,7 +111,7 @@ def bad_outs():
 
 @pytest.mark.parametrize("fault", bad_outs())
 @pytest.mark.parametrize("named", [True, False])
-def test_a_bad_place_on_one_rank_raises_everywhere_and_nothing_changes(comm, fault, named):
+def test_a_bad_output_buffer_on_one_rank_raises_everywhere_and_nothing_changes(comm, fault, named):
     exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(), sparse_iallreduce)
 
     def step(number, out):
@@ -130,14 +132,78 @@ def test_a_bad_place_on_one_rank_raises_everywhere_and_nothing_changes(comm, fau
     ("gradient", "out", "said"),
     [
         ([np.ones(3), np.ones(2)], [np.ones(3)], "out is 1 arrays: expected a list of 2"),
-        ([np.ones(3)], np.ones(3), "out is ndarray: expected a list of 1"),
+        ([np.ones(3)], np.ones(3), "out is ndarray: expected a list of arrays, as the gradients are"),
         ({"a": np.ones(3)}, {"b": np.ones(3)}, "out has 'b'"),
-        ({"a": np.ones(3)}, [np.ones(3)], "out is list: expected a dict"),
+        ({"a": np.ones(3)}, [np.ones(3)], "out is list: expected arrays by name, as the gradients are"),
         (np.ones(3), {"a": np.ones(3)}, "out for gradient: got builtins.dict"),
     ],
 )
-def test_a_place_of_another_form_is_told(comm, gradient, out, said):
+def test_output_buffers_of_another_form_are_named(comm, gradient, out, said):
     exchange = GradientExchange(comm, TopK(0.5), ErrorFeedback(), gtopk_allreduce)
     with pytest.raises((TypeError, ValueError), match=said):
         exchange(gradient, out=out)
     assert exchange(np.ones(3)).tolist() == [1, 1, 0]
+
+
+def dense_of(mean, like):
+    """Return a sparse mean as a dense array; it is sound, and of the length of the tensor."""
+    mean.validate()
+    assert mean.length == np.size(like)
+    return mean.to_dense().reshape(np.shape(like))
+
+
+@pytest.mark.parametrize(
+    ("feedback", "collective"),
+    [
+        (ErrorFeedback, gtopk_allreduce),
+        (NoFeedback, sparse_allgather),
+        (MomentumCorrection, sparse_iallreduce),
+        (partial(StepAhead, 0.1), gtopk_allreduce),
+    ],
+)
+def test_a_sparse_mean_is_the_dense_one(comm, collective, feedback):
+    for average, downlink in ((True, lambda: None), (False, lambda: TwoWay(TopK(0.05)))):
+        settings = {"average": average, "small": 100, "bucket_nbytes": 3000}
+        for form in ("array", "list", "dict"):
+            usual, exchange = (
+                GradientExchange(comm, TopK(0.1), feedback(), collective, downlink=downlink(), **settings)
+                for _ in range(2)
+            )
+            for step in range(2):
+                mine = gradients(comm.rank, step)
+                given = {"array": mine["w"], "list": list(mine.values()), "dict": mine}[form]
+                expected, means = usual(given), exchange(given, sparse=True)
+                if form == "dict":
+                    assert list(means) == list(mine)
+                    given, means, expected = (list(each.values()) for each in (given, means, expected))
+                if form == "array":
+                    given, means, expected = [given], [means], [expected]
+                assert same(map(dense_of, means, given), expected)
+        assert same(usual.state_dict().values(), exchange.state_dict().values())
+
+
+def test_a_sparse_mean_of_started_tensors_is_subtracted_from_a_model(comm):
+    usual, exchange = pair(comm, ErrorFeedback, sparse_iallreduce, small=100)
+    mine = gradients(comm.rank, 0)
+    for name, array in mine.items():
+        exchange.start(name, array)
+    means, expected = exchange.finish(sparse=True), usual(mine)
+    for name, mean in means.items():
+        model = np.ones(np.shape(mine[name]), np.float32)
+        mean.add_to(model, -0.5)
+        np.testing.assert_array_equal(model, 1 - np.float32(0.5) * expected[name])
+
+
+@pytest.mark.parametrize("odd_only", [False, True])
+@pytest.mark.parametrize("fault", ["dense result", "output buffer"])
+def test_a_sparse_mean_that_cannot_be_is_refused_on_all_ranks_and_nothing_changes(comm, odd_only, fault):
+    exchange = GradientExchange(comm, TopK(0.1), EF21() if fault == "dense result" else ErrorFeedback())
+    exchange(gradients(comm.rank, 0)["w"])
+    before, odd = exchange.state_dict(), comm.rank == comm.size - 1 or not odd_only
+    out = np.full((30, 40), 7, np.float32) if fault == "output buffer" else None
+    said = "EF21 returns a dense gradient" if fault == "dense result" else "got out= and sparse=True"
+    with pytest.raises(ValueError if odd else CollectiveError, match=said):
+        exchange(gradients(comm.rank, 1)["w"], out=out, sparse=odd)
+    assert same(before.values(), exchange.state_dict().values())
+    assert out is None or (out == 7).all()
+    exchange(gradients(comm.rank, 1)["w"])

@@ -13,10 +13,10 @@ import pytest
 from cases import assert_equal, assert_same_bits, bits, bring, bring_all, select, window
 
 import collectives
-from collectives import allreduce, gtopk, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
+from collectives import GradientExchange, allreduce, gtopk, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
 from collectives.progress import _engine, wait_for
 from collectives.transport import endpoint_of
-from mpicomp import ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp import ErrorFeedback, SparseVector, TopK
 from mpicomp.vector import merge, top_k
 
 DENSE = ("dense", "dense_mpi")  # of a large length they have no room
@@ -35,7 +35,8 @@ def test_powers_of_two_only_and_an_index_past_a_list_at_three(comm, algorithm):
 def calls_in(package, name):
     """Return where the sources of a package call a method of this name."""
     root = pathlib.Path(package.__file__).parent
-    for path in set(root.glob("*.py")) - {root / "warming.py"}:  # before there is a collective, one may
+    tools = {root / "warming.py", *root.glob("cli/**/*.py")}  # before there is a collective, and to time one, one may
+    for path in set(root.rglob("*.py")) - tools:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr.lower() == name:
                 yield f"{path.name}:{node.lineno}"
@@ -160,14 +161,14 @@ def test_sums_in_the_order_of_arrival(comm, algorithm, late):
 
 @pytest.mark.at_least(2)
 def test_hundreds_of_silently_dense_steps(comm):
-    """The first step of an exchange sends as little as the tenth."""
+    """The first step of an exchange sends as little as the tenth, beside the settings that the ranks compare."""
     exchange = GradientExchange(comm, TopK(density=0.01), ErrorFeedback(), gtopk_allreduce)
     gradient, sent = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32), []
     for _ in range(10):
         before = traffic(comm).nbytes
         exchange(gradient)
         sent.append(traffic(comm).nbytes - before)
-    assert max(sent) <= 1.05 * min(sent) + 1024
+    assert max(sent) <= 1.05 * min(sent) + 4096
     assert sent[0] < 0.1 * gradient.nbytes * (comm.size - 1)
 
 

@@ -1,0 +1,245 @@
+"""A step: buckets in flight, settled, and committed or rolled back.
+
+A rank whose part is bad starts its bucket with the error: the collective raises that here and CollectiveError on the
+others, so nobody waits for ever. What can fail on one rank alone comes before the ranks agree on the step: compression,
+and in `settle` all that is done with the sums. What follows, `commit`, cannot fail. NumPy's floating-point errors are
+off meanwhile, as they may be set differently by rank; values that leave their range are looked for instead.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from collectives.consensus import agree_to_keep, note_failure, raise_together
+from collectives.dense import dense_iallreduce
+from collectives.exchange.pipeline import Pipeline
+from collectives.exchange.transfer import Transfer
+from collectives.ledger import CheckedTransfer
+from collectives.progress import Request
+from collectives.sums import Collective, unpack_sum
+from collectives.transport import traffic
+from mpicomp.feedback.base import check_range
+from mpicomp.vector import SparseVector, concatenate, split
+
+OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pipelines whose vectors, of one dtype, are sent in one message; dense: as an array, by a sum of arrays."""
+
+    pipelines: Sequence[Pipeline]
+    collective: Collective
+    dense: bool = False
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The tensors whose gradients it waits for."""
+        return {tensor.name for pipeline in self.pipelines for tensor in pipeline.tensors}
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Where each vector begins in the message, and its length."""
+        return [0, *accumulate(pipeline.bounds[-1] for pipeline in self.pipelines)]
+
+
+class Flight:
+    """A bucket in a step: its transfers, and the sum under way."""
+
+    def __init__(self, bucket: Bucket, *, checked: bool) -> None:
+        self.bucket, self.length = bucket, bucket.bounds[-1]
+        self.sent = self.received = self.rejected = self.nbytes = 0
+        self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0
+        self.outcome: Any = None  # a Request, or what a collective that blocks returned
+        self.transfers = [(CheckedTransfer if checked else Transfer)(pipeline) for pipeline in bucket.pipelines]
+
+    def start(self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any) -> None:
+        """Compress this rank's gradients, and start the sum; an error of this rank is raised in `wait`, on all."""
+        with self._clocked("compress_seconds"):
+            contribution = self._compressed(arrays, outs, comm)
+        with self._clocked("communicate_seconds"):
+            try:
+                self.outcome = self.bucket.collective(contribution, comm)
+            except Exception as raised:
+                if raised is contribution:  # the frames of the collective would hold it, and it the gradient
+                    raised.__traceback__ = None
+                raise
+            finally:
+                del contribution
+
+    def test(self) -> bool:
+        """Move on what is in flight, without waiting; return whether it has ended."""
+        return self.outcome.test() if isinstance(self.outcome, Request) else True
+
+    def wait(self) -> Any:
+        """Return what the collective returns; raises on all ranks alike."""
+        with self._clocked("communicate_seconds"):
+            return self.outcome.wait() if isinstance(self.outcome, Request) else self.outcome
+
+    def has_failed(self) -> bool:
+        """Wait for the sum, and return whether it failed, which is so on all ranks."""
+        if isinstance(self.outcome, Request) and not self.outcome.failed:  # to raise it again would add this frame
+            with suppress(Exception):
+                self.outcome.wait()
+        return isinstance(self.outcome, Request) and self.outcome.failed
+
+    def settle(self, ranks: int, *, average: bool, sparse: bool) -> None:
+        """Give every transfer its part of the ranks' mean, or sum."""
+        with self._clocked("restore_seconds"):
+            counting = any(pipeline.compressor.observes for pipeline in self.bucket.pipelines)
+            total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
+            self.rejected = rejected.nnz if rejected is not None else 0
+            values = (total.values / ranks if average else total.values).astype(self._dtype, copy=False)
+            check_range(values, "sum over the ranks")
+            mean = SparseVector(total.indices, values, total.length)
+            mean.check_order(mean.length)
+            parts = [self._cut(mean), self._cut(rejected)]
+            parts.append(self._cut(None if votes is None else SparseVector(mean.indices, votes / ranks, mean.length)))
+            for transfer, part, returned, share in zip(self.transfers, *parts, strict=True):
+                transfer.receive(part, returned, None if share is None else share.values, sparse=sparse)
+
+    def commit(self) -> dict[str, Any]:
+        """Keep what was not sent, and return what the caller gets, by name."""
+        means: dict[str, Any] = {}
+        with self._clocked("restore_seconds"):
+            for transfer in self.transfers:
+                means |= transfer.commit()
+        return means
+
+    def roll_back(self) -> None:
+        """Be as before `start`."""
+        self.outcome = None  # a Request that failed, its error, the traceback and the step hold each other
+        for transfer in reversed(self.transfers):  # two may share a compressor: the first one saw it as it was
+            transfer.roll_back()
+
+    def _compressed(self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any) -> Any:
+        """Return what the collective takes, or this rank's error, without the frames that would hold the gradient."""
+        error: Exception | None = None
+        try:
+            for transfer in self.transfers:
+                transfer.take(arrays, outs)
+        except Exception as raised:  # whatever it is: the other ranks must learn of it
+            error = raised.with_traceback(None)
+        if any(pipeline.compressor.communicates for pipeline in self.bucket.pipelines):
+            raise_together(error, comm, OPERATION)
+        vectors = []
+        for transfer in self.transfers:
+            if error is None or transfer.pipeline.compressor.communicates:  # the other ranks call that in any case
+                try:
+                    vectors.append(transfer.compress())
+                except Exception as raised:
+                    error = error or raised.with_traceback(None)
+        try:
+            if error is not None:
+                return error
+            vector = concatenate(vectors)
+            self.sent, self.nbytes, self._dtype = vector.nnz, vector.nbytes, vector.dtype
+            return vector.to_dense() if self.bucket.dense else vector
+        except Exception as raised:
+            return raised.with_traceback(None)
+        finally:
+            del error
+
+    def _cut(self, vector: SparseVector | None) -> Sequence[SparseVector | None]:
+        return [None] * len(self.transfers) if vector is None else split(vector, self.bucket.bounds)
+
+    @contextmanager
+    def _clocked(self, name: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        vars(self)[name] += perf_counter() - began
+
+
+class Step:
+    """One step of an exchange: the gradients so far, by name, their output buffers, and the buckets that left."""
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Any, *, average: bool, checked: bool) -> None:
+        self.buckets, self._comm, self._average, self._checked = buckets, comm, average, checked
+        self.arrays: dict[str, Any] = {}
+        self.outs: dict[str, Any] = {}
+        self.flights: list[Flight] = []
+        self.traffic = traffic(comm).nbytes  # of this rank, when it began
+        self._agreed = False  # the ranks have agreed on whether it is kept
+
+    def leave(self, *, complete: bool = False) -> None:
+        """Start the buckets whose turn it is, `complete`: all; and move on what is in flight."""
+        for bucket in self.buckets[len(self.flights) :]:
+            if not (complete or bucket.names <= self.arrays.keys()):
+                break
+            self.flights.append(Flight(bucket, checked=self._checked))
+            self.flights[-1].start(self.arrays, self.outs, self._comm)
+        self.progress()
+
+    def progress(self) -> None:
+        """Move on what is in flight, without waiting."""
+        for flight in self.flights:
+            if not flight.test():
+                break  # what is in flight moves on together: to test each would look at all for each
+
+    def settle(self, *, sparse: bool) -> None:
+        """Wait for the sums, do all that can fail, and agree with the other ranks to keep the step; raises on all."""
+        self.leave(complete=True)
+        for flight in self.flights:
+            flight.wait()
+        error: Exception | None = None
+        try:
+            for flight in self.flights:
+                flight.settle(self._comm.size, average=self._average, sparse=sparse)
+        except Exception as raised:  # this rank's alone, perhaps
+            error = raised.with_traceback(None)
+        try:
+            error = self._average_residuals(error)
+            self._agreed = True
+            agree_to_keep(error, self._comm, OPERATION)
+        finally:
+            del error
+
+    def commit(self) -> dict[str, Any]:
+        """Keep what was not sent, and return what the caller gets, by name."""
+        means: dict[str, Any] = {}
+        for flight in self.flights:
+            means |= flight.commit()
+        return means
+
+    def roll_back(self, error: BaseException) -> None:
+        """End a step that failed; all is as before it.
+
+        An Exception is one on all ranks, which may have all buckets in flight. Anything else, an interrupt, is this
+        rank's alone, which then leaves.
+        """
+        if isinstance(error, Exception):
+            for bucket in self.buckets[len(self.flights) :]:
+                self.flights.append(Flight(bucket, checked=self._checked))
+                with suppress(Exception):  # of a collective that blocks: the step is over anyway
+                    self.flights[-1].outcome = bucket.collective(error, self._comm)
+            known = any([flight.has_failed() for flight in self.flights])
+            if self.flights and not self._agreed:
+                note_failure(error, self._comm, OPERATION, known=known)
+        for flight in reversed(self.flights):
+            flight.roll_back()
+
+    def _average_residuals(self, error: Exception | None) -> Exception | None:
+        """Average the residuals over the ranks where that is due; where a mean is out of range each keeps its own.
+
+        Returns this rank's error; raises on all ranks where one had an error before.
+        """
+        for transfer in [transfer for flight in self.flights for transfer in flight.transfers]:
+            feedback = transfer.pipeline.feedback
+            if feedback.averaging_due:
+                try:
+                    contribution: Any = error or feedback.settled_residual
+                except Exception as raised:
+                    contribution = raised  # it is raised on all ranks
+                total = dense_iallreduce(contribution, self._comm).wait()
+                try:
+                    if np.isfinite(total).all():
+                        feedback.average(total / self._comm.size)
+                except Exception as raised:
+                    error = raised.with_traceback(None)
+        return error

@@ -1,0 +1,64 @@
+"""What steps of `GradientExchange` did on this rank, as plain numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a step did on this rank, or several together. Times in seconds; entries as counts.
+
+    length: numbers in the gradient. sent: entries of this rank; received: of the sum, or of all parts. nbytes: of the
+    indices and values that this rank contributed; wire_nbytes: of the messages that it sent for the step, as
+    `collectives.traffic` counts them. residual_norm: Euclidean, over all that this rank keeps; None unless the exchange
+    has a `log`.
+    """
+
+    length: int
+    sent: int
+    received: int
+    rejected: int
+    nbytes: int
+    compress_seconds: float
+    communicate_seconds: float
+    restore_seconds: float
+    wire_nbytes: int
+    residual_norm: float | None = None
+
+    @classmethod
+    def of(cls, flights: Sequence[Any], wire_nbytes: int, residual_norm: float | None) -> "Statistics":
+        """Return what the messages of a step did together."""
+        names = [field.name for field in fields(cls)][:-2]
+        sums = {name: sum(vars(flight)[name] for flight in flights) for name in names}
+        return cls(**sums, wire_nbytes=wire_nbytes, residual_norm=residual_norm)
+
+    @property
+    def density(self) -> float:
+        """Entries that this rank contributed over the length."""
+        return self.sent / self.length if self.length else 0.0
+
+    def plus(self, other: "Statistics | None") -> "Statistics":
+        """Return the numbers of both together."""
+        if other is None:
+            return self
+        names = [field.name for field in fields(self)][:-1]
+        return Statistics(*[vars(self)[name] + vars(other)[name] for name in names])
+
+
+def report(total: Statistics, steps: int, ranks: int, itemsize: int) -> str:
+    """Return lines that tell what steps did on this rank on average, and what a dense allreduce would send.
+
+    total: of all steps. itemsize: bytes of a value. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
+    """
+    dense = 2 * (ranks - 1) * total.length * itemsize // ranks
+    share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
+    times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
+    compress, communicate, restore = (f"{1e3 * seconds / steps:.3f}" for seconds in times)
+    return "\n".join(
+        [
+            f"{steps} steps on {ranks} ranks, {total.length // steps} values, density {total.density:.4g}",
+            f"bytes sent by this rank a step: {total.wire_nbytes // steps}, a dense allreduce {dense // steps}{share}",
+            f"milliseconds a step: compress {compress}, communicate {communicate}, restore {restore}",
+        ]
+    )

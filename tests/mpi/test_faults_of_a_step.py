@@ -1,0 +1,344 @@
+"""A fault of one rank within a step: all ranks keep the step, or all raise and nothing has changed."""
+
+import ctypes
+import gc
+import resource
+import warnings
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+)
+from mpicomp import (
+    EF21,
+    CollectiveError,
+    Compressor,
+    ErrorFeedback,
+    MomentumCorrection,
+    SampledTopK,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
+
+LENGTH = 60
+COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
+every_collective = pytest.mark.parametrize("collective", COLLECTIVES)
+
+
+def gradient(rank, step, length=LENGTH):
+    return np.random.default_rng([step, rank]).standard_normal(length)
+
+
+def named(rank, step):
+    return {"weight": gradient(rank, step, 50), "bias": gradient(rank, step, 7), "second": gradient(rank, step, 40)}
+
+
+def state_of(exchange):
+    return {name: hash(array.tobytes()) for name, array in exchange.state_dict().items()}
+
+
+def is_last(comm):
+    return comm.rank == comm.size - 1
+
+
+@contextmanager
+def all_raise(comm, exchange, error, match, *arrays):
+    """Check that all ranks raise, the last one its own error, and that neither state nor arrays have changed."""
+    before, given, steps = state_of(exchange), [array.copy() for array in arrays], exchange.steps
+    with pytest.raises(error if is_last(comm) else CollectiveError, match=match):
+        yield
+    assert state_of(exchange) == before
+    assert exchange.steps == steps
+    for array, then in zip(arrays, given, strict=True):
+        np.testing.assert_array_equal(array, then)
+
+
+def takes_a_step(comm, exchange, gradients):
+    """Check that a step works, with the same bits on all ranks."""
+    mean = exchange(gradients)
+    means = mean.values() if isinstance(mean, dict) else [mean]
+    assert len(set(comm.allgather(b"".join(array.tobytes() for array in means)))) == 1
+
+
+# A rank without memory.
+
+LARGE, SLACK = 10_000_000, 2**24  # 80 MB are more than malloc keeps for itself (64 MB)
+
+
+def limit_memory():
+    """Let this process have little more memory than it has."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages, (_, hard) = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SLACK, hard))
+
+
+@contextmanager
+def limit_restored():
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True), EF21])
+def test_a_rank_without_memory_for_its_result(comm, feedback):
+    """From before the step on, and after the sum arrived; an output buffer or a sparse mean needs no such memory."""
+    short = False
+
+    def collective(vector, comm):
+        total = sparse_allreduce(vector, comm)
+        if short and is_last(comm):
+            limit_memory()
+        return total
+
+    exchange = GradientExchange(comm, TopK(k=20), feedback(), collective)
+    home, out = np.zeros(LARGE), np.zeros(LARGE)
+    home[:: LARGE // 100] = 1 + comm.rank
+    exchange(home)
+    with all_raise(comm, exchange, MemoryError, "", home), limit_restored():
+        if is_last(comm):
+            limit_memory()
+        exchange(home)
+    short = True
+    with all_raise(comm, exchange, MemoryError, "", home), limit_restored():
+        exchange(home)
+    with limit_restored():
+        exchange(home, out=out)
+    assert exchange.steps == 2
+    if not exchange.feedback.has_dense_result:
+        with limit_restored():
+            assert exchange(home, sparse=True).nnz
+    short = False
+    takes_a_step(comm, exchange, home)
+
+
+@pytest.mark.parametrize("form", ["array", "dict"])
+def test_an_allocation_that_fails_after_the_sums_arrived(comm, form, monkeypatch):
+    exchange = GradientExchange(comm, TopK(k=9), small=10, bucket_nbytes=1)
+    gradients = {"array": gradient, "dict": named}[form]
+    exchange(gradients(comm.rank, 0))
+    size, zeros = {"array": LENGTH, "dict": 7}[form], np.zeros
+
+    def without_memory(shape, *kind, **settings):
+        if shape == size:
+            raise MemoryError(f"no room for {size} values")
+        return zeros(shape, *kind, **settings)
+
+    mine = gradients(comm.rank, 1)
+    with all_raise(comm, exchange, MemoryError, f"no room for {size} values"), monkeypatch.context() as patch:
+        if is_last(comm):
+            patch.setattr(np, "zeros", without_memory)
+        exchange(mine)
+    takes_a_step(comm, exchange, mine)
+
+
+# Floating-point errors and warnings that raise on one rank.
+
+
+def strict(on):
+    """Have floating-point errors and warnings raise, on some ranks."""
+    return np.errstate(all="raise") if on else nullcontext()
+
+
+@every_collective
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_values_that_underflow_raise_on_no_rank(comm, collective, dtype):
+    least, whole = np.finfo(dtype).smallest_subnormal, np.random.default_rng([comm.rank, 3]).integers(-9, 10, LENGTH)
+    tiny = (whole * least).astype(dtype)
+    for feedback in (
+        ErrorFeedback,
+        partial(ErrorFeedback, in_place=True),
+        partial(MomentumCorrection, 0.9, clip=1e-3, ranks=comm.size),
+        partial(StepAhead, 0.1, 0.9, 2),
+        partial(EF21, 0.3),
+    ):
+        ways = [GradientExchange(comm, TopK(k=9), feedback(), collective, downlink=downlink()) for downlink in SERVERS]
+        plain, raising = ways[:2]
+        for _ in range(3):
+            expected = plain(tiny.copy())
+            with strict(comm.rank == 0), warnings.catch_warnings():
+                if comm.rank == 0:
+                    warnings.simplefilter("error")
+                assert raising(tiny.copy()).tobytes() == expected.tobytes()
+        assert state_of(raising) == state_of(plain)
+
+
+SERVERS = [lambda: TwoWay(TopK(k=5)), lambda: TwoWay(TopK(k=5))]
+
+
+@pytest.mark.at_least(2)
+@every_collective
+def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_errors_raise(comm, collective):
+    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective, average=False)
+    exchange(gradient(comm.rank, 0).astype(np.float32))
+    before = state_of(exchange)
+    with strict(comm.rank == 0), pytest.raises(OverflowError, match="the sum over the ranks leaves the range of"):
+        exchange(np.full(LENGTH, 3e38, np.float32))
+    assert state_of(exchange) == before
+    takes_a_step(comm, exchange, gradient(comm.rank, 1).astype(np.float32))
+
+
+# A downlink that is broken, or set otherwise, on one rank.
+
+
+@pytest.mark.parametrize("form", ["array", "dict"])
+def test_a_broken_state_of_the_downlink(comm, form):
+    exchange = GradientExchange(comm, TopK(k=9), downlink=TwoWay(TopK(k=5)), small=10)
+    gradients = {"array": gradient, "dict": named}[form]
+    exchange(gradients(comm.rank, 0))
+    pipelines = [pipeline for pipeline in exchange._pipelines() if pipeline.downlink is not None]
+    downlink = pipelines[-1].downlink
+    sound = downlink._arrays["residual"]
+    if is_last(comm):
+        downlink._arrays["residual"] = sound[:-1].copy()
+    with all_raise(comm, exchange, ValueError, "shape"):
+        exchange(gradients(comm.rank, 1))
+    downlink._arrays["residual"] = sound
+    downlink._spares.clear()
+    takes_a_step(comm, exchange, gradients(comm.rank, 1))
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        (lambda: TwoWay(TopK(0.1)), lambda: TwoWay(TopK(0.2))),
+        (lambda: TwoWay(SampledTopK(0.1, seed=1)), lambda: TwoWay(SampledTopK(0.1, seed=2))),
+        (lambda: TwoWay(TopK(0.1)), lambda: None),
+    ],
+)
+def test_another_downlink_on_one_rank_is_named_in_the_first_step(comm, usual, odd):
+    for gradients in (gradient(comm.rank, 0), named(comm.rank, 0)):
+        exchange = GradientExchange(comm, TopK(k=9), downlink=(odd if is_last(comm) else usual)())
+        with pytest.raises(CollectiveError, match=r"the same settings: 'downlink' is TwoWay.* on rank 0, and "):
+            exchange(gradients)
+
+
+# What leaves its range, and errors of a compressor or a feedback.
+
+
+@pytest.mark.at_least(4)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("momentum", [1.0, 0.5])
+def test_ef21_whose_sum_of_gradients_leaves_the_range(comm, dtype, momentum):
+    """Each step's change is in range, and the sum of what the ranks hold would not be."""
+    exchange = GradientExchange(comm, TopK(k=9), EF21(momentum), sparse_allreduce, average=False)
+    mine = np.zeros(LENGTH, dtype)
+    mine[:3] = 0.6 * float(np.finfo(dtype).max) / comm.size
+    result = exchange(mine)
+    before = state_of(exchange)
+    with pytest.raises(OverflowError, match=rf"h of EF21 leaves the range of {np.dtype(dtype)}"):
+        exchange(mine * dtype(2 if momentum == 1 else 3))
+    assert state_of(exchange) == before
+    np.testing.assert_array_equal(exchange(mine), result)
+
+
+class Settling(ErrorFeedback):
+    fault = None
+
+    def settle(self, corrected, sent, rejected, mean):
+        changes = super().settle(corrected, sent, rejected, mean)
+        if self.fault:
+            raise self.fault
+        return changes
+
+
+class Averaging(StepAhead):
+    fault = None
+
+    def __init__(self):
+        super().__init__(0.5, averaging_period=1)
+
+    def average(self, mean):
+        if self.fault:
+            raise self.fault
+        super().average(mean)
+
+
+class Observing(TopK):
+    observes, fault, seen = True, None, 0
+
+    def observe(self, aggregate, votes=None):
+        self.seen += 1
+        if self.fault:
+            raise self.fault
+
+
+class Failing(TopK):
+    fault = None
+
+    def compress(self, corrected, *, gradient=None):
+        if self.fault:
+            raise self.fault
+        return super().compress(corrected)
+
+    def compress_sum(self, residual, gradient, out):
+        np.add(residual, gradient, out=out)
+        return self.compress(out)
+
+
+PARTS = {
+    "feedback": lambda: {"feedback": Settling()},
+    "feedback in place": lambda: {"feedback": Settling(in_place=True)},
+    "feedback that averages": lambda: {"feedback": Averaging()},
+    "observe": lambda: {"compressor": Observing(k=9)},
+    "compress": lambda: {"compressor": Failing(k=9)},
+    "downlink": lambda: {"downlink": TwoWay(Failing(k=5))},
+}
+
+
+def odd_one(pipeline, name):
+    part = {"feedback": pipeline.feedback, "downlink": getattr(pipeline.downlink, "compressor", None)}
+    return part.get(name.split()[0], pipeline.compressor)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("form", ["array", "dict"])
+def test_a_part_that_raises_on_one_rank(comm, name, form):
+    """Whatever it raises; of named tensors that of the last one, when those before are settled."""
+    for collective in (gtopk_allreduce, sparse_iallreduce):
+        settings = {"compressor": TopK(k=9), "collective": collective, "small": 10} | PARTS[name]()
+        exchange = GradientExchange(comm, **settings, bucket_nbytes=1)
+        gradients = {"array": gradient, "dict": named}[form]
+        exchange(gradients(comm.rank, 0))
+        odd = odd_one(
+            [each for each in exchange._pipelines() if sum(tensor.size for tensor in each.tensors) > 10][-1], name
+        )
+        for fault in (MemoryError("none left"), KeyError("absent"), FloatingPointError("underflow")):
+            mine = gradients(comm.rank, 1)
+            arrays = mine.values() if form == "dict" else [mine]
+            odd.fault = fault if is_last(comm) else None
+            with all_raise(comm, exchange, type(fault), str(fault.args[0]), *arrays):
+                exchange(mine)
+            odd.fault = None
+            seen = getattr(odd, "seen", None)
+            assert seen in (None, 1), "what a compressor remembers of a step that failed is forgotten"
+        takes_a_step(comm, exchange, gradients(comm.rank, 1))
+
+
+@pytest.mark.parametrize("feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(StepAhead, 0.5)])
+def test_a_compressor_that_writes_to_what_it_is_given(comm, feedback):
+    class Writing(Compressor):
+        def compress(self, corrected, *, gradient=None):
+            if is_last(comm) and gradient is not None and exchange.steps:
+                corrected[3] += 1
+            return TopK(k=9).compress(corrected)
+
+    exchange = GradientExchange(comm, Writing(), feedback())
+    exchange(gradient(comm.rank, 0))
+    mine = gradient(comm.rank, 1)
+    with all_raise(comm, exchange, ValueError, "read-only", mine):
+        exchange(mine)

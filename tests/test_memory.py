@@ -1,0 +1,41 @@
+"""Memory that an exchange needs beside the gradient, as NumPy reports its allocations to tracemalloc."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import GradientExchange
+from mpicomp import ErrorFeedback, TopK
+
+LENGTH = 10_000_000
+
+
+def peak_values(feedback, sparse):
+    """Return the peak of a step behind the first ones, over what was there before the exchange, in gradients."""
+    fresh = np.random.default_rng(0).standard_normal(LENGTH, dtype=np.float32)
+    gradient = fresh.copy()
+    GradientExchange(MPI.COMM_SELF, TopK(0.001))(fresh, sparse=sparse)  # what is imported and compiled is not counted
+    tracemalloc.start()
+    try:
+        exchange = GradientExchange(MPI.COMM_SELF, TopK(0.001), feedback)
+        for _ in range(3):
+            exchange(gradient, sparse=sparse)
+            if feedback.in_place:
+                gradient += fresh
+        tracemalloc.reset_peak()
+        mean = exchange(gradient, sparse=sparse)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (mean.nnz if sparse else np.count_nonzero(mean)) == LENGTH // 1000
+    return peak / gradient.nbytes
+
+
+@pytest.mark.parametrize(
+    ("in_place", "sparse", "most"), [(True, True, 0.1), (False, True, 2.1), (True, False, 1.1), (False, False, 3.1)]
+)
+def test_a_step_needs_no_more_memory_than_promised(in_place, sparse, most):
+    """In gradients: the residual and its spare unless it is in place, the mean unless it is sparse, and a tenth."""
+    assert 0.001 < peak_values(ErrorFeedback(in_place=in_place), sparse) <= most
