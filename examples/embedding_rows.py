@@ -1,12 +1,12 @@
-"""Train an embedding data-parallel: only the rows of the tokens that the ranks saw travel, by a plan that all agree on.
+"""Train an embedding data-parallel: a plan sends the rows of the tokens that some rank saw, and no others.
 
     mpirun -n 4 python -m mpi4py examples/embedding_rows.py
 
 Each token has a row of 16 numbers in one table and a weight in another; a text scores the sum of its tokens' weights
 plus the product of the sum of their rows with a vector. A batch has gradients for its own tokens alone.
 `SparseVector.from_entries` adds up those of repeated tokens, `SupportPlan.union` agrees on the tokens of all ranks'
-batches, and then both tables are summed by the same plan: only values travel. No entry is dropped, so no error feedback
-is needed.
+batches, and then both tables are summed by the same plan: only values are sent. No entry is dropped, so no error
+feedback is needed.
 
 The bytes are counted beside those of a dense allreduce of both tables, and of `sparse_allreduce`, which needs no plan.
 A plan sends rows for the tokens of all ranks from each of them: it pays where the ranks' tokens are much the same, or

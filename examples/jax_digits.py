@@ -23,8 +23,8 @@ from jax import numpy as jnp
 from mpi4py import MPI
 from sklearn.datasets import load_digits
 
-from collectives import dense_allreduce, sparse_allreduce, warm_up
-from mpicomp import ErrorFeedback, GradientExchange, TopK
+from collectives import GradientExchange, warm_up
+from mpicomp import TopK
 
 SIZES, BATCH, RATE = (64, 256, 128, 10), 32, 0.2
 
@@ -67,7 +67,7 @@ def named(tree):
 
 def train(shard, comm, steps):
     """Return the parameters, and whether all means were JAX arrays of the gradients' shapes and dtypes."""
-    exchange = GradientExchange(comm, TopK(density=0.02), ErrorFeedback(), sparse_allreduce, dense=dense_allreduce)
+    exchange = GradientExchange(comm, TopK(density=0.02))
     parameters, alike, rng = new_parameters(), True, np.random.default_rng(comm.rank)
     for _ in range(steps):
         chosen = rng.integers(len(shard[0]), size=BATCH)

@@ -27,8 +27,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
-from collectives import dense_allreduce, gtopk_allreduce, traffic, warm_up
-from mpicomp import ErrorFeedback, GradientExchange, NoFeedback, TopK
+from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, traffic, warm_up
+from mpicomp import NoFeedback, TopK
 
 DENSITY = 0.01
 DENSE, FEEDBACK, NO_FEEDBACK = "dense allreduce", "gTop-k 1 %, error feedback", "gTop-k 1 %, no feedback"
@@ -130,7 +130,7 @@ class Run:
 def methods(comm):
     """Yield the name of each method, and a function that averages a gradient over the ranks."""
     yield DENSE, lambda gradient: dense_allreduce(gradient, comm) / comm.size
-    yield FEEDBACK, GradientExchange(comm, TopK(density=DENSITY), ErrorFeedback(), gtopk_allreduce)
+    yield FEEDBACK, GradientExchange(comm, TopK(density=DENSITY), collective=gtopk_allreduce)
     yield NO_FEEDBACK, GradientExchange(comm, TopK(density=DENSITY), NoFeedback(), gtopk_allreduce)
 
 
@@ -184,7 +184,7 @@ def load(comm):
 
 def integers_are_conserved(comm, steps=4, length=10_000):
     """Exchange small integers, whose sums are exact, and return whether nothing is missing to the last bit."""
-    exchange = GradientExchange(comm, TopK(density=DENSITY), ErrorFeedback(), gtopk_allreduce, average=False)
+    exchange = GradientExchange(comm, TopK(density=DENSITY), collective=gtopk_allreduce, average=False)
     ledger = Ledger(length)
     for step in range(steps):
         gradient = np.random.default_rng([step, comm.rank]).integers(-9, 10, length).astype(np.float32)

@@ -91,7 +91,7 @@ class Compressed:
         self.compressor, self.residual = TopK(density=density), np.zeros(length, np.float32)
 
     def __call__(self, gradient):
-        """Return what travels."""
+        """Return what is sent."""
         self.residual += gradient
         sent = self.compressor.compress(self.residual)
         self.residual[sent.indices] -= sent.values
@@ -146,7 +146,7 @@ def main():
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="steps of Adam (default %(default)s)")
-    parser.add_argument("--density", type=float, default=0.02, help="of what travels (default %(default)s)")
+    parser.add_argument("--density", type=float, default=0.02, help="of what is sent (default %(default)s)")
     return parser.parse_args()
 
 

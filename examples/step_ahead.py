@@ -3,7 +3,7 @@
     python examples/step_ahead.py
 
 Eight ranks are simulated in this process, through the objects that `GradientExchange` would use; no MPI. Each holds 50
-equations in 200 unknowns, with a solution of its own, and 4 of 200 entries travel. Two settings:
+equations in 200 unknowns, with a solution of its own, and 4 of 200 entries are sent. Two settings:
 
 * minibatches, and the aggregate is compressed again (two-way): error feedback is slowest, step-ahead better, and
   step-ahead with the residuals averaged every 20 steps best;
@@ -53,18 +53,8 @@ class Problem:
 class ErrorFeedbackWithMomentum(MomentumCorrection):
     """Error feedback of the velocity: momentum correction without masking. What it hands out is a gradient."""
 
-    averaging_due = False
-
     def __init__(self):
         super().__init__(MOMENTUM, masking=False)
-
-    def ahead(self, x):
-        """Return the point of the next gradient: the model itself."""
-        return x
-
-    def result(self, mean):
-        """Return the update, as `StepAhead` does."""
-        return RATE * super().result(mean)
 
 
 def train(problem, method, steps, *, two_way, batch, seed):
@@ -74,36 +64,43 @@ def train(problem, method, steps, *, two_way, batch, seed):
     virtual, velocity, excess = x.copy(), np.zeros(LENGTH), []
     for step in range(steps):
         gradients = problem.gradients(np.array([rank.ahead(x) for rank in ranks]), rng, batch)
+        compressed = [rank.compress(gradient, compressor) for rank, gradient in zip(ranks, gradients, strict=True)]
         total = np.zeros(LENGTH)
-        for rank, gradient in zip(ranks, gradients, strict=True):
-            corrected = rank.correct(gradient)
-            sent = compressor.compress(corrected)
-            rank.keep(corrected, sent, None)
+        for _, sent in compressed:
             total[sent.indices] += sent.values
         mean = SparseVector.from_dense(total / RANKS)
         if two_way:
-            mean = server.compress(mean)
-            server.keep()
+            mean = server.compress_mean(mean)
+        for rank, (corrected, sent) in zip(ranks, compressed, strict=True):
+            rank.settle(corrected, sent, None, mean)
         average_residuals(ranks)
-        x = x - ranks[0].result(mean)
+        for keeper in [*ranks, server] if two_way else ranks:
+            keeper.commit()
+        x = x - unit(ranks) * mean.to_dense()
         velocity = MOMENTUM * velocity + gradients.mean(axis=0)
         virtual -= RATE * velocity
         if step >= steps - LAST:
             excess.append(problem.loss(x) - problem.least)
-    return float(np.mean(excess)), float(np.abs(x - owed(ranks, server) - virtual).max())
+    return float(np.mean(excess)), float(np.abs(x - unsent(ranks, server) - virtual).max())
 
 
 def average_residuals(ranks):
+    """Replace every settled residual by their mean, where that is due."""
     if ranks[0].averaging_due:
-        mean = sum(rank.residual for rank in ranks) / RANKS
+        mean = sum(rank.settled_residual for rank in ranks) / RANKS
         for rank in ranks:
-            rank.averaged(mean)
+            rank.average(mean)
 
 
-def owed(ranks, server):
-    """Return what the ranks and the server still owe of the model's update."""
+def unit(ranks):
+    """Return the factor from what is sent to an update of the model: step-ahead sends updates, the other gradients."""
+    return 1 if isinstance(ranks[0], StepAhead) else RATE
+
+
+def unsent(ranks, server):
+    """Return the part of the model's update that the residuals of the ranks and of the server hold."""
     residuals = sum(rank.residual for rank in ranks) / RANKS + (0 if server.residual is None else server.residual)
-    return residuals * (1 if isinstance(ranks[0], StepAhead) else RATE)
+    return residuals * unit(ranks)
 
 
 RUNS = {  # method, two-way and minibatches or not, the reference figure
@@ -134,7 +131,7 @@ def main():
         "two-way with minibatches step-ahead is better than error feedback": found[0] > found[1],
         "and better still with averaging": found[1] > found[2],
         "one way with full gradients error feedback is better": found[3] < found[4],
-        f"nothing is lost: the model and what is owed differ from momentum SGD by {drift:.1e}": drift < 1e-12,
+        f"nothing is lost: the model and the residuals differ from momentum SGD by {drift:.1e}": drift < 1e-12,
     }
     for claim, holds in checks.items():
         print(f"{claim}: {'ok' if holds else 'FAILED'}")

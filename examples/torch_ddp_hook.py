@@ -7,7 +7,7 @@ one `GradientExchange` by the names of the parameters, so that residuals belong 
 after the first step, and nothing is lost. The futures of all buckets are completed in the last one.
 
 * Unused parameters: with find_unused_parameters=True DDP hands zeros to the hook. Of a parameter that no rank used it
-  throws the result away; but a residual may travel in that step, so the hook writes the result to `.grad` itself.
+  throws the result away; but an entry of a residual may be sent in that step, so the hook writes to `.grad` itself.
 * Uneven batches: inside `model.join()` a rank that has no batch left calls the hook with zeros, and gets the model of a
   rank that went on in the end. The mean is always over all ranks, as with join's divide_by_initial_world_size=True.
 

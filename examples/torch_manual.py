@@ -1,19 +1,20 @@
-"""Train a PyTorch network on several ranks; gradients leave while the backward pass goes on.
+"""Train a PyTorch network on several ranks; gradients are sent while the backward pass goes on.
 
     mpirun -n 2 python -m mpi4py examples/torch_manual.py
 
-A hook on each parameter hands its gradient to the exchange as soon as it is there (`start`); a bucket that is full
-leaves at once, and `finish` waits for the sums after the backward pass, and writes the means over the gradients
-(`out=`). Three rules do the rest:
+A hook on each parameter hands its gradient to the exchange as soon as it is available (`start`). A full bucket is sent
+at once. After the backward pass `finish` waits for the sums and writes the means over the gradients (`out=`). Three
+rules:
 
-* order: `register` names the tensors once, in the order of the backward pass; buckets leave in that order everywhere;
+* order: `register` names the tensors once, in the order of the backward pass; all ranks send their buckets in that
+  order;
 * a parameter that a step did not use is not started on this rank, and counts as zero. Its mean need not be zero: other
-  ranks may have used it, or the residual of earlier steps travels. So every `.grad` is set to what `finish` returns;
+  ranks may have used it, or an entry of its residual is sent. So every `.grad` is set to what `finish` returns;
 * a rank that has no batch left calls `finish` alone, until the last rank has none.
 
-Each large tensor is selected in its own right and the small ones travel dense, in the exchange's own buckets: nothing
-depends on when gradients become ready, and torch_ddp_hook.py, where DDP has buckets of its own, ends with the same
-bits. The data are the digits that come with scikit-learn.
+The exchange compresses each large tensor on its own and sends the small ones dense, in its own buckets. The result does
+not depend on when gradients become ready: torch_ddp_hook.py, where DDP has buckets of its own, ends with the same bits.
+The data are the digits that come with scikit-learn.
 
 Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
 """
@@ -32,8 +33,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from collectives import dense_iallreduce, sparse_iallreduce, traffic, warm_up
-from mpicomp import ErrorFeedback, GradientExchange, TopK
+from collectives import GradientExchange, traffic, warm_up
+from mpicomp import TopK
 
 BATCH, RATE = 32, 0.2
 
@@ -107,14 +108,7 @@ def new_network():
 
 def new_exchange(model, comm):
     """Return an exchange that knows the model's parameters, the last ones first, as the backward pass meets them."""
-    exchange = GradientExchange(
-        comm,
-        TopK(density=0.02),
-        ErrorFeedback(),
-        sparse_iallreduce,
-        dense=dense_iallreduce,  # for biases
-        bucket_nbytes=2**16,  # small, so that a small model has more than one
-    )
+    exchange = GradientExchange(comm, TopK(density=0.02), bucket_nbytes=2**16)  # a small model has several buckets
     exchange.register(dict(reversed([*model.named_parameters()])))
     return exchange
 
@@ -177,7 +171,7 @@ def main():
     for case in CASES:
         model, early = train(case, data, comm, steps)
         checks += outcomes(case, model, test, comm)
-        checks += [(f"{case.name}: gradients left during the backward pass", early > 0 or comm.size == 1)]
+        checks += [(f"{case.name}: gradients were sent during the backward pass", early > 0 or comm.size == 1)]
     return verdict(checks, comm)
 
 

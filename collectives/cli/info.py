@@ -52,9 +52,22 @@ def told(found: Mapping[str, str], warning: str | None) -> str:
 def facts(library: str, size: int, hosts: int) -> dict[str, str]:
     """Return what `mpicomp info` prints, by name."""
     found = {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
-    first_line = library.strip("\0 \n").splitlines()[0].partition(",")[0]
     ranks = f"{size} on {hosts} host{'s' if hosts > 1 else ''}"
-    return {"python": platform.python_version(), **found, "MPI": first_line, "ranks": ranks, **device()}
+    return {
+        "python": platform.python_version(),
+        **found,
+        "MPI": library_and_version(library),
+        "ranks": ranks,
+        **device(),
+    }
+
+
+def library_and_version(described: str) -> str:
+    """Return the name and the version of the MPI library, of what MPI.Get_library_version() says: "MPICH Version: 5.0".
+
+    That is its first line, or what is before a comma there.
+    """
+    return " ".join(described.strip("\0 \n").splitlines()[0].partition(",")[0].split())
 
 
 def device() -> dict[str, str]:

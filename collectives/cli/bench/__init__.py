@@ -14,9 +14,11 @@ from typing import Any, TextIO, TypeVar
 from collectives.cli.bench.collective import COLLECTIVES
 from collectives.cli.bench.contestants import BASELINE, lacking
 from collectives.cli.bench.parsers import add_to
-from collectives.cli.bench.timing import HEADER, Row, as_json
+from collectives.cli.bench.timing import HEADER, Row, as_json, header
 from collectives.cli.files import look, settings, write
+from collectives.cli.info import library_and_version
 from collectives.profiles import NETWORKS
+from mpicomp import threads
 
 __all__ = ["add_to", "run"]
 
@@ -56,10 +58,16 @@ def run_kernels(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
 
 def run_rows(options: argparse.Namespace, comm: Any, out: TextIO) -> int:
     """Measure steps, with or without overlap."""
+    from collectives.cli.bench import exchange
+
     if options.subject == "overlap" and options.tensors > options.length:
         return refused(options, comm, f"expected at most as many --tensors as --length, got {options.tensors}")
-    rows = show(measured(options, comm), None if comm.rank else out)
-    about_run = {**about(options), "length": options.length, **about_mpi(comm)}
+    if options.subject == "exchange" and options.model:
+        options.length = exchange.length_of(options.model)
+    mpi = about_mpi(comm)
+    head = header(f"{mpi['MPI']}, {comm.size} rank{'s' if comm.size > 1 else ''}")
+    rows = show(measured(options, comm), None if comm.rank else out, head)
+    about_run = {**about(options), "length": options.length, **mpi}
     return write(options, comm, json=lambda file: file.write_text(as_json(rows, **about_run)))
 
 
@@ -128,13 +136,14 @@ def about_mpi(comm: Any) -> dict[str, Any]:
     """Return the number of ranks, and the MPI library."""
     from mpi4py import MPI
 
-    return {"ranks": comm.size, "MPI": MPI.Get_library_version().partition(",")[0]}
+    return {"ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version())}
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the figures of a run depend on; the options as they were understood, but for the names of files."""
     versions = {name: metadata.version(name) for name in ("numpy", "numba")}
-    machine = {"machine": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    machine = {"machine": platform.platform(), "cpus": os.cpu_count(), "threads": threads.count()}
+    machine |= {"python": platform.python_version()}
     return {"subject": options.subject, **machine, **versions, "options": settings(options)}
 
 
@@ -143,7 +152,7 @@ def measured(options: argparse.Namespace, comm: Any) -> Iterable[Row]:
     from collectives.cli.bench import exchange, overlap
 
     if options.subject == "exchange":
-        return exchange.rows(comm, options.length, options.density, options.repeats)
+        return exchange.rows(comm, options.length, options.density, options.repeats, options.model)
     how = {"tensors": options.tensors, "compute": options.compute, "rate": options.link}
     return overlap.rows(comm, options.length, options.density, options.repeats, **how)
 

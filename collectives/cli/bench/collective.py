@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives import (
+    GradientExchange,
     allreduce,
     cost,
     dense_allreduce,
@@ -35,7 +36,7 @@ from collectives.cli.bench.timing import Call, clocked, quartiles
 from collectives.profiles import Profile
 from collectives.progress import wait_for
 from collectives.transport import endpoint_of
-from mpicomp import ErrorFeedback, GradientExchange, SparseVector, TopK
+from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
 from mpicomp.vector import add_up
 
@@ -246,7 +247,7 @@ def contestants(comm: Any, plan: Plan, case: Case, vector: SparseVector) -> list
         found.append(Contestant(algorithm, codec, _call(run, bring, comm)))
     if gradient is not None and plan.subject in EXCHANGED:
         run = partial(COLLECTIVES[plan.subject], algorithm=plan.algorithms[0], codec=plan.codecs[0])
-        exchange = GradientExchange(comm, compressor, ErrorFeedback(), run)
+        exchange = GradientExchange(comm, compressor, collective=run)
         name = f"GradientExchange {plan.algorithms[0]}"
         into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
         found.append(Contestant(name, plan.codecs[0], partial(exchange, gradient, out=into)))

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives import Request, sparse_iallreduce, warm_up
+from collectives import GradientExchange, Request, sparse_allreduce, sparse_iallreduce, warm_up
 from collectives.cli.bench.exchange import together_clocked
 from collectives.cli.bench.timing import Row, quartiles, taking_turns
-from mpicomp import ErrorFeedback, GradientExchange, TopK
+from mpicomp import TopK
 
 WHOLE = 2**62  # bytes of a bucket that takes everything
 SLICE = 1e-3  # seconds of computing between two looks at what is in flight
@@ -79,9 +79,9 @@ def _work(gradients: dict[str, Any], compute: float) -> None:
 
 
 def _exchange(comm: Any, density: float, bucket_nbytes: int, rate: float | None) -> GradientExchange:
-    collective = sparse_iallreduce if rate is None else Link(rate)
+    collective = sparse_allreduce if rate is None else Link(rate)
     settings: dict[str, Any] = {"small": 0, "bucket_nbytes": bucket_nbytes}
-    return GradientExchange(comm, TopK(density=density), ErrorFeedback(), collective, **settings)
+    return GradientExchange(comm, TopK(density=density), collective=collective, **settings)
 
 
 class Link:
@@ -97,11 +97,16 @@ class Link:
         return Passing(sparse_iallreduce(vector, comm), self.free)
 
 
-class Passing:
-    """The Request of a sum whose vector passes a link until `end`."""
+class Passing(Request[Any]):
+    """The Request of a sum whose vector passes a link until `end`: it asks another one, and is none of the engine's."""
 
     def __init__(self, request: Request[Any], end: float) -> None:
         self.request, self.end = request, end
+
+    @property
+    def failed(self) -> bool:
+        """See `Request.failed`."""
+        return self.request.failed
 
     def test(self) -> bool:
         """See `Request.test`."""

@@ -6,6 +6,7 @@ from typing import Any
 from collectives.cli.bench.collective import ALGORITHMS, BASELINES, CODECS, DTYPES
 from collectives.cli.bench.contestants import MAKERS, SETTLING_CALLS
 from collectives.cli.bench.data import FAMILIES
+from collectives.cli.bench.exchange import TENSORS, length_of
 from collectives.cli.bench.settings import above_zero, each_once, positive, share
 from collectives.cli.bench.step import MODELS
 from collectives.cli.bench.supports import PATTERNS
@@ -44,6 +45,15 @@ mpicomp bench kernels --device gpu --length 1e9
 EXCHANGE_EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange
 mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
+mpirun -n 4 mpicomp bench exchange --tensors gpt --density 0.01
+"""
+
+ABOUT_EXCHANGE = """\
+A step of one rank's gradient: the selection alone, the selection and the sum of what it selected, and a whole step of
+GradientExchange with gTop-k and error feedback, by what it returns: a SparseVector (sparse=True), a dense mean in an
+array that is there (out=), or in a new one. With --tensors the gradient is that of a model: its tensors by name, each
+selected in its own right, beside one vector of the same length, with sparse_allreduce. All calls are interleaved; a
+time is that of the slowest rank, from a common start. The first line of the table names the MPI library.
 """
 
 OVERLAP_EXAMPLE = """
@@ -108,7 +118,10 @@ def add_to(commands: Any) -> None:
         "kernels", help="each kernel of one rank, against NumPy, PyTorch and one read", examples=KERNELS_EXAMPLES
     )
     exchange = subjects.add_parser(
-        "exchange", help="selection and collective, against MPI's dense allreduce", examples=EXCHANGE_EXAMPLES
+        "exchange",
+        help="selection, collective and whole steps, against MPI's dense allreduce",
+        description=ABOUT_EXCHANGE,
+        examples=EXCHANGE_EXAMPLES,
     )
     overlap = subjects.add_parser(
         "overlap",
@@ -140,8 +153,17 @@ def add_to(commands: Any) -> None:
 
 
 def _add_exchanges(exchange: argparse.ArgumentParser, overlap: argparse.ArgumentParser) -> None:
-    shares: dict[str, Any] = {"type": share, "nargs": "+", "action": each_once, "help": "shares that travel"}
+    shares: dict[str, Any] = {
+        "type": share,
+        "nargs": "+",
+        "action": each_once,
+        "help": "fractions of entries each rank contributes",
+    }
     exchange.add_argument("--density", **shares, default=[0.001, 0.01])
+    shown = ", ".join(f"{name} ({len(shapes)} of {length_of(name):g} values)" for name, shapes in TENSORS.items())
+    exchange.add_argument(
+        "--tensors", dest="model", choices=list(TENSORS), help=f"of a model, in place of --length: {shown}"
+    )
     overlap.add_argument("--density", **shares, default=[0.05, 0.1])
     overlap.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
     overlap.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
@@ -163,7 +185,9 @@ def _add_step(subjects: Any) -> None:
     parser.add_argument("--length", type=positive, metavar="N", help="values of the gradient, in place of the model's")
     parser.add_argument("--compute", type=above_zero, metavar="S", help="seconds of computing, in place of the model's")
     parser.add_argument("--pause", action="store_true", help="compute by a pause, as beside an accelerator")
-    parser.add_argument("--density", type=share, default=0.001, help="share that travels (%(default)s)")
+    parser.add_argument(
+        "--density", type=share, default=0.001, help="fraction of entries each rank contributes (%(default)s)"
+    )
     parser.add_argument("--repeats", type=positive, default=7, help="timed turns of each (%(default)s)")
     parser.add_argument(
         "--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 2 (as many)"
@@ -180,7 +204,7 @@ def _add_collective(subjects: Any, subject: str, about: str) -> None:
     )
     lists: list[tuple[str, Any, list[Any], str]] = [
         ("--lengths", positive, [1_000_000], "values of the dense vectors: 1e6 25_000_000"),
-        ("--densities", share, [0.001, 0.01], "shares of them that a rank brings: 0.001 0.01"),
+        ("--densities", share, [0.001, 0.01], "fractions of entries each rank contributes: 0.001 0.01"),
     ]
     for option, kind, default, text in lists:
         shown = f"{text} (default: {' '.join(f'{value:g}' for value in default)})"

@@ -45,11 +45,34 @@ HEADER = (
 )
 
 
+def header(what: str) -> str:
+    """Return the header with what the rows have in common, such as the number of ranks, above their names."""
+    return f"{what:53}{HEADER[53:]}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call, and what restores its arguments before each turn, which is not timed."""
+
+    call: Call
+    prepare: Call
+
+    def __call__(self) -> Any:
+        """Return what the call does."""
+        return self.call()
+
+
 def taking_turns(calls: Sequence[Call], repeats: int, around: Callable[[Call], float]) -> list[list[float]]:
     """Return the times of each call, in seconds; after one untimed run of each they take turns."""
+
+    def turn(call: Call) -> float:
+        if isinstance(call, Prepared):
+            call.prepare()
+        return around(call)
+
     for call in calls:
         call()
-    return [list(times) for times in zip(*([around(call) for call in calls] for _ in range(repeats)), strict=True)]
+    return [list(times) for times in zip(*([turn(call) for call in calls] for _ in range(repeats)), strict=True)]
 
 
 def clocked(call: Call, clock: Callable[[], float] = time.perf_counter) -> float:

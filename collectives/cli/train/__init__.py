@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from collectives import warm_up
 from collectives.cli.files import look, write
+from collectives.cli.info import library_and_version
 from collectives.cli.train import report
 from collectives.cli.train.grid import Grid, Row, cells
 from collectives.cli.train.options import add_to, chosen, problem
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     grid = Grid(task, cells(chosen(options), options.density), options.rate or task.rates, options.seeds, recipe)
     with one_thread(comm):
         done = show(grid, comm, out)
-    about = {"ranks": comm.size, "MPI": MPI.Get_library_version().partition(",")[0]}
+    about = {"ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version())}
     about |= {"machine": platform.platform(), "cpus": os.cpu_count()}
     makers: dict[str, Callable[[Path], Any]] = {
         "json": lambda file: file.write_text(report.as_json(grid, done, **about)),

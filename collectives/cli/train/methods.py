@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
+from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
 from collectives.cli.train.network import Floats
 from mpicomp import (
     EF21,
@@ -18,7 +18,6 @@ from mpicomp import (
     ErrorFeedback,
     Feedback,
     GaussianK,
-    GradientExchange,
     MomentumCorrection,
     MSTopK,
     NoFeedback,

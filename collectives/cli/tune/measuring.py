@@ -156,6 +156,12 @@ def kernel_calls(endpoint: Endpoint) -> dict[str, Iterable[tuple[float, Call]]]:
     def several(entries: int, count: int = parts) -> list[SparseVector]:
         return same_length([vector_of(max(1, entries // count), DENSITY, seed) for seed in range(count)])
 
+    def consecutive(entries: int) -> list[SparseVector]:
+        """Return parts of one vector, each above those before it."""
+        whole = vector_of(max(parts, entries), DENSITY, 0)
+        edges = zip(np.array_split(whole.indices, parts), np.array_split(whole.values, parts), strict=True)
+        return [SparseVector(indices, values, whole.length) for indices, values in edges]
+
     def on(kernel: Callable[[Any], Any], density: float = DENSITY) -> Iterator[tuple[float, Call]]:
         return ((entries, partial(kernel, vector_of(entries, density, endpoint.rank))) for entries in ENTRIES)
 
@@ -165,7 +171,7 @@ def kernel_calls(endpoint: Endpoint) -> dict[str, Iterable[tuple[float, Call]]]:
         "validate": on(SparseVector.validate),
         "merge": ((entries, partial(merge, *several(entries, 2))) for entries in ENTRIES),
         "accumulate": ((entries, partial(add_up, several(entries))) for entries in ENTRIES),
-        "join": ((entries, partial(join, several(entries))) for entries in ENTRIES),
+        "join": ((entries, partial(join, consecutive(entries))) for entries in ENTRIES),
         "fill": ((vector.length, partial(vector.filled, 0, vector.length)) for vector in thick),
         "copy": on(lambda vector: np.array(vector.values)),
         "select": on(lambda vector: top_k(vector, vector.nnz // 2)),
