@@ -1,8 +1,8 @@
 """Agree on an object, or on whether a step succeeded: what ranks do beside the collectives proper.
 
-Rounds: 2 ceil(lg P) of small messages for an object, those of MPI's allreduce of one number for a step. By the
-library's own messages, not the communicator's: so deadlines hold, ranks that call something else raise too, and a
-rank's error reaches all ranks.
+Rounds: 2 ceil(lg P) of small messages for an object, those of MPI's allreduce of one number for a step. Objects are
+sent by the library's own messages, and whether a step failed is MPI's sum on the library's copy of the communicator: so
+deadlines hold for both, and a rank's error reaches all ranks.
 """
 
 import json
@@ -93,10 +93,8 @@ def note_failure(error: Exception, comm: Any, operation: str, *, known: bool) ->
 
     known: to all ranks, as a collective raised it; then they wait for each other only where MPI survives a death.
     """
-    traceback = error.__traceback__
     with suppress(Exception):
         if failure.survives():
             recovery.agree(False, comm)
         elif not known:
             raise_together(error, comm, operation)
-    error.__traceback__ = traceback  # else it holds this frame, and those above, which hold the error

@@ -1,4 +1,4 @@
-"""Begin an operation: check what this rank brings, set the terms, put the algorithm in flight.
+"""Begin an operation: check what this rank contributes, set the terms, put the algorithm in flight.
 
 Whatever looks at the caller's arguments runs in one `try`, before any message: if it raises, the rank does not begin,
 but tells the others, and `all_or_none` raises on every rank. Algorithms take what the caller asked for from the offer

@@ -11,8 +11,9 @@ ones. Hot loops are in `mpicomp.kernels`, and `kernels_for` says which serve an 
 
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -167,6 +168,17 @@ def writable_vector(out: Any) -> Array:
     if not values.flags.c_contiguous:
         raise ValueError("its values are not contiguous in C order: expected a contiguous array")
     return values.reshape(-1)
+
+
+def check_apart(arrays: Sequence[Any]) -> None:
+    """Raise ValueError where two contiguous arrays that a step writes to share memory."""
+    places = [array.__cuda_array_interface__ if on_device(array) else array.__array_interface__ for array in arrays]
+    spans = sorted((place["data"][0], array.nbytes) for place, array in zip(places, arrays, strict=True) if array.size)
+    if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(spans)):
+        raise ValueError(
+            "two arrays that the step writes to share memory: expected an array of its own for each out=, and for each "
+            "gradient that holds the residual (in_place)"
+        )
 
 
 def nonzero(values: Array) -> Array:

@@ -66,20 +66,11 @@ class Tensor:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
 
-    def residual_in(self, gradient: Any, *, apart_from: Array | None) -> Array:
-        """Return the gradient's own array as one vector to be written to; ValueError where it cannot hold the residual.
-
-        apart_from: an output buffer, which must not share memory with it.
-        """
+    def residual_in(self, gradient: Any) -> Array:
+        """Return the gradient's own array as one vector to be written to; raises where it cannot hold the residual."""
         if gradient is None:
             raise ValueError(f"{self.name} has no gradient, whose array holds the residual (in_place): give it zeros")
-        own = self.writable(gradient, self.name)
-        if apart_from is not None and self.xp.may_share_memory(own, apart_from):
-            raise ValueError(
-                f"out for {self.name} shares memory with the gradient, which holds the residual (in_place): give "
-                "another array, or sparse=True"
-            )
-        return own
+        return self.writable(gradient, self.name)
 
     def _checked(self, name: str, array: Any) -> Array:
         if type(array) is np.ndarray and (array.shape, array.dtype, np) == (self.shape, self.dtype, self.xp):

@@ -1,6 +1,6 @@
 """GradientExchange: correct, compress, reduce, put back.
 
-Pipeline   a vector: its tensors, compressor and feedback; what is constant
+Pipeline   a vector: its tensors, compressor and feedback; what is constant (`mpicomp.pipeline`)
 Bucket     the vectors of one message
 Transfer   a vector in one step; Flight: a bucket in one step
 Step       a step: started, settled, committed or rolled back

@@ -11,7 +11,6 @@ from collectives.allreduce import sparse_allreduce
 from collectives.consensus import gather_objects
 from collectives.cyclic_leader import CyclicLeader
 from collectives.exchange.layout import Layout, Parts
-from collectives.exchange.pipeline import Pipeline
 from collectives.exchange.step import OPERATION, Bucket, Step
 from collectives.ledger import accounts, balance, name_step
 from collectives.statistics import Statistics, report
@@ -24,6 +23,7 @@ from mpicomp.compressors.common import check_number
 from mpicomp.errors import CollectiveError
 from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
 from mpicomp.feedback.base import check_feedback
+from mpicomp.pipeline import Pipeline
 from mpicomp.state import restored_on_error
 from mpicomp.tensors import Form
 
@@ -40,7 +40,7 @@ class GradientExchange:
     average: divide the sum by the number of ranks. downlink: compresses the mean once more, on all ranks alike.
     choose(name, array): returns (compressor, feedback) for a named tensor; without it each gets copies of the two that
     are given. small: named tensors with fewer numbers are sent dense. bucket_nbytes: the gradients of a message have
-    about as many bytes. log: called with the `Statistics` of each step, once it is done.
+    about as many bytes. log: called with the `Statistics` of each step, once it is kept.
 
     The object holds the residuals: use one for each model, and the same settings and calls on every rank. The settings,
     and the tensors, are compared in the first step. A step is kept by all ranks or by none. Raises TypeError or
@@ -96,9 +96,9 @@ class GradientExchange:
         they come back. A dict may leave out some. sparse: return the mean as a SparseVector, or a list or dict of those
         with indices into each array in C order: no pass over all values. See `SparseVector.add_to`.
 
-        Raises ValueError or TypeError for a bad gradient or `out` here, `CollectiveError` on the other ranks;
-        OverflowError on all of them when the sum leaves the range of the dtype. The residual, the gradient and `out`
-        are then as they were before the call.
+        Raises KeyError, TypeError or ValueError for a bad gradient or `out`, and RuntimeError within a step, here, and
+        `CollectiveError` on the other ranks; OverflowError on all of them when the sum leaves the range of the dtype.
+        The residual, the gradient and `out` are then as they were before the call.
         """
         form = Form.of(gradient)
         try:
@@ -124,15 +124,16 @@ class GradientExchange:
         """
         if self._buckets:
             raise RuntimeError("the tensors are registered: expected one call, before the first step")
-        self._check_between_steps()
+        if self._step is not None:
+            self._fail(RuntimeError("a step is under way: register the tensors before the first of them is started"))
         self._register(Form.DICT, tensors)
 
     def start(self, name: str, array: Any, *, out: Any = None) -> None:
         """Give a tensor's gradient; its bucket is sent once it is full and those before it were sent.
 
-        name: of a tensor, once a step. array: of the shape and dtype it had at first, or None for zeros; do not change
-        it before `finish`, which raises what is wrong with it. In the first step, without `register`, buckets are sent
-        in `finish`. out: the output buffer, as in a call of the exchange; it may be `array`.
+        name: of a tensor, once a step. array: of the shape and dtype it had at first, or, once the tensors are known,
+        None for zeros; do not change it before `finish`, which raises what is wrong with it. In the first step, without
+        `register`, buckets are sent in `finish`. out: the output buffer, as in a call; it may be `array`.
 
         Raises KeyError, TypeError or ValueError at once for a name that is unknown, or was there in this step; the step
         goes on.
@@ -159,8 +160,8 @@ class GradientExchange:
     def finish(self, *, sparse: bool = False) -> dict[str, Any]:
         """Wait for the sums of this step, and return the means by name, as the kinds of array that came at first.
 
-        A tensor that was not started on this rank counts as zero here: one that the step did not use, or all of them
-        on a rank that has no batch left. Entries of its residual may be sent. sparse: as in a call.
+        Once the tensors are known, one that was not started on this rank counts as zero here: one that the step did not
+        use, or all of them on a rank that has no batch left. Entries of its residual may be sent. sparse: as in a call.
 
         Raises what a call does; the residuals of all tensors are then as they were, on all ranks.
         """
@@ -195,8 +196,8 @@ class GradientExchange:
         """Return copies of all that this rank's exchange remembers: arrays by name, which np.savez can store.
 
         Each rank saves its own. Settings are not in it, nor is the order of named tensors: `register` them in the same
-        order before `load_state_dict`; nor residuals in place: save the gradient arrays. A run that is taken up so
-        continues bit for bit. For each vector `holds` names what was saved, so that a missing part is noticed.
+        order before `load_state_dict`; nor residuals in place: save the gradient arrays. A run resumed from it
+        continues bitwise. For each vector `holds` names what was saved, so that a missing part is noticed.
         RuntimeError within a step.
         """
         self._check_between_steps()
@@ -271,9 +272,9 @@ class GradientExchange:
         except BaseException as error:
             self._end_badly(error)
             raise
+        self._step = None  # settled: an interrupt from here on leaves no step behind
         with np.errstate(all="ignore"):
             means = step.commit()
-        self._step = None
         self._end_step(step)
         return means
 
@@ -313,10 +314,10 @@ class GradientExchange:
 
     def _end_step(self, step: Step) -> None:
         """Count a step that was kept, and tell what it did."""
+        self.steps += 1
         if self._checked:
             everyone = gather_objects(accounts(step.flights), self.comm, OPERATION)
-            balance(everyone, self.steps, self.comm.size if self._layout.average else 1)
-        self.steps += 1
+            balance(everyone, self.steps - 1, self.comm.size if self._layout.average else 1)
         sent = traffic(self.comm).nbytes - step.traffic
         self.statistics = Statistics.of(step.flights, sent, self.residual_norm if self.log else None)
         self._total = self.statistics.plus(self._total)

@@ -18,13 +18,13 @@ from typing import Any
 
 from collectives.consensus import check_same, gather_objects
 from collectives.dense import dense_iallreduce
-from collectives.exchange.pipeline import Pipeline
 from collectives.exchange.step import OPERATION, Bucket
 from collectives.sums import Collective
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback, TwoWay
 from mpicomp.feedback.base import check_feedback
+from mpicomp.pipeline import Pipeline
 from mpicomp.tensors import ALONE, Form, Tensor
 
 Parts = tuple[Compressor, Feedback]

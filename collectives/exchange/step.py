@@ -18,13 +18,14 @@ import numpy as np
 
 from collectives.consensus import agree_to_keep, note_failure, raise_together
 from collectives.dense import dense_iallreduce
-from collectives.exchange.pipeline import Pipeline
 from collectives.exchange.transfer import Transfer
 from collectives.ledger import CheckedTransfer
 from collectives.progress import Request
 from collectives.sums import Collective, unpack_sum
 from collectives.transport import traffic
+from mpicomp.arrays import check_apart
 from mpicomp.feedback.base import check_range
+from mpicomp.pipeline import Pipeline
 from mpicomp.vector import SparseVector, concatenate, split
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
@@ -59,10 +60,15 @@ class Flight:
         self.outcome: Any = None  # a Request, or what a collective that blocks returned
         self.transfers = [(CheckedTransfer if checked else Transfer)(pipeline) for pipeline in bucket.pipelines]
 
-    def start(self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any) -> None:
-        """Compress this rank's gradients, and start the sum; an error of this rank is raised in `wait`, on all."""
+    def start(
+        self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any, error: Exception | None = None
+    ) -> None:
+        """Compress this rank's gradients, and start the sum; an error of this rank is raised in `wait`, on all.
+
+        error: of a rank that failed before; it takes part with it.
+        """
         with self._clocked("compress_seconds"):
-            contribution = self._compressed(arrays, outs, comm)
+            contribution = self._compressed(arrays, outs, comm, error)
         with self._clocked("communicate_seconds"):
             try:
                 self.outcome = self.bucket.collective(contribution, comm)
@@ -118,11 +124,12 @@ class Flight:
         for transfer in reversed(self.transfers):  # two may share a compressor: the first one saw it as it was
             transfer.roll_back()
 
-    def _compressed(self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any) -> Any:
+    def _compressed(
+        self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any, error: Exception | None
+    ) -> Any:
         """Return what the collective takes, or this rank's error, without the frames that would hold the gradient."""
-        error: Exception | None = None
         try:
-            for transfer in self.transfers:
+            for transfer in self.transfers if error is None else ():
                 transfer.take(arrays, outs)
         except Exception as raised:  # whatever it is: the other ranks must learn of it
             error = raised.with_traceback(None)
@@ -165,7 +172,7 @@ class Step:
         self.outs: dict[str, Any] = {}
         self.flights: list[Flight] = []
         self.traffic = traffic(comm).nbytes  # of this rank, when it began
-        self._agreed = False  # the ranks have agreed on whether it is kept
+        self._averaging = self._agreed = False  # the ranks have come to average residuals, to agree to keep the step
 
     def leave(self, *, complete: bool = False) -> None:
         """Start the buckets whose turn it is, `complete`: all; and move on what is in flight."""
@@ -189,6 +196,7 @@ class Step:
             flight.wait()
         error: Exception | None = None
         try:
+            check_apart([array for flight in self.flights for each in flight.transfers for array in each.written])
             for flight in self.flights:
                 flight.settle(self._comm.size, average=self._average, sparse=sparse)
         except Exception as raised:  # this rank's alone, perhaps
@@ -213,22 +221,28 @@ class Step:
         An Exception is one on all ranks, which may have all buckets in flight. Anything else, an interrupt, is this
         rank's alone, which then leaves.
         """
+        traceback = error.__traceback__
         if isinstance(error, Exception):
             for bucket in self.buckets[len(self.flights) :]:
                 self.flights.append(Flight(bucket, checked=self._checked))
-                with suppress(Exception):  # of a collective that blocks: the step is over anyway
-                    self.flights[-1].outcome = bucket.collective(error, self._comm)
+                with suppress(Exception):
+                    self.flights[-1].start({}, {}, self._comm, error)
             known = any([flight.has_failed() for flight in self.flights])
             if self.flights and not self._agreed:
+                if not (known or self._averaging):  # the other ranks may average residuals
+                    with suppress(Exception):
+                        self._average_residuals(error)
                 note_failure(error, self._comm, OPERATION, known=known)
         for flight in reversed(self.flights):
             flight.roll_back()
+        error.__traceback__ = traceback  # raised again above, it holds this frame, which holds it
 
     def _average_residuals(self, error: Exception | None) -> Exception | None:
         """Average the residuals over the ranks where that is due; where a mean is out of range each keeps its own.
 
         Returns this rank's error; raises on all ranks where one had an error before.
         """
+        self._averaging = True
         for transfer in [transfer for flight in self.flights for transfer in flight.transfers]:
             feedback = transfer.pipeline.feedback
             if feedback.averaging_due:

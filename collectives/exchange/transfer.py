@@ -1,7 +1,8 @@
 """One vector in one step on this rank: compressed, received, and kept or rolled back.
 
 Invariant: until `commit` nothing that outlives the step has changed, but for what a compressor remembers, which
-`roll_back` restores; and nothing in `commit` can fail: it writes to memory that is there, and swaps.
+`roll_back` restores. `commit` writes to memory that is allocated, and swaps: it cannot fail, but for the conversion of
+means to another library's arrays.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.exchange.pipeline import Pipeline
 from mpicomp.arrays import kernels_for, set_to_zero
 from mpicomp.compressors.base import check_selected
+from mpicomp.pipeline import Pipeline
 from mpicomp.tensors import ALONE
 from mpicomp.vector import SparseVector, split
 
@@ -39,7 +40,12 @@ class Transfer:
         for tensor, out in zip(pipeline.tensors, self._given, strict=True):
             self._outs.append(None if out is None else tensor.writable(out, f"out for {tensor.name}"))
             if pipeline.feedback.in_place:
-                self._homes.append(tensor.residual_in(arrays.get(tensor.name), apart_from=self._outs[-1]))
+                self._homes.append(tensor.residual_in(arrays.get(tensor.name)))
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's arrays that `commit` writes to."""
+        return [*self._homes, *(out for out in self._outs if out is not None)]
 
     def compress(self) -> SparseVector:
         """Return what is sent of the vector; it is checked, as what a compressor returns may be anything."""

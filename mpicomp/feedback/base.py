@@ -125,6 +125,11 @@ class Feedback:
         """For how many numbers it keeps something; None before any."""
         return math.prod(self._shape()) if self._begun and self._arrays else None
 
+    def fits(self, size: int, dtype: np.dtype[Any]) -> bool:
+        """Return whether what is kept, if anything is, is of gradients of this size and dtype."""
+        held = {name: array.dtype for name, array in self._arrays.items()}
+        return self.size is None or (self.size == size and self._layout(dtype) == held)
+
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`, the old learning rate over the new one, where it is in gradient units.
 

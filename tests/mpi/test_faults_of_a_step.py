@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from collectives import (
+    CyclicLeader,
     GradientExchange,
+    aligned_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -342,3 +344,70 @@ def test_a_compressor_that_writes_to_what_it_is_given(comm, feedback):
     mine = gradient(comm.rank, 1)
     with all_raise(comm, exchange, ValueError, "read-only", mine):
         exchange(mine)
+
+
+@pytest.mark.parametrize("form", ["list for an array", "another name", "within a step"])
+@pytest.mark.parametrize("way", ["a compressor that communicates", "residuals that are averaged"])
+def test_a_wrong_call_on_one_rank_meets_the_others_whatever_they_call(comm, way, form):
+    """The others may be in the agreement before a compressor that communicates, or in the average of the residuals."""
+    if way == "a compressor that communicates":
+        exchange = GradientExchange(comm, CyclicLeader(comm, k=3), collective=aligned_allreduce, small=0)
+    else:
+        exchange = GradientExchange(comm, TopK(k=3), StepAhead(0.5, averaging_period=1), small=0)
+    mine = named(comm.rank, 0) if form != "list for an array" else gradient(comm.rank, 0)
+    exchange(mine)
+    wrong = {"list for an array": [mine], "another name": {"else": gradient(0, 0)}, "within a step": mine}[form]
+    error = {"list for an array": TypeError, "another name": KeyError, "within a step": RuntimeError}[form]
+    if form == "within a step":
+        for name, array in mine.items():
+            exchange.start(name, array)
+    with all_raise_between(comm, exchange, error):
+        if is_last(comm):
+            exchange(wrong)
+        elif form == "within a step":
+            exchange.finish()
+        else:
+            exchange(mine)
+    takes_a_step(comm, exchange, mine)
+
+
+@contextmanager
+def all_raise_between(comm, exchange, error):
+    with pytest.raises(error if is_last(comm) else CollectiveError):
+        yield
+    assert len(set(comm.allgather(exchange.steps))) == 1
+
+
+def test_register_within_a_step_of_one_rank_raises_everywhere(comm):
+    exchange, mine = GradientExchange(comm, TopK(k=3)), named(comm.rank, 0)
+    if is_last(comm):
+        exchange.start("weight", mine["weight"])
+    with all_raise_between(comm, exchange, RuntimeError):
+        exchange.register(mine)
+    exchange.register(mine)
+    takes_a_step(comm, exchange, mine)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_arrays_that_are_written_to_twice_are_refused(comm, in_place):
+    a, b = gradient(comm.rank, 0), gradient(comm.rank, 1)
+    exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(in_place=in_place), small=0)
+    exchange({"a": a, "b": b}, sparse=True)
+    outs = {"a": b, "b": a} if in_place else {"a": (place := np.empty(LENGTH)), "b": place}
+    with all_raise(comm, exchange, ValueError, "two arrays that the step writes to share memory", a, b):
+        exchange({"a": a, "b": b}, out=outs if is_last(comm) else {})
+
+
+def test_a_state_of_another_dtype_changes_nothing(comm):
+    double, single = (GradientExchange(comm, TopK(k=3), small=0) for _ in range(2))
+    double({"a": gradient(comm.rank, 0)})
+    mine = {"a": gradient(comm.rank, 0).astype(np.float32)}
+    single(mine)
+    before = state_of(single)
+    fresh = GradientExchange(comm, TopK(k=3), small=0)
+    fresh.register(mine)
+    for exchange in (single, fresh):
+        with pytest.raises(ValueError, match=r"the state|float64"):
+            exchange.load_state_dict(double.state_dict())
+    assert state_of(single) == before
+    takes_a_step(comm, fresh, mine)

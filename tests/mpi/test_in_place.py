@@ -114,7 +114,7 @@ def test_an_array_that_cannot_hold_the_residual_raises_everywhere_and_nothing_ch
     exchange(formed(form, gradients(comm.rank, 0)))
     homes, state = gradients(comm.rank, 1), exchange.state_dict()
     before, given, outs = {name: home.tobytes() for name, home in homes.items()}, dict(homes), None
-    change, said = FAULTS.get(fault, (None, "shares memory with the gradient, which holds the residual"))
+    change, said = FAULTS.get(fault, (None, "two arrays that the step writes to share memory"))
     odd = comm.rank == comm.size - 1
     if fault.startswith("out"):
         outs = {name: np.zeros_like(home) for name, home in homes.items()}

@@ -73,9 +73,10 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; ValueError when it does not fit, or some of it is missing."""
         load_states(self._parts, state)
-        for kept in (self.feedback.size, None if self.downlink is None else self.downlink.size):
-            if kept not in (None, self.bounds[-1]) and self.tensors:
-                raise ValueError(f"the state of {self.name!r} has {kept} numbers: expected {self.bounds[-1]}")
+        for part in (self.feedback, self.downlink) if self.tensors else ():
+            length, dtype = self.bounds[-1], self.tensors[0].dtype
+            if part is not None and not part.fits(length, dtype):
+                raise ValueError(f"the state of {self.name!r} has {part.size} numbers: expected {length}, of {dtype}")
 
     @property
     def _parts(self) -> dict[str, Stateful]:
