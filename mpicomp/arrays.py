@@ -172,8 +172,9 @@ def writable_vector(out: Any) -> Array:
 
 def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError where two contiguous arrays that a step writes to share memory."""
-    places = [array.__cuda_array_interface__ if on_device(array) else array.__array_interface__ for array in arrays]
-    spans = sorted((place["data"][0], array.nbytes) for place, array in zip(places, arrays, strict=True) if array.size)
+    given: list[Any] = [array for array in arrays if array.size]
+    starts = [int(array.data.ptr) if on_device(array) else array.ctypes.data for array in given]
+    spans = sorted(zip(starts, [array.nbytes for array in given], strict=True))
     if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(spans)):
         raise ValueError(
             "two arrays that the step writes to share memory: expected an array of its own for each out=, and for each "
