@@ -139,3 +139,9 @@ def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
     )
     assert {"mpicomp", "collectives"} <= set(listed.split())
     assert not {"tests", "examples", "slurm"} & set(listed.split())
+
+
+def test_the_tables_of_the_exchange_are_those_of_the_committed_results():
+    command = [sys.executable, str(ROOT / "benchmarks" / "exchange_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, "run benchmarks/exchange_tables.py\n" + done.stderr
