@@ -20,7 +20,7 @@ from collectives import (
 from collectives.progress import Engine
 from mpicomp import CollectiveError, Compressor, ErrorFeedback, NoFeedback, RandomK, SparseVector, TopK
 
-COLLECTIVES = [gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallreduce]
+COLLECTIVES = [gtopk_iallreduce, sparse_allgather, sparse_allreduce]  # blocking or not: the exchange runs the latter
 SHAPES = {"a.weight": (30, 40), "a.bias": (40,), "b.weight": (40, 25), "b.bias": (25,), "scale": ()}
 SHARED = ErrorFeedback()
 
