@@ -41,7 +41,7 @@ def gtopk_allreduce(
 
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
     intracommunicator. k: at least 1, the same on all ranks; None takes the largest number of entries that a rank
-    brings, of the ranks that a step joins (so at the end, of all).
+    contributes, of the ranks that a step joins (so at the end, of all).
     algorithm: "recursive_doubling" (also "auto"), "tree", or one that gives the true k largest of the sum: "exact",
     which sends the least, or "exact_doubling", which has the fewest rounds.
     codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"

@@ -23,17 +23,10 @@ from mpicomp.codec import CODECS
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
-Call = TypeVar("Call", bound=Callable[..., Any])
 Algorithm = Callable[[Offer, Channel], Steps[T]]
 Prepare = Callable[[Any, dict[str, Any], int], SparseVector]
 
 NOTHING = SparseVector.empty(0)
-
-
-def not_a_sum_for_all(call: Call) -> Call:
-    """Mark a collective that does not give every rank the sum of all: `GradientExchange` refuses it."""
-    call.sums_everywhere = False  # type: ignore[attr-defined]
-    return call
 
 
 def sound(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:

@@ -14,13 +14,12 @@ from typing import Any
 
 from collectives.channel import Channel, Offer
 from collectives.messages import Steps
-from collectives.operation import begin, not_a_sum_for_all, sound
+from collectives.operation import begin, sound
 from collectives.partition import Partition, Ranges, equal_ranges, given_ranges, hashed_blocks
 from collectives.progress import Request
 from mpicomp.vector import SparseVector, add_up
 
 
-@not_a_sum_for_all
 def sparse_reduce_scatter(
     vector: SparseVector,
     comm: Any,
@@ -48,7 +47,6 @@ def sparse_reduce_scatter(
     return sparse_ireduce_scatter(vector, comm, algorithm=algorithm, partition=partition, codec=codec).wait()
 
 
-@not_a_sum_for_all
 def sparse_ireduce_scatter(
     vector: SparseVector,
     comm: Any,

@@ -13,14 +13,13 @@ from typing import Any
 
 from collectives.channel import Channel, Offer
 from collectives.messages import Steps
-from collectives.operation import begin, not_a_sum_for_all, sound
+from collectives.operation import begin, sound
 from collectives.patterns import add, hand_down, reduce_up
 from collectives.progress import Request
 from collectives.votes import counting, with_votes
 from mpicomp.vector import SparseVector
 
 
-@not_a_sum_for_all
 def sparse_reduce(
     vector: SparseVector,
     comm: Any,
@@ -48,7 +47,6 @@ def sparse_reduce(
     return sparse_ireduce(vector, comm, root, algorithm=algorithm, codec=codec, votes=votes).wait()
 
 
-@not_a_sum_for_all
 def sparse_ireduce(
     vector: SparseVector,
     comm: Any,
@@ -64,7 +62,6 @@ def sparse_ireduce(
     return begin("sparse_reduce", every, vector, comm, algorithm, codec=codec, prepare=prepare, **terms)
 
 
-@not_a_sum_for_all
 def sparse_bcast(
     vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
 ) -> SparseVector:
@@ -79,7 +76,6 @@ def sparse_bcast(
     return sparse_ibcast(vector, comm, root, algorithm=algorithm, codec=codec).wait()
 
 
-@not_a_sum_for_all
 def sparse_ibcast(
     vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
 ) -> Request[SparseVector]:

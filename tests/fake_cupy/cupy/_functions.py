@@ -91,11 +91,6 @@ def from_dlpack(obj: Any) -> ndarray:
     return obj if isinstance(obj, ndarray) else obj._fake
 
 
-def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
-    """Say whether the bounds of two arrays of the device overlap."""
-    return np.may_share_memory(plain(a), plain(b))
-
-
 def get_array_module(*args: Any) -> Any:
     import cupy
 
@@ -103,7 +98,7 @@ def get_array_module(*args: Any) -> Any:
 
 
 __all__ = [*_CREATING, *_COMPUTING, "array", "asarray", "ascontiguousarray", "asnumpy", "copyto", "from_dlpack"]
-__all__ += ["get_array_module", "may_share_memory"]
+__all__ += ["get_array_module"]
 for _name in "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool_ intp dtype".split():
     globals()[_name] = getattr(np, _name)
     __all__.append(_name)
