@@ -1,6 +1,6 @@
-"""What one rank does to its own gradient: compress it, and keep the rest. Imports no MPI.
+"""The computation of one rank on its own gradient: compression and error feedback. Imports no MPI.
 
-What the ranks do together, `GradientExchange` and the collectives, is in the package `collectives`.
+The communication, `GradientExchange` and the collectives, is in the package `collectives`.
 """
 
 from mpicomp.compressors import (

@@ -1,18 +1,19 @@
-"""The debug mode, MPICOMP_CHECK=1: what both packages need for it.
+"""The debug mode, MPICOMP_CHECK=1: the mass of vectors, by which both packages check that a sum is complete.
 
-What is promised of a sum is checked by its mass: the plain sum in float64, and one with a weight for each position,
-which an entry that went astray changes too. `collectives.checking` checks operations, `collectives.ledger`
-steps.
+The mass of entries is a triple: their sum in float64, their sum with weights by position (within -1 and 1), which a
+misplaced entry changes too, and the sum of their magnitudes, which bounds rounding errors. `collectives.faults.debug`
+checks operations, `collectives.faults.ledger` steps.
 """
 
 import math
 import os
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import to_numpy
+from mpicomp.arrays import Array, to_numpy
 from mpicomp.vector import SparseVector
 
 VARIABLE = "MPICOMP_CHECK"
@@ -25,29 +26,7 @@ def asked() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-class Mass(NamedTuple):
-    """What entries add up to: their sum, the sum with weights by position (within -1 and 1), that of magnitudes."""
-
-    plain: float = 0.0
-    weighted: float = 0.0
-    magnitude: float = 0.0
-
-    def plus(self, other: "Mass", times: float = 1.0) -> "Mass":
-        """Return self + times * other; magnitudes only grow."""
-        plain, weighted = self.plain + times * other.plain, self.weighted + times * other.weighted
-        return Mass(plain, weighted, self.magnitude + abs(times) * other.magnitude)
-
-    def equals(self, other: "Mass", tolerance: float, floor: float = 0.0) -> bool:
-        """Say whether both are the same within `tolerance` times the larger magnitude, and `floor`.
-
-        Where sums leave the range of float64 nothing can be said against it.
-        """
-        within = (tolerance + 1e-12) * max(self.magnitude, other.magnitude) + floor  # 1e-12: float64 rounds too
-        same = abs(self.plain - other.plain) <= within and abs(self.weighted - other.weighted) <= within
-        return same or not math.isfinite(within)
-
-
-def mass(vector: SparseVector) -> Mass:
+def mass(vector: SparseVector) -> list[float]:
     """Return the mass of a vector, of numbers or of rows."""
     width = 1 if vector.width is None else vector.width
     firsts = to_numpy(vector.indices).astype(np.uint64)[:, None] * np.uint64(width)
@@ -55,18 +34,38 @@ def mass(vector: SparseVector) -> Mass:
     return _mass(places.astype(np.uint64).reshape(-1), to_numpy(vector.values).reshape(-1))
 
 
-def dense_mass(array: NDArray[Any]) -> Mass:
+def dense_mass(array: Array) -> list[float]:
     """Return the mass of a dense array."""
     return _mass(np.arange(array.size, dtype=np.uint64), to_numpy(array).reshape(-1))
 
 
+def total_mass(masses: Iterable[Sequence[float]]) -> list[float]:
+    """Return the mass of several vectors together."""
+    return [sum(each) for each in zip((0.0, 0.0, 0.0), *masses, strict=True)]
+
+
+def scaled_mass(mass: Sequence[float], factor: float) -> list[float]:
+    """Return the mass of a vector multiplied by a factor."""
+    return [factor * mass[0], factor * mass[1], abs(factor) * mass[2]]
+
+
+def is_same_mass(one: Sequence[float], other: Sequence[float], tolerance: float, floor: float = 0.0) -> bool:
+    """Return whether two masses differ by at most `tolerance` times the larger magnitude, plus `floor`.
+
+    True also if the sums leave the range of float64, where nothing can be checked.
+    """
+    within = (tolerance + 1e-12) * max(one[2], other[2]) + floor  # 1e-12: float64 rounds too
+    same = abs(one[0] - other[0]) <= within and abs(one[1] - other[1]) <= within
+    return same or not math.isfinite(within)
+
+
 def tolerance(dtype: Any, size: int) -> float:
-    """Return by how much sums over `size` ranks may be off, relative to the magnitudes: each addition rounds once."""
+    """Return the relative error of sums over `size` ranks: each addition rounds once."""
     return float((size + 2) * np.finfo(dtype).eps)
 
 
-def _mass(places: NDArray[np.uint64], values: NDArray[Any]) -> Mass:
+def _mass(places: NDArray[np.uint64], values: Array) -> list[float]:
     wide = values.astype(np.float64)
     weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is told apart
-        return Mass(float(wide.sum()), float(wide @ weights), float(np.abs(wide).sum()))
+    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are reported separately
+        return [float(wide.sum()), float(wide @ weights), float(np.abs(wide).sum())]

@@ -1,40 +1,44 @@
-"""The errors that are the library's own; bad arguments raise ``ValueError`` or ``TypeError`` as everywhere."""
+"""The errors of this library; bad arguments raise ``ValueError`` or ``TypeError``."""
 
 
 class CollectiveError(RuntimeError):
-    """Say that a collective did not happen because of what *other* ranks brought, and name them.
+    """A collective failed because of the arguments of *other* ranks, which the text names.
 
-    It is raised on every rank that brought sound arguments itself; a rank that brought a bad one raises that error
-    (``ValueError`` or ``TypeError``) instead. No rank returns a result, and no vector or residual was changed.
+    Raised on every rank whose own arguments are valid; a rank with a bad argument raises ``ValueError`` or
+    ``TypeError`` instead. No rank returns a result, and no vector or residual is changed.
     """
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """Say that a collective waited longer than `collectives.configure(timeout=...)` allows, in what and for whom.
+    """A collective waited longer than `collectives.configure(timeout=...)` allows; the text says where and for whom.
 
-    Raised on every rank that waits, and by every later call on this communicator. No vector or residual was changed.
+    Raised on every rank that waits, and by every later call on this communicator. No vector or residual is changed.
     """
 
 
 class CodecError(ValueError):
-    """Say that bytes are no message of this codec: truncated, of another version, or inconsistent in themselves."""
+    """A buffer is no message of this codec: it is truncated, of another version, or inconsistent."""
 
 
 class DamagedMessageError(CollectiveError):
-    """Say that a message arrived other than it was sent: cut, or, in the debug mode (MPICOMP_CHECK), with other bits.
+    """A message was damaged in transit: it is truncated, or, in the debug mode (MPICOMP_CHECK), has other bits.
 
-    Raised on the rank that gets it, and, where there is a deadline or the debug mode, on all that wait; then the
-    communicator is as after a deadline. No vector or residual was changed by the calls that raise it.
+    Raised on the rank that receives it, and, with a deadline or in the debug mode, on all ranks that wait; the
+    communicator is then in the state after a deadline. The calls that raise it change no vector or residual.
     """
 
 
 class RankFailedError(CollectiveError):
-    """Say that a rank died, and which one, where MPI can tell (ULFM); `collectives.shrink` goes on with the others.
+    """A rank died, which the text names, detected by MPI (ULFM); `collectives.shrink` continues with the other ranks.
 
-    Raised by every operation in flight on this communicator, and by every later call. No vector or residual was changed
-    by the calls that raise it.
+    Raised by every operation in flight on this communicator, and by every later call. The calls that raise it change
+    no vector or residual.
     """
 
 
+class ProfileError(ValueError):
+    """Say that a file is no table of winners: truncated, edited, of another version, or beyond its limits."""
+
+
 class CheckError(CollectiveError):
-    """Say that the debug mode (MPICOMP_CHECK=1) found a promise broken, or ranks that call different operations."""
+    """The debug mode (MPICOMP_CHECK=1) found a wrong result, or ranks that call different operations."""

@@ -1,26 +1,28 @@
-"""What is constant of one vector: its tensors, its compressor and feedback, and, with a downlink, the mean's."""
+"""One vector of an exchange: its tensors, its compressor and feedback, the downlink of the mean, and their state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import like, to_values
+from mpicomp.arrays import Array, like, to_values
 from mpicomp.compressors import Compressor
 from mpicomp.feedback import Feedback, TwoWay
-from mpicomp.state import Stateful, gather_states, load_states
 from mpicomp.tensors import Tensor
 
-Array = NDArray[Any]
+_HOLDS = "holds"  # the key under which a state lists its other keys, so that a missing one is noticed
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Tensors that are one vector, and what serves it. name: what the vector is called in errors and saved states."""
+    """Tensors that form one vector, and their compressor and feedback. name: of the vector in errors and saved states.
+
+    downlink: compresses the mean; None for none.
+    """
 
     name: str
     tensors: Sequence[Tensor]
@@ -30,12 +32,12 @@ class Pipeline:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where each tensor begins in the vector, and the vector's length."""
+        """Offset of each tensor in the vector, and the vector's length."""
         return [0, *accumulate(tensor.size for tensor in self.tensors)]
 
     @cached_property
     def compressors(self) -> list[Compressor]:
-        """The compressor of the gradient, and that of the mean where there is one."""
+        """The compressor of the gradient, and that of the mean if there is one."""
         return [self.compressor] + ([] if self.downlink is None else [self.downlink.compressor])
 
     def flatten(self, arrays: Mapping[str, Any]) -> Array:
@@ -48,7 +50,7 @@ class Pipeline:
         return self.tensors[0].xp.empty(self.bounds[-1], self.tensors[0].dtype)  # type: ignore[no-any-return]
 
     def ahead(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return where to evaluate the next gradient, for the parameters of this vector, by name; see `Feedback`."""
+        """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
         given = [parameters[tensor.name] for tensor in self.tensors]
         values = [to_values(each) for each in given]
         whole = self.feedback.ahead(np.concatenate([each.reshape(-1) for each in values]))
@@ -56,31 +58,55 @@ class Pipeline:
         return {tensor.name: like(part.reshape(value.shape), original) for tensor, part, value, original in rows}
 
     def reset(self) -> None:
-        """Forget the residual, and what a compressor remembers of positions."""
+        """Clear the residuals, and what the compressors remember of positions."""
         for part in self._parts.values():
             part.reset()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is kept in gradient units by `factor`."""
+        """Multiply the residuals in gradient units by `factor`."""
         self.feedback.rescale(factor)
         if self.downlink is not None and self.feedback.sends_gradients:
             self.downlink.rescale(factor)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of all that outlives a step, by the part that holds it."""
-        return gather_states(self._parts)
+        """Return copies of the states of all parts as "part.name", with the list of these names as "holds"."""
+        parts = self._parts.items()
+        held = {f"{part}.{name}": array for part, each in parts for name, array in each.state_dict().items()}
+        return held | {_HOLDS: np.array(sorted(held), np.str_)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; ValueError when it does not fit, or some of it is missing."""
-        load_states(self._parts, state)
-        for part in (self.feedback, self.downlink) if self.tensors else ():
+        """Load copies of what `state_dict` returned; raises ValueError if it does not fit, or some of it is missing."""
+        state = dict(state)
+        named = state.pop(_HOLDS, None)
+        missing = {_HOLDS} if named is None else {str(name) for name in np.ravel(named)} - state.keys()
+        if missing:
+            raise ValueError(f"the state has no {sorted(missing)}: expected all that state_dict() returned")
+        if {key.partition(".")[0] for key in state} - self._parts.keys():
+            raise ValueError(f"the state has {sorted(state)}: expected those of {sorted(self._parts)}")
+        for name, part in self._parts.items():
+            part.load_state_dict({key.partition(".")[2]: state[key] for key in state if key.partition(".")[0] == name})
+        for feedback in (self.feedback, self.downlink) if self.tensors else ():
             length, dtype = self.bounds[-1], self.tensors[0].dtype
-            if part is not None and not part.fits(length, dtype):
-                raise ValueError(f"the state of {self.name!r} has {part.size} numbers: expected {length}, of {dtype}")
+            if feedback is not None and not feedback.fits(length, dtype):
+                raise ValueError(
+                    f"the state of {self.name!r} has {feedback.size} values: expected {length}, of {dtype}"
+                )
 
     @property
-    def _parts(self) -> dict[str, Stateful]:
-        parts: dict[str, Stateful] = {"compressor": self.compressor, "feedback": self.feedback}
+    def _parts(self) -> dict[str, Compressor | Feedback]:
+        parts: dict[str, Compressor | Feedback] = {"compressor": self.compressor, "feedback": self.feedback}
         if self.downlink is not None:
             parts |= {"downlink": self.downlink, "down": self.downlink.compressor}
         return parts
+
+
+@contextmanager
+def restored_on_error(pipelines: Sequence[Pipeline]) -> Iterator[None]:
+    """Restore the states of pipelines if the block raises."""
+    before = [pipeline.state_dict() for pipeline in pipelines]
+    try:
+        yield
+    except Exception:
+        for pipeline, state in zip(pipelines, before, strict=True):
+            pipeline.load_state_dict(state)
+        raise

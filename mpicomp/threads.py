@@ -1,6 +1,6 @@
-"""How many threads a kernel uses, and the division of a vector among them.
+"""The number of threads of a kernel, and the division of a vector among them.
 
-Compiled kernels release the interpreter's lock, so Python's own threads run them in parallel. Every kernel returns the
+Compiled kernels release the global interpreter lock, so Python threads run them in parallel. Every kernel returns the
 same bits on any number of threads.
 """
 
@@ -16,16 +16,16 @@ VARIABLE = "MPICOMP_THREADS"
 
 Result = TypeVar("Result")
 
-_LEAST = 1 << 20  # values per thread: below, starting a thread costs more than it saves
-_LINE = 64  # values; as bytes a multiple of a cache line, whatever the dtype
-_MOST = 256  # threads that the pool keeps; it starts one only when none is idle
+_LEAST = 1 << 20  # values per thread: with fewer, starting a thread costs more than it saves
+_LINE = 64  # values: a multiple of a cache line in bytes, for every dtype
+_MOST = 256  # threads of the pool, which starts one only when none is idle
 
 _current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 _ranks = 1
 _pool: ThreadPoolExecutor | None = None
 _workers: list[int] = []  # native identifiers of the threads of the pool
-_kept_off: Any = None  # the core that those are kept off, and the affinity mask that it was taken from
+_kept_off: Any = None  # the core that is excluded from their affinity, and the mask that it was removed from
 
 
 def count() -> int:
@@ -36,7 +36,8 @@ def count() -> int:
     """
     given = os.environ.get(VARIABLE)
     if given is None:
-        return max(1, _cores() // _ranks)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // _ranks)
     try:
         number = int(given)
     except ValueError:
@@ -47,7 +48,7 @@ def count() -> int:
 
 
 def share(ranks: int) -> None:
-    """Note that so many ranks, this one included, share the cores of this process; the most that were noted count.
+    """Set the number of ranks, including this one, that share the cores of this process; the largest number counts.
 
     Raises ValueError below 1.
     """
@@ -62,9 +63,9 @@ def in_pieces(
 ) -> list[Result]:
     """Return ``work(start, end)`` for each of the consecutive pieces of ``[0, size)``, one per thread, in order.
 
-    work: called once per piece, in parallel; the calling thread takes the first piece. threads: the most pieces; None
-    for `count`. There are fewer pieces where one would have less than about a million values. step: every piece but the
-    last is a multiple of it long.
+    work: called once per piece, in parallel; the calling thread runs the first piece. threads: the most pieces; None
+    for `count`. There are fewer pieces if one would have less than about a million values. step: the length of every
+    piece but the last is a multiple of it.
     """
     pieces = size // _LEAST
     if pieces > 1:
@@ -78,12 +79,8 @@ def in_pieces(
     return [work(0, min(length, size)), *(other.result() for other in others)]
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _ready_pool() -> ThreadPoolExecutor:
-    """Return the pool, made at the first use: starting threads anew costs each call 0.1 ms."""
+    """Return the pool, made at the first use: starting threads for each call would take 0.1 ms."""
     global _pool
     if _pool is None:
         _pool = ThreadPoolExecutor(_MOST, "mpicomp", _register)
@@ -92,17 +89,17 @@ def _ready_pool() -> ThreadPoolExecutor:
 
 
 def _register() -> None:
-    """Add the calling thread to those that are kept off the caller's core."""
+    """Add the calling thread to the workers."""
     global _kept_off
     _workers.append(threading.get_native_id())
     _kept_off = None
 
 
 def _keep_off_this_core() -> None:
-    """Exclude the core of the calling thread from the affinity of the workers, where it has others.
+    """Exclude the core of the calling thread from the affinity of the workers, if it is not the only one.
 
-    A virtual machine's scheduler takes a halted core for one that is not free, and starts a worker on the core that
-    wakes it: it then waits for the caller's piece, until the next tick of a few milliseconds moves it.
+    On a virtual machine the scheduler treats a halted core as busy, and starts a worker on the core that wakes it: the
+    worker then waits for the caller's piece until a timer tick, a few milliseconds later, migrates it.
     """
     global _kept_off
     if _current_core is None or not hasattr(os, "sched_setaffinity"):
@@ -111,13 +108,13 @@ def _keep_off_this_core() -> None:
     if _kept_off == (core, mask):
         return
     for worker in _workers:
-        with contextlib.suppress(OSError):  # where the system refuses it, the worker stays where it is
+        with contextlib.suppress(OSError):  # if the system refuses, the affinity does not change
             os.sched_setaffinity(worker, mask - {core} or mask)
     _kept_off = core, mask
 
 
 def _forget_pool() -> None:
-    """Drop the pool in a forked child, which has none of the threads of its parent."""
+    """Drop the pool in a forked child, which does not inherit the threads of its parent."""
     global _pool, _kept_off
     _pool, _kept_off = None, None
     _workers.clear()

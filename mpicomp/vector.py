@@ -1,62 +1,65 @@
-"""SparseVector: what a compressed gradient is, and what the collectives do on it: merge, add up, join, select.
+"""SparseVector, a compressed gradient, and the operations of the collectives on it: merge, add, join, split, select.
 
-Invariant of the whole library: indices strictly increase. It makes merging a single pass, selection reproducible, and
-two vectors with the same entries the same bits.
+Invariant of the whole library: indices strictly increase. So merging is a single pass, selection is reproducible, and
+two vectors with the same entries are bitwise equal.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from mpicomp.arrays import (
     VALUE_DTYPES,
+    Array,
     beside,
     contiguous,
-    first_and_last,
+    is_array,
     kernels_for,
     namespace,
     nonzero,
     on_device,
-    set_to_zero,
     sparse_remedy,
+    to_array,
     to_numpy,
     to_values,
     to_vector,
     writable_vector,
 )
 
-Array = NDArray[Any]
-
 MAX_LENGTH = 2**63 - 1
-WIDEST = 2**32 - 2  # values in a row: they are counted in 32 bits in a message
+_FEW = 4096  # entries: up to here merging a few vectors in pairs takes less than preparing to add all at once
+_MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
 _SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
-    """Return the dtype that indices of a vector of `length` have: int32, or int64 when length > 2^31 - 1."""
+    """Return the dtype of the indices of a vector of `length`: int32, or int64 when length > 2^31 - 1."""
     return _SHORT if length <= 2**31 - 1 else _LONG
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
 class SparseVector:
-    """Hold the non-zero entries of a vector: `values[j]` stands at `indices[j]` of `length` positions.
+    """Hold the non-zero entries of a vector: entry j has the value `values[j]` at the position `indices[j]`.
 
-    indices: 1-d integers that strictly increase, 0 <= index < length; kept as int32, or int64 when length > 2^31 - 1.
-    values: float16, float32 or float64, of shape (entries,), or (entries, width) where an index stands for a row of
-    `width` values: the gradient of an embedding, say. length: 0 to 2^63 - 1, in numbers or in rows.
+    indices: 1-d integers that strictly increase, 0 <= index < length; stored as int32, or int64 when length > 2^31 - 1.
+    values: float16, float32 or float64, of shape (entries,), or (entries, width) if an index stands for a row of
+    `width` values, as in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
 
-    Both live in main memory (NumPy) or on one device (CuPy), and so does whatever is made of them. Arrays of the right
-    dtype are kept as they are, without a copy: do not change them afterwards, nor those of a vector that comes from
-    another one or from a collective, as they may be the same.
+    Both arrays are in host memory (NumPy) or on one device (CuPy); vectors made from this one are there as well. Arrays
+    of the right dtype are stored without a copy, and the results of operations may share them: do not modify them.
 
-    Raises TypeError or ValueError for what is cheap to see (dtypes, shapes, the length, the first and last index, more
-    entries than there are between these);
-    `validate` looks at every entry, and every sparse collective calls it on what it is given.
+    Raises TypeError or ValueError for what costs no pass over the entries: dtypes, shapes, the length, the first and
+    the last index, more entries than positions between these. `validate` checks every entry; every sparse collective
+    calls it on its input.
+
+    >>> SparseVector([1, 4], [0.5, -2.0], length=6).to_dense()
+    array([ 0. ,  0.5,  0. ,  0. , -2. ,  0. ])
     """
 
     indices: Array
@@ -65,23 +68,28 @@ class SparseVector:
     _ends: tuple[int, int]
 
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
-        given: tuple[Any, Any, Any] = indices, values, length
-        places, numbers, end = given if _as_kept(*given) else _made(*given)
+        places: Any = indices
+        numbers: Any = values
+        if not _is_canonical(places, numbers, length):
+            length, numbers = _checked_length(length), _checked_values(numbers)
+            places = _checked_indices(places, length)
+            if on_device(places) != on_device(numbers):
+                raise TypeError("indices and values are on different devices; move both to the host or both to the GPU")
         if places.size != len(numbers):
             raise ValueError(f"got {places.size} indices and {len(numbers)} values: expected as many of each")
         keep = object.__setattr__
         keep(self, "indices", places)
         keep(self, "values", numbers)
-        keep(self, "length", end)
-        keep(self, "_ends", _checked_ends(places, end))
+        keep(self, "length", length)
+        keep(self, "_ends", _checked_ends(places, length))
 
     @classmethod
     def empty(
         cls, length: int, dtype: DTypeLike = np.float32, width: int | None = None, *, beside: Any = None
     ) -> "SparseVector":
-        """Return the vector of `length` positions without an entry; of rows when a width is given.
+        """Return a vector of `length` positions without entries; of rows if a width is given.
 
-        beside: an array that lives where the vector is to live; None is main memory.
+        beside: an array on the device where the vector is made; None is host memory.
         """
         xp = namespace(beside)
         indices = xp.empty(0, index_dtype(_checked_length(length)))
@@ -96,14 +104,14 @@ class SparseVector:
 
     @classmethod
     def from_entries(cls, indices: ArrayLike, values: ArrayLike, length: int) -> "SparseVector":
-        """Return the vector of entries in any order, repeated ones added up: of the tokens of a batch, say.
+        """Return the vector of entries in any order, such as the tokens of a batch; repeated entries are added.
 
-        indices, values, length: as for the constructor, but for the order. Repeated entries are added in the order in
-        which they come, float16 in float32. In main memory; TypeError for what is on a device.
+        indices, values, length: as for the constructor, except for the order. Repeated entries are added in the order
+        in which they are given, float16 in float32. In host memory only; raises TypeError for arrays on a device.
         """
-        places, given = _unmasked(indices), _checked_values(_unmasked(values))
+        places, given = _array(indices), _checked_values(values)
         if on_device(places) or on_device(given):
-            raise TypeError("got entries on a device: add up repeated ones there (PyTorch: coalesce), or copy them")
+            raise TypeError("got entries on a device: add repeated ones there (PyTorch: coalesce), or copy to the host")
         if places.ndim != 1 or len(places) != len(given):
             raise ValueError(f"got indices of shape {places.shape} and {len(given)} values: expected as many of each")
         union, where = np.unique(places, return_inverse=True)
@@ -111,20 +119,11 @@ class SparseVector:
         np.add.at(sums, where, given)
         return cls(union if union.size else union.astype(np.int32), sums.astype(given.dtype), length)
 
-    @classmethod
-    def from_rows(cls, array: Any) -> "SparseVector":
-        """Return the rows of an array of shape (length, width) that are not all zero, as a vector of rows."""
-        dense = to_values(array)
-        if dense.ndim != 2:
-            raise ValueError(f"array has shape {dense.shape}: expected (length, width)")
-        positions = np.flatnonzero(dense.any(axis=1))
-        return cls(positions.astype(index_dtype(len(dense))), dense[positions], len(dense))
-
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector, shape (length,) or (length, width).
 
-        out: the array to use, overwritten; it has this shape and the dtype of the values, else ValueError. So for
-        indices that are out of order or range.
+        out: the output buffer, overwritten. Raises ValueError unless it has this shape and the dtype of the values, and
+        for indices that are out of order or out of range.
         """
         shape = (self.length, *self.values.shape[1:])
         if out is None:
@@ -132,11 +131,11 @@ class SparseVector:
         elif out.shape != shape or out.dtype != self.values.dtype:
             raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
         else:
-            set_to_zero(out)
-        return self._written_to(out)
+            kernels_for(out).clear(out)
+        return self._scatter(out)
 
-    def _written_to(self, out: Array, first: int = 0) -> Array:
-        """Write the entries to an array that stands for the positions from `first` on, and return it."""
+    def _scatter(self, out: Array, first: int = 0) -> Array:
+        """Write the entries to an array of the positions from `first` on, and return it."""
         self.check_order(len(out), first)
         kernels, places = kernels_for(self.values), self.indices - first if first else self.indices
         if self.width is None:
@@ -149,17 +148,17 @@ class SparseVector:
         """Add `scale` times the values to a dense array, in place, at the indices.
 
         array: of any shape with `length` values, taken in C order; for rows of shape (length, width). float16, float32
-        or float64, also another than the values': each sum is rounded once, to the array's. C-contiguous and writable,
-        and where the vector lives: NumPy, CuPy, or a kind that speaks DLPack, such as PyTorch's tensors.
+        or float64, also another than the dtype of the values: each sum is rounded once, to the dtype of the array.
+        C-contiguous, writable, and on the device of the vector: NumPy, CuPy, or a kind that supports DLPack, such as
+        PyTorch's tensors.
 
-        Raises TypeError for another dtype or kind of array, or one in other memory than the vector; ValueError for one
-        of another size, for one that cannot be written to, for a scale that is not finite, and for indices that are out
-        of order or range. Nothing is added then.
+        Raises TypeError for an array of another dtype, kind or device; ValueError for one of another size, one that is
+        read-only, a scale that is not finite, and indices out of order or range. Nothing is added then.
         """
         dense = writable_vector(array)
         if on_device(dense) != on_device(self.values):
-            one, other = ("on a device" if on_device(each) else "in main memory" for each in (dense, self.values))
-            raise TypeError(f"the array is {one} and the vector {other}: expected both in one memory; copy one")
+            one, other = ("on a device" if on_device(each) else "in host memory" for each in (dense, self.values))
+            raise TypeError(f"the array is {one} and the vector {other}: expected both on one device; copy one")
         shape, wanted = tuple(array.shape), (self.length, *self.values.shape[1:])
         if dense.size != math.prod(wanted) or (self.width is not None and shape != wanted):
             expected = f"{self.length} values" if self.width is None else f"shape {wanted}"
@@ -167,14 +166,28 @@ class SparseVector:
         if not (isinstance(scale, int | float | np.number) and math.isfinite(scale)):
             raise ValueError(f"scale is {scale!r}: expected a finite number")
         self.check_order(self.length)
-        _add_scaled(dense.reshape(wanted), self, scale)
+        values = self.values if scale == 1 else self.values.astype(np.float64) * float(scale)
+        if self.width is None:
+            kernels_for(values).scatter_add(dense, self.indices, values)
+            return
+        dense = dense.reshape(wanted)
+        rows = dense[self.indices]
+        wide = np.result_type(rows.dtype, values.dtype, np.float32)
+        with np.errstate(over="ignore"):
+            dense[self.indices] = (rows.astype(wide, copy=False) + values).astype(dense.dtype, copy=False)
 
     def check_order(self, length: int, first: int = 0) -> None:
         """Raise ValueError unless the indices increase, and are among first, ..., first + length - 1."""
         places = self.indices - first if first else self.indices
         position = kernels_for(self.values).first_disorder(places, length)
-        if position >= 0:
-            raise ValueError(_disorder(self.indices, position, self.length))
+        if position < 0:
+            return
+        index, found = int(self.indices[position]), f"indices[{position}] is {int(self.indices[position])}"
+        if not 0 <= index < self.length:
+            raise ValueError(f"{found}: expected 0 <= index < length = {self.length}")
+        before = int(self.indices[position - 1])
+        fault, remedy = ("repeats", "add repeated entries") if index == before else ("follows", "sort the entries")
+        raise ValueError(f"{found} and {fault} {before}: expected strictly increasing indices; {remedy} first")
 
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
@@ -188,12 +201,12 @@ class SparseVector:
 
     @property
     def first(self) -> int:
-        """The index of the first entry; 0 where there is none."""
+        """Index of the first entry; 0 without entries."""
         return self._ends[0]
 
     @property
     def span(self) -> int:
-        """How many positions the entries stretch over, from the first to the last."""
+        """Number of positions from the first entry to the last."""
         return self._ends[1] - self._ends[0] + 1
 
     @property
@@ -213,7 +226,7 @@ class SparseVector:
 
     @property
     def width(self) -> int | None:
-        """Values in a row; None when an index stands for one number."""
+        """Values in a row; None if an index stands for one value."""
         return self.values.shape[1] if self.values.ndim == 2 else None
 
     @property
@@ -222,23 +235,23 @@ class SparseVector:
         return self.values.itemsize * (1 if self.width is None else self.width)
 
     def support(self) -> "SparseVector":
-        """Return where the entries stand: the same indices with rows of width 0, which take no bytes."""
+        """Return the same indices with rows of width 0, which take no bytes."""
         return SparseVector(self.indices, namespace(self.values).empty((self.nnz, 0), np.float32), self.length)
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
-        """Return the entries start, start + step, ...: one of `step` disjoint shares that together are the vector."""
+        """Return the entries start, start + step, ...: one of `step` disjoint shares of the vector."""
         return SparseVector(self.indices[start::step].copy(), self.values[start::step].copy(), self.length)
 
     def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
-        """Return the entries at `positions` (intp, increasing: counted among the entries), and the other entries."""
+        """Return the entries at `positions` (intp, increasing: numbers of entries), and the other entries."""
         kernels = kernels_for(self.values)
         indices, values, other_indices, other_values = kernels.divide(self.indices, self.values, positions)
         return SparseVector(indices, values, self.length), SparseVector(other_indices, other_values, self.length)
 
     def filled(self, first: int, end: int) -> "SparseVector":
-        """Return the vector with an entry at each of first, ..., end - 1, which all its entries lie among."""
+        """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
         zeros = namespace(self.values).zeros((end - first, *self.values.shape[1:]), self.values.dtype)
-        values = self._written_to(zeros, first)
+        values = self._scatter(zeros, first)
         indices = kernels_for(self.values).consecutive(first, end, self.indices.dtype)
         return SparseVector(indices, values, self.length)
 
@@ -251,7 +264,7 @@ class SparseVector:
 
 
 def merge(a: SparseVector, b: SparseVector) -> SparseVector:
-    """Return a + b over the union of the supports; commutative bit for bit. Both have one length, width and dtype."""
+    """Return a + b over the union of the supports; bitwise commutative. Both have one length, width and dtype."""
     if not a.nnz or not b.nnz:
         return a if a.nnz else b
     indices, values = kernels_for(a.values).merge(a.indices, a.values, b.indices, b.values)
@@ -261,25 +274,31 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
 def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the sum of one or more vectors of one length and dtype, over the union of their supports.
 
-    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) + ...: what others have elsewhere
-    does not change the bits. float16 is added in float32 and rounded once.
+    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) + ...: entries at other indices do
+    not change the bits. float16 is added in float32 and rounded once.
     """
     some = [each for each in vectors if each.nnz] or list(vectors[:1])
-    if len(some) < 3:
-        return merge(*some) if len(some) == 2 else some[0]
+    if len(some) < 3 or (len(some) < 5 and sum(each.nnz for each in some) <= _FEW and some[0].dtype != np.float16):
+        return reduce(merge, some)  # float16 would be rounded at each of several merges
     parts = [each.indices for each in some], [each.values for each in some]
     indices, values = kernels_for(some[0].values).accumulate(*parts, some[0].length)
     return SparseVector(indices, values, some[0].length)
 
 
+def count_up(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Return how many of one or more vectors have each entry of the union of their supports; exact up to 2^24."""
+    ones = namespace(vectors[0].values).ones
+    return add_up([SparseVector(each.indices, ones(each.nnz, np.float32), each.length) for each in vectors])
+
+
 def join(parts: Sequence[SparseVector]) -> SparseVector:
-    """Return one vector of parts whose entries follow each other: every index of a part is above those before it."""
+    """Return one vector of consecutive parts: every index of a part is above those of the parts before it."""
     indices = np.concatenate([part.indices for part in parts])
     return SparseVector(indices, np.concatenate([part.values for part in parts]), parts[0].length)
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return one vector as long as all together, of vectors of one dtype side by side; `split` is the way back."""
+    """Return vectors of one dtype one after the other as one vector of the summed length; the inverse of `split`."""
     if len(vectors) == 1:
         return vectors[0]
     *starts, length = accumulate((vector.length for vector in vectors), initial=0)
@@ -304,7 +323,7 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Split a vector of numbers into its `k` largest magnitudes and the rest; ties go to the lowest indices.
 
-    Returns (kept, dropped); together they are the vector, entry by entry.
+    Returns (kept, dropped), which together have the entries of the vector.
     """
     if vector.nnz <= k:
         return vector, SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
@@ -316,33 +335,26 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
 
 
 def without_zeros(vector: SparseVector) -> SparseVector:
-    """Return the entries of a vector of numbers that are not zero: the vector itself, if none is."""
+    """Return the non-zero entries of a vector of numbers: the vector itself if all are."""
     kept = nonzero(vector.values)
     return vector if kept.all() else vector.divide(np.flatnonzero(kept))[0]
 
 
 def within(vector: SparseVector, other: SparseVector) -> SparseVector:
-    """Return the entries of `vector` at indices where `other`, of the same length, has one as well."""
+    """Return the entries of `vector` at the indices of `other`, which has the same length."""
+    return parted(vector, other)[0]
+
+
+def parted(vector: SparseVector, other: SparseVector) -> tuple[SparseVector, SparseVector]:
+    """Split a vector into its entries at the indices of `other`, which has the same length, and the rest."""
     if not other.nnz:
-        return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values)
+        return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values), vector
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
-    return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))[0]
+    return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))
 
 
-def _add_scaled(dense: Array, vector: SparseVector, scale: float) -> None:
-    """Add `scale` times a vector to a dense one of its shape, in float64 where the scale is not 1."""
-    values = vector.values if scale == 1 else vector.values.astype(np.float64) * float(scale)
-    if vector.width is None:
-        kernels_for(values).scatter_add(dense, vector.indices, values)
-        return
-    rows = dense[vector.indices]
-    wide = np.result_type(rows.dtype, values.dtype, np.float32)
-    with np.errstate(over="ignore"):
-        dense[vector.indices] = (rows.astype(wide, copy=False) + values).astype(dense.dtype, copy=False)
-
-
-def _as_kept(indices: Any, values: Any, length: Any) -> bool:
-    """Say whether these are what a vector of numbers keeps: the case that is everywhere, without further questions."""
+def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
+    """Return whether a vector of numbers in host memory stores these as they are; a fast path of the constructor."""
     return (
         type(indices) is type(values) is np.ndarray
         and type(length) is int
@@ -355,15 +367,6 @@ def _as_kept(indices: Any, values: Any, length: Any) -> bool:
     )
 
 
-def _made(indices: Any, values: Any, length: Any) -> tuple[Array, Array, int]:
-    """Return what a vector keeps of the caller's arrays and length; TypeError or ValueError where it cannot."""
-    end, numbers = _checked_length(length), _checked_values(_unmasked(values))
-    places = _checked_indices(_unmasked(indices), end)
-    if on_device(places) != on_device(numbers):
-        raise TypeError("got indices and values of which one is on a device: expected both there, or none")
-    return places, numbers, end
-
-
 def _checked_length(length: Any) -> int:
     if isinstance(length, bool) or not isinstance(length, int | np.integer):
         raise TypeError(f"length is {length!r}: expected an integer")
@@ -372,62 +375,52 @@ def _checked_length(length: Any) -> int:
     return int(length)
 
 
-def _checked_values(values: Array) -> Array:
+def _array(given: Any) -> Array:
+    """Return an array of what `to_array` takes, and of lists and numbers."""
+    is_known = on_device(given) or is_array(given) or sparse_remedy(given)
+    return to_array(given if is_known else np.asarray(given))
+
+
+def _checked_values(given: Any) -> Array:
+    values = _array(given)
     if values.ndim not in (1, 2):
         raise ValueError(f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows")
-    if values.ndim == 2 and values.shape[1] > WIDEST:
-        raise ValueError(f"rows have {values.shape[1]} values: expected at most {WIDEST}")
+    if values.ndim == 2 and values.shape[1] > _MAX_WIDTH:
+        raise ValueError(f"rows have {values.shape[1]} values: expected at most {_MAX_WIDTH}")
     return contiguous(to_values(values))
 
 
-def _unmasked(array: Any) -> Array:
-    if type(array) is np.ndarray:
-        return array
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError("got a masked array: fill it first (array.filled(0)), a mask does not travel")
-    if remedy := sparse_remedy(array):
-        raise TypeError(f"got {type(array).__name__}: expected a dense array; {remedy}")
-    return array if on_device(array) else np.asarray(array)
-
-
-def _checked_indices(indices: Array, length: int) -> Array:
+def _checked_indices(given: Any, length: int) -> Array:
+    indices = _array(given)
     if indices.ndim != 1:
         raise ValueError(f"indices have shape {indices.shape}: expected one dimension")
     if indices.size and indices.dtype.kind not in "iu":
         raise TypeError(f"indices are {indices.dtype}: expected integers (float indices are wrong above 2^24)")
     wanted = index_dtype(length)
-    if indices.dtype != wanted:
-        # A conversion reads every index anyway, and one that wrapped round would hide itself: look at all of them.
-        wide = indices.astype(np.int64)  # a large uint64 becomes negative; CuPy compares no int32 with 2^31
-        for index in indices[(wide < 0) | (wide >= length)][:1]:
-            raise _out_of_range(index, length)
-        return indices.astype(wanted)
-    return contiguous(indices)
+    if indices.dtype == wanted:
+        return contiguous(indices)
+    # The conversion reads every index anyway, and would hide one that wraps around: check them all.
+    wide = indices.astype(np.int64)  # a large uint64 becomes negative; CuPy compares no int32 with 2^31
+    for index in indices[(wide < 0) | (wide >= length)][:1]:
+        raise _out_of_range(index, length)
+    return indices.astype(wanted)
 
 
 def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
-    """Return the first and the last index; (0, -1) where there is none."""
+    """Return the first and the last index; (0, -1) if there is none."""
     if not indices.size:
         return 0, -1
-    first, last = first_and_last(indices)
+    ends = indices if not on_device(indices) else to_numpy(indices[:: max(1, indices.size - 1)])  # one copy for both
+    first, last = ends.item(0), ends.item(-1)
     if not (0 <= first < length and 0 <= last < length):
         raise _out_of_range(last if 0 <= first < length else first, length)
     if last - first + 1 < indices.size:
         raise ValueError(
             f"got {indices.size} indices, the first {first} and the last {last}: expected strictly increasing indices; "
-            "SparseVector.from_entries sorts entries and adds up repeated ones"
+            "SparseVector.from_entries sorts entries and adds repeated ones"
         )
     return first, last
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:
     return ValueError(f"index {index} is out of range: expected 0 <= index < length = {length}")
-
-
-def _disorder(indices: Array, position: int, length: int) -> str:
-    index = int(indices[position])
-    if not 0 <= index < length:
-        return f"indices[{position}] is {index}: expected 0 <= index < length = {length}"
-    before = int(indices[position - 1])
-    fault, remedy = ("repeats", "add up repeated entries") if index == before else ("follows", "sort the entries")
-    return f"indices[{position}] is {index} and {fault} {before}: expected strictly increasing indices; {remedy} first"

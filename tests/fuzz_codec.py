@@ -17,7 +17,7 @@ from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, plain
 from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets
 
-FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (32, 8), (40, 8))
+FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (64, 8), (72, 8))
 NASTY = np.array([0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpicomp import SparseVector
-from mpicomp.arrays import like, set_to_zero, to_array, writable_vector
+from mpicomp.arrays import like, to_array, writable_vector
 
 
 class Foreign:
@@ -55,7 +55,7 @@ def test_the_array_interface_is_enough():
 
 
 def test_an_array_on_a_device_of_another_kind_is_refused_with_the_remedy(library):
-    with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device \(DLPack type 4\): copy it to main"):
+    with pytest.raises(TypeError, match=r"Foreign is on a device that is not supported \(DLPack type 4\)"):
         to_array(Foreign(np.arange(4.0), device=4))
 
 
@@ -79,7 +79,7 @@ def test_a_dtype_that_numpy_cannot_take_is_a_type_error(library):
         def __dlpack__(self, **options):
             raise BufferError("no such dtype")
 
-    with pytest.raises(TypeError, match=r"NumPy cannot take .* of bfloat16: convert it to float32 \(no such dtype\)"):
+    with pytest.raises(TypeError, match=r"NumPy cannot read .* of bfloat16: convert it to float32 \(no such dtype\)"):
         to_array(Odd(np.arange(4.0)))
 
 
@@ -91,7 +91,7 @@ def test_a_library_without_from_dlpack_gets_numpy_back(library):
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
 def test_masked_arrays_are_refused_and_matrices_become_arrays():
-    with pytest.raises(TypeError, match="got a masked array: fill it first"):
+    with pytest.raises(TypeError, match="got a masked array: expected a plain one"):
         to_array(np.ma.masked_array([1.0, 2.0], [False, True]))
     assert type(to_array(np.asmatrix([[1.0, 2.0]]))) is np.ndarray
 
@@ -103,7 +103,7 @@ def test_a_sparse_vector_where_an_array_is_wanted():
 
 @pytest.mark.parametrize("what", [[1.0], 3.0, None, "text"])
 def test_what_is_no_array_is_refused(what):
-    with pytest.raises(TypeError, match=r"expected an array \(NumPy, CuPy, or one that speaks DLPack\)"):
+    with pytest.raises(TypeError, match=r"expected an array \(NumPy, CuPy, or one that supports DLPack\)"):
         to_array(what)
 
 
@@ -155,7 +155,7 @@ def test_writable_vector_a_torch_tensor_is_its_memory():
     assert tensor.sum() == 6
     with pytest.raises(TypeError, match="bfloat16"):
         writable_vector(tensor.bfloat16())
-    with pytest.raises(ValueError, match="C order"):
+    with pytest.raises(ValueError, match="not C-contiguous"):
         writable_vector(tensor.T)
 
 
@@ -163,16 +163,6 @@ def test_there_is_no_writable_vector_a_jax_array():
     jax = pytest.importorskip("jax")
     with pytest.raises(ValueError, match="may not write"):
         writable_vector(jax.numpy.zeros(3))
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_set_to_zero_leaves_no_bit_and_nothing_else(dtype, stride):
-    base = np.full((4, 6), -1, dtype)
-    set_to_zero(base[1:3, ::stride])
-    expected = np.full((4, 6), -1, dtype)
-    expected[1:3, ::stride] = 0
-    assert base.tobytes() == expected.tobytes()
 
 
 def test_sparse_tensors_are_refused_with_the_remedy(library):

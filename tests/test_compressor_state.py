@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -67,11 +68,17 @@ def take_step(compressor, step):
     return vector
 
 
-def used(name, steps=3):
+@cache
+def _used(name, steps):
     compressor = EVERY[name]()
     for step in range(steps):
         take_step(compressor, step)
     return compressor
+
+
+def used(name, steps=3):
+    """Return a compressor after some steps, a copy for each test."""
+    return copy.deepcopy(_used(name, steps))
 
 
 def same(one, other):
@@ -190,11 +197,16 @@ def test_compress_sum_is_compress_of_the_sum(name, dtype):
         assert one.report == other.report
 
 
+@cache
+def long_vectors():
+    return [np.random.default_rng(seed).standard_t(3, 3_000_000) for seed in range(2)]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("make", [lambda: TopK(0.001), lambda: Threshold(4.0), lambda: SampledTopK(0.001, seed=1)])
 def test_one_pass_over_a_long_vector_selects_the_same(make, dtype):
     """As long as the fused kernels want it; a sample that misleads, zeros, and what is not finite too."""
-    residual, new = (np.random.default_rng(each).standard_t(3, 3_000_000).astype(dtype) for each in range(2))
+    residual, new = (each.astype(dtype) for each in long_vectors())
     misleading = new.copy()
     misleading[::100] = 1e6
     for gradient in (new, misleading, -residual):

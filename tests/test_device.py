@@ -153,14 +153,14 @@ def test_vectors(cupy):
 
 
 def test_what_is_wrong_with_a_vector_is_said_as_on_the_host(cupy):
-    with pytest.raises(TypeError, match="indices and values of which one is on a device"):
+    with pytest.raises(TypeError, match="indices and values are on different devices"):
         SparseVector(np.arange(3), cupy.ones(3, np.float32), 5)
     with pytest.raises(ValueError, match="index 7 is out of range"):
         SparseVector(cupy.asarray(np.array([1, 7], np.int32)), cupy.ones(2, np.float32), 5)
     repeated = SparseVector(cupy.asarray(np.array([1, 1, 3], np.int32)), cupy.ones(3, np.float32), 5)
     with pytest.raises(ValueError, match=r"indices\[1\] is 1 and repeats 1"):
         repeated.validate()
-    with pytest.raises(TypeError, match="got entries on a device: add up repeated ones there"):
+    with pytest.raises(TypeError, match="got entries on a device: add repeated ones there"):
         SparseVector.from_entries(cupy.arange(3), cupy.ones(3, np.float32), 5)
 
 

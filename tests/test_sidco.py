@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, finite_values
 
-from collectives.cli.bench.data import double_gamma, double_pareto, laplace, layers
 from mpicomp import ErrorFeedback, Report, SIDCo
 from mpicomp.compressors.sidco import _pareto_quantile
 from mpicomp.kernels import host
+from mpicomp_bench.bench.data import FAMILIES
+
+laplace, double_gamma, double_pareto, layers = (FAMILIES[name] for name in ("laplace", "gamma", "pareto", "layers"))
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 DENSITIES = 0.1, 0.01, 0.001
@@ -202,6 +205,11 @@ def test_gamma_has_a_threshold_at_small_shapes():
     assert compressor.report.threshold > 0
 
 
+@cache
+def two_million(family):
+    return family(np.random.default_rng(8), 2_000_000)
+
+
 def without_a_sample(monkeypatch, values, *settings):
     with monkeypatch.context() as patch:
         patch.setattr(host, "sample", lambda values: None)
@@ -215,7 +223,7 @@ def without_a_sample(monkeypatch, values, *settings):
     ("distribution", "stages"), [("exponential", 1), ("exponential", 2), ("pareto", 2), ("gamma", 2)]
 )
 def test_one_read_is_enough_for_ordinary_data(monkeypatch, family, distribution, stages, dtype):
-    values = family(np.random.default_rng(8), 2_000_000).astype(dtype)
+    values = two_million(family).astype(dtype)
     expected, report = without_a_sample(monkeypatch, values, 0.001, distribution, stages)
     reads, survey = [], host.survey
     monkeypatch.setattr(host, "survey", lambda values, *args: reads.append(values.size) or survey(values, *args))

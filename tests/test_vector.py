@@ -1,3 +1,4 @@
+import doctest
 import re
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
+import mpicomp.vector
 from mpicomp import SparseVector
 from mpicomp.vector import add_up, index_dtype, join, merge, top_k, within
 
@@ -65,7 +67,7 @@ ONE = np.ones(1)
             ValueError,
             "got 2 indices, the first 3 and the last 1: expected strictly",
         ),
-        (([2, 2], [1.0, 2.0], 4), ValueError, "SparseVector.from_entries sorts entries and adds up repeated ones"),
+        (([2, 2], [1.0, 2.0], 4), ValueError, "SparseVector.from_entries sorts entries and adds repeated ones"),
         (
             ([1, 2, 2, 3], np.ones(4), 9),
             ValueError,
@@ -82,7 +84,7 @@ def test_the_constructor_says_what_it_got(arguments, error, message):
     ("indices", "values", "message"),
     [
         ([1, 3, 2, 4], None, r"indices\[2\] is 2 and follows 3: expected strictly increasing indices; sort"),
-        ([1, 3, 3, 4], None, r"indices\[2\] is 3 and repeats 3: expected strictly increasing indices; add up"),
+        ([1, 3, 3, 4], None, r"indices\[2\] is 3 and repeats 3: expected strictly increasing indices; add repeated"),
         ([1, 99, 3], None, r"indices\[1\] is 99: expected 0 <= index < length = 9"),
         ([1, -5, 3], None, r"indices\[1\] is -5: expected 0 <= index"),
         ([1, 2], [1, np.nan], r"values\[1\] is nan: expected finite values"),
@@ -148,15 +150,13 @@ def test_rows_merge_as_their_columns_do(data, width):
 def test_rows():
     dense = np.zeros((5, 3), np.float32)
     dense[[1, 4]] = [[1, 0, 2], [0, 3, 0]]
-    rows = SparseVector.from_rows(dense)
+    rows = SparseVector([1, 4], dense[[1, 4]], 5)
     assert (rows.nnz, rows.length, rows.width, rows.nbytes) == (2, 5, 3, 32)
     assert "nnz=2, length=5, width=3, float32" in repr(rows)
     np.testing.assert_array_equal(rows.to_dense(), dense)
     assert SparseVector.empty(5, width=3).to_dense().shape == (5, 3)
     support = rows.support()
     assert (support.width, support.nbytes, support.indices.tolist()) == (0, 8, [1, 4])
-    with pytest.raises(ValueError, match=r"array has shape \(3,\): expected \(length, width\)"):
-        SparseVector.from_rows(np.ones(3))
     with pytest.raises(ValueError, match=r"values\[1, 2\] is nan: expected finite"):
         SparseVector([0, 3], [[1, 2, 3], [4, 5, np.nan]], 9).validate()
 
@@ -313,9 +313,9 @@ def read_only_array():
     [
         (np.zeros(5), ValueError, r"the array has shape \(5,\): expected 6 values"),
         (np.zeros((6, 6), order="F")[:, 0].reshape(6), None, ""),
-        (np.zeros(12)[::2], ValueError, "C order"),
-        (np.zeros((3, 2)).T, ValueError, "C order"),
-        (read_only_array(), ValueError, "NumPy may not write to"),
+        (np.zeros(12)[::2], ValueError, "not C-contiguous"),
+        (np.zeros((3, 2)).T, ValueError, "not C-contiguous"),
+        (read_only_array(), ValueError, "read-only for NumPy"),
         (np.zeros(6, int), TypeError, "values are int64: expected float16, float32 or float64"),
         ([0.0] * 6, TypeError, "expected an array"),
     ],
@@ -348,9 +348,9 @@ def test_add_to_on_a_device():
     vector, array = SparseVector([1, 5], np.array([2, 4], np.float32), 6), cupy.zeros((2, 3), np.float32)
     there(vector, cupy).add_to(array, scale=0.5)
     assert array.get().tolist() == [[0, 1, 0], [0, 0, 2]]
-    with pytest.raises(TypeError, match="the array is on a device and the vector in main memory: expected both in one"):
+    with pytest.raises(TypeError, match="the array is on a device and the vector in host memory: expected both on one"):
         vector.add_to(array)
-    with pytest.raises(TypeError, match="the array is in main memory and the vector on a device"):
+    with pytest.raises(TypeError, match="the array is in host memory and the vector on a device"):
         there(vector, cupy).add_to(np.zeros(6, np.float32))
 
 
@@ -361,8 +361,12 @@ def test_sparse_matrices_are_refused_with_the_remedy():
         lambda m: SparseVector([1], m, 4),
         lambda m: SparseVector.from_entries(m, [1.0], 4),
     ):
-        with pytest.raises(TypeError, match=r"expected a dense array; .*take SparseVector\(m.indices, m.data, m.shape"):
+        with pytest.raises(TypeError, match=r"expected a dense array; .*use SparseVector\(m.indices, m.data, m.shape"):
             call(matrix)
     matrix.sum_duplicates()
     vector = SparseVector(matrix.indices, matrix.data, matrix.shape[1])
     np.testing.assert_array_equal(vector.to_dense(), matrix.toarray()[0])
+
+
+def test_the_examples_of_docstrings_are_right():
+    assert doctest.testmod(mpicomp.vector).failed == 0

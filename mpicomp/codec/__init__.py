@@ -1,18 +1,23 @@
 """SparseVector <-> one contiguous message that describes itself.
 
-Layout, little-endian: a header of 32 bytes, the indices, the values. The indices take a multiple of 8 bytes.
+Layout, little-endian: a header of 64 bytes, the indices, the values. The indices take a multiple of 8 bytes.
 
     offset 0   2s   magic "MV"
-           2   u8   version (1)
+           2   u8   version (2)
            3   u8   index format (`indices`), plus 16 times the value format (`values`)
            4   u32  0 where an index stands for a number; 1 + width where it stands for a row
            8   i64  length of the vector
           16   i64  entries
           24   i64  bytes of the whole message, header included
+          32   i64  count: an integer of the sender
+          40   i64  signature: a digest of what the ranks must have in common
+          48   u8   kind: 0 for a vector, 1 for text, 2 for the text of an error notification
+          52   u32  CRC-32 of the message with zeros here, or 0
 
-A decoder believes nothing that it has not checked: the sizes are compared with each other and with the buffer before
-anything behind the header is read, and a message of M bytes holds at most 8 M entries: rows of width 0, which have no
-values, do not travel as a range. No format loses a bit.
+count, signature, kind and CRC belong to those who send messages (`collectives.runtime.group`): `encode` writes zeros
+unless it is given others, and `decode` does not look at them. A decoder compares all sizes with each other and with the
+buffer before it reads anything after the header. A message of M bytes holds at most 8 M entries: rows of width 0, which
+have no values, are not written as a range. No format loses a bit.
 """
 
 import math
@@ -31,10 +36,28 @@ from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
 Buffer = NDArray[np.uint8]
 
-MAGIC, VERSION = b"MV", 1
+MAGIC, VERSION = b"MV", 2
+VECTOR, TEXT, ERROR = range(3)  # kinds of messages
 
-_HEADER = struct.Struct("<2sBBIqqq")
+_HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")
 HEADER_NBYTES = _HEADER.size
+CRC_AT = 52
+
+
+class Header(NamedTuple):
+    """The fields of a message's header, in their order; see the head of this file."""
+
+    magic: bytes
+    version: int
+    formats: int
+    row: int
+    length: int
+    entries: int
+    nbytes: int
+    sender_count: int
+    signature: int
+    kind: int
+    crc: int
 
 
 class Coding(NamedTuple):
@@ -94,40 +117,58 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
     return fill(out[:nbytes], vector, coding)
 
 
-def fill(message: Buffer, vector: SparseVector, coding: Coding) -> Buffer:
+def fill(message: Buffer, vector: SparseVector, coding: Coding, count: int = 0, signature: int = 0) -> Buffer:
     """Write `vector` to all of `message`, which has `encoded_nbytes(vector, coding)` bytes, and return it."""
-    formats, nbytes, width = coding.indices | coding.values.number << 4, message.size, vector.width
+    formats, width = coding.indices | coding.values.number << 4, vector.width
     row = 0 if width is None else 1 + width
-    write_fields(message, _HEADER, MAGIC, VERSION, formats, row, vector.length, vector.nnz, nbytes)
-    middle = nbytes - coding.values.nbytes(vector.values.size)
-    INDEX_FORMATS[coding.indices].write(vector, message[HEADER_NBYTES:middle])
-    coding.values.write(vector.values.reshape(-1), message[middle:])
+    whole = MAGIC, VERSION, formats, row, vector.length, vector.nnz, message.size, count, signature, VECTOR, 0
+    write_fields(message, _HEADER, *whole)
+    if message.size > HEADER_NBYTES:
+        middle = message.size - coding.values.nbytes(vector.values.size)
+        INDEX_FORMATS[coding.indices].write(vector, message[HEADER_NBYTES:middle])
+        coding.values.write(vector.values.reshape(-1), message[middle:])
     return message
 
 
-def decode(message: Buffer) -> SparseVector:
+def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Buffer:
+    """Write text to the first `HEADER_NBYTES + len(text)` bytes of a message in main memory, and return it."""
+    nbytes = HEADER_NBYTES + len(text)
+    write_fields(message, _HEADER, MAGIC, VERSION, 0, 0, 0, 0, nbytes, 0, signature, kind, 0)
+    message.data[HEADER_NBYTES:nbytes] = text
+    return message
+
+
+def read_header(message: Buffer) -> Header:
+    """Return the header of a message; CodecError where it is none, or says that the message is longer than it is."""
+    if message.size < HEADER_NBYTES:
+        raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
+    header = Header(*read_fields(message, _HEADER))
+    if header.magic != MAGIC or header.version != VERSION:
+        raise CodecError(f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}")
+    if not HEADER_NBYTES <= header.nbytes <= message.size:
+        raise CodecError(f"the header says {header.nbytes} bytes, and {message.size} are there")
+    return header
+
+
+def decode(message: Buffer, header: Header | None = None) -> SparseVector:
     """Return the vector that `message` (uint8) holds, as views of it where it can; bytes behind it are ignored.
 
-    The vector lives where the message does.
+    The vector lives where the message does. header: of the message, where it has been read already.
 
     Raises CodecError for a header that `encode` does not write, and for what the constructor of SparseVector refuses.
     It does not look at every entry: that is `SparseVector.validate`.
     """
-    if message.size < HEADER_NBYTES:
-        raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
-    magic, version, formats, row, length, nnz, nbytes = read_fields(message, _HEADER)
-    if magic != MAGIC or version != VERSION:
-        raise CodecError(f"got magic {magic!r}, version {version}: expected {MAGIC!r}, version {VERSION}")
+    _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
     form, value_code = formats & 15, formats >> 4
-    value_format = format_of(value_code, message[: max(0, nbytes)])
+    value_format = format_of(value_code, message[:nbytes])
     if form >= len(INDEX_FORMATS) or value_format is None:
-        raise CodecError(f"got index format {form} and value format {value_code}: both must be known to version 1")
+        raise CodecError(f"got index format {form} and value format {value_code}: expected known ones")
     if not 0 <= nnz <= length <= MAX_LENGTH:
         raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
     shape = (nnz, row - 1) if row else (nnz,)
     middle = nbytes - value_format.nbytes(math.prod(shape))
-    if nbytes > message.size or middle < HEADER_NBYTES or middle % 8:
-        raise CodecError(f"the header says {nbytes} bytes for {nnz} entries, and {message.size} bytes are there")
+    if middle < HEADER_NBYTES or middle % 8:
+        raise CodecError(f"the header says {nbytes} bytes for {nnz} entries: they do not fit together")
     section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
     unbounded = form == RANGE and middle == nbytes and nnz  # no values: 8 bytes could claim any number of entries
     indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype)

@@ -4,7 +4,8 @@
     3, 4      float32 that are all float16, or bfloat16, numbers: 2 N
     5, 6, 7   float64 that are all float32, float16, or bfloat16, numbers: 4 N, 2 N, 2 N
     8, 9, 10  float16, float32, float64 of one magnitude: the magnitude as float64, and a sign bit each: 8 + N / 8
-    11 to 13  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as those of
+    11        float32 that are all integers of 0 to 255, such as counts: N
+    12 to 14  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as those of
               entries do that were selected for it: w bits and a sign each, in planes of 8 bits and of one, each a
               multiple of 8 bytes; then the least magnitude and w: 16 + N (w + 1) / 8, and up to 7 a plane
 
@@ -26,7 +27,7 @@ Buffer = NDArray[np.uint8]
 
 _SAMPLE = 8  # values that are looked at before all of them are
 _LEAST_AND_WIDTH = struct.Struct("<qq")  # what offsets end with
-_OFFSETS_OF = {dtype: number for number, dtype in enumerate(VALUE_DTYPES, 11)}
+_OFFSETS_OF = {dtype: number for number, dtype in enumerate(VALUE_DTYPES, 12)}
 _FEW = 32  # values: below, offsets spare next to nothing
 
 
@@ -65,7 +66,7 @@ class FixedFormat(ValueFormat, Protocol):
 
 
 class Stored:
-    """Formats 0 to 7: the values of one dtype, stored as numbers of another one."""
+    """Formats 0 to 7, and 11: the values of one dtype, stored as numbers of another one."""
 
     def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
         """Take the dtype of the values, that in which they are stored, and how many bits of a fraction it holds."""
@@ -96,7 +97,7 @@ class Stored:
     def _shortened(self, values: Array) -> Array:
         if values.dtype == self.stored:
             return values
-        with np.errstate(over="ignore"):  # what overflows does not come back, so it does not fit
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows does not come back, so it does not fit
             return values.astype(self.stored)
 
     def _back(self, stored: Array) -> Array:
@@ -166,7 +167,7 @@ class Signs:
 
 
 class Offsets:
-    """Formats 11 to 13: how far the bits of a magnitude are above those of the least one."""
+    """Formats 12 to 14: how far the bits of a magnitude are above those of the least one."""
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
         """Take the bits of the least magnitude, and how many bits hold the distance to the largest."""
@@ -210,6 +211,7 @@ VALUE_FORMATS: tuple[FixedFormat, ...] = (
     Stored(6, _DOUBLE, _HALF),
     StoredBfloat16(7, _DOUBLE),
     *(Signs(number, dtype) for number, dtype in enumerate(VALUE_DTYPES, 8)),
+    Stored(11, _SINGLE, np.uint8, precision=7),
 )
 
 _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}

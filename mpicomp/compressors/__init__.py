@@ -1,4 +1,4 @@
-"""Compressors: a dense gradient in, the entries that are sent out. One file a method; `base` declares the contract."""
+"""Compressors: select the entries of a dense gradient to send. One file a method; `base` declares the contract."""
 
 from mpicomp.compressors.adacomp import AdaComp
 from mpicomp.compressors.aggregation_aware import AggregationAware

@@ -1,15 +1,15 @@
-"""AdaComp: in every bin of a layer, what a second helping of the new gradient would make the largest travels.
+"""AdaComp: select per bin the entries that exceed the bin maximum after the gradient is added once more.
 
 Source: C.-Y. Chen, J. Choi, D. Brand, A. Agrawal, W. Zhang, K. Gopalakrishnan, "AdaComp: adaptive residual gradient
 compression for data-parallel distributed training", AAAI 2018 (arXiv 1712.02679).
 
-With the residue R and the new gradient dW: G = R + dW, H = G + dW; an entry travels where |H| >= max |G| over its bin.
-All that travel have one magnitude, the mean of the bins' maxima, and the sign of G: with `codec="smallest"` a value
-takes a bit. What that loses stays in the residual.
+With the residue R and the new gradient dW: G = R + dW, H = G + dW; an entry is sent if |H| >= max |G| over its bin.
+All entries are sent with one magnitude, the mean of the bins' maxima, and the sign of G: with `codec="smallest"` a
+value takes a bit. The difference is in the residual.
 
-Differences from the paper: a bin of zeros sends nothing, but of a vector that is not zero the largest entry travels
-where no other does; messages are those of `mpicomp.codec`, where an index takes about 5.3 bits at five entries in a bin
-of 50, and not the paper's 8 bits for an offset in its bin and a sign.
+Differences from the paper: a bin of zeros sends nothing; if nothing is selected from a vector that is not zero, its
+largest entry is sent. Messages are those of `mpicomp.codec`, where an index takes about 5.3 bits at five entries in a
+bin of 50; the paper takes 8 bits for an offset in its bin and a sign.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import kernels_for, namespace
-from mpicomp.compressors.base import Compressor, Report
+from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.common import finite_vector, mean_and_largest, placed
 from mpicomp.vector import SparseVector
 
@@ -25,7 +25,7 @@ from mpicomp.vector import SparseVector
 class AdaComp(Compressor):
     """Select adaptively in bins of consecutive entries, and send one magnitude.
 
-    bin_size: entries in a bin, 1 to 16384, else ValueError. The paper takes 50 for convolutions and 500 for fully
+    bin_size: entries in a bin, 1 to 16384, else ValueError. The paper uses 50 for convolutions and 500 for fully
     connected and recurrent layers.
     """
 
@@ -42,7 +42,7 @@ class AdaComp(Compressor):
         gradient: the new gradient, of the size of `corrected`; ValueError without it.
         """
         if gradient is None:
-            raise ValueError("AdaComp looks at the new gradient too: call compress(corrected, gradient=gradient)")
+            raise ValueError("AdaComp needs the new gradient too: call compress(corrected, gradient=gradient)")
         dense, new = finite_vector(corrected), finite_vector(gradient)
         if dense.size != new.size:
             raise ValueError(f"gradient has {new.size} values: expected {dense.size} as in corrected")
@@ -50,14 +50,12 @@ class AdaComp(Compressor):
         padded = namespace(dense).zeros(bins * self.bin_size, np.float64)
         padded[: dense.size] = np.abs(dense)
         largest = padded.reshape(bins, self.bin_size).max(axis=1)
-        with np.errstate(over="ignore"):  # what is beyond the range is beyond any largest one too
+        with np.errstate(over="ignore"):  # infinity exceeds any maximum, as the sum does
             padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
         chosen = padded.reshape(bins, self.bin_size) >= largest[:, None]
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
-        if not positions.size:  # the new gradient undoes what was the largest of every bin
+        if not positions.size:  # the new gradient cancels the largest entry of every bin
             positions, _ = kernels_for(dense).largest(dense, 1)
         scale = dense.dtype.type(mean_and_largest(largest, int(np.count_nonzero(largest)))[0])
         values = np.copysign(scale, dense[positions])
-        vector = placed(positions, values, dense.size)
-        self.report = Report(vector.density, vector.density, vector.nbytes, float(scale))
-        return vector
+        return self.reported(placed(positions, values, dense.size), float(scale))

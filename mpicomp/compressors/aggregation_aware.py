@@ -1,26 +1,27 @@
-"""Aggregation-aware selection: prefer what the last aggregate has, so that the ranks' supports overlap.
+"""Aggregation-aware selection: prefer the entries of the last aggregate, so that the ranks' supports overlap.
 
 Inspired by "Communication usage optimization of gradient sparsification with aggregation in deep learning", ICNCC 2018:
-what a server sends out is the union of the ranks' supports, and large gradients stay large for a short time only. No
-formula of the paper is public; the weights here are our own.
+a server sends the union of the ranks' supports, and large gradients stay large for a short time only.
 
-A rank knows the support A of the last aggregate, its magnitudes, and how long each index has been out of it. The k
-largest scores travel; feedback keeps the rest, so nothing starves for ever, but for what a quota of 1 leaves out.
+Differences from the paper: no formula of it is public; the scores below are our own.
+
+A rank knows the support A of the last aggregate, its magnitudes, and how many aggregates ago each index was in one. The
+k largest scores are sent; feedback keeps the rest, so every entry is sent at some time, except with a quota of 1.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import beside, kernels_for, namespace
-from mpicomp.compressors.common import Array, Density, at_positions, finite_vector
+from mpicomp.arrays import Array, beside, kernels_for, namespace
+from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.vector import SparseVector
 
 METRICS = ("support", "recency", "votes", "magnitude", "quota")
 
 
 def _check_bonus(compressor: "AggregationAware", array: Array | None) -> Array | None:
-    """Return a loaded bonus, None where there is none; see `mpicomp.compressors.base.Check`."""
+    """Return a loaded bonus, None if there is none; see `mpicomp.compressors.base.Check`."""
     if array is None:
         return None
     held, most = compressor._bonus, np.inf if compressor.metric == "magnitude" else 1
@@ -34,18 +35,19 @@ def _check_bonus(compressor: "AggregationAware", array: Array | None) -> Array |
 
 
 class AggregationAware(Density):
-    """Select by magnitude and by what the last aggregates had.
+    """Select by magnitude and by the last aggregates.
 
-    density or k: see `Density`. metric, for the magnitude x of an entry:
+    density or k: see `Density`. metric: the score of an entry with the magnitude x:
 
-        support    x (1 + weight) where the last aggregate has the entry
-        recency    x (1 + weight decay^age), age in aggregates since it was there
-        votes      x (1 + weight votes / ranks), of how many ranks sent it last
+        support    x (1 + weight) if the last aggregate has the entry
+        recency    x (1 + weight decay^age), age in aggregates since the last one that had it
+        votes      x (1 + weight votes / ranks), votes: the number of ranks that sent it last
         magnitude  x + weight |A|
-        quota      the share `quota` of k inside the last aggregate, the rest, at least one below a quota of 1, anywhere
+        quota      x; the fraction `quota` of k is selected inside the last aggregate, the rest, at least one entry
+                   below a quota of 1, anywhere
 
-    weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object for one vector; call `observe`
-    with every aggregate. Before the first one it is exact top-k.
+    weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object serves one vector; call `observe`
+    with every aggregate. Before the first one the selection is exact top-k.
     """
 
     state = {"_bonus": _check_bonus}
@@ -70,10 +72,10 @@ class AggregationAware(Density):
         self._bonus: Array | None = None  # of each position, before the weight
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        """Take note of what the ranks' sum was.
+        """Receive the sum over the ranks.
 
-        aggregate: as the collective returned it. votes: for the metric "votes", the share of the ranks that sent each
-        of its entries, 0 to 1, one for each; ValueError without it.
+        aggregate: as the collective returned it. votes: for the metric "votes", for each entry the fraction of the
+        ranks that sent it, 0 to 1, else ValueError.
         """
         values = aggregate.values
         zeros = namespace(values).zeros(aggregate.length, np.promote_types(values.dtype, np.float32))
@@ -83,54 +85,41 @@ class AggregationAware(Density):
             if votes is None or len(votes) != aggregate.nnz:
                 raise ValueError(
                     f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries; "
-                    "take sparse_allgather, or partial(sparse_allreduce, votes=True)"
+                    "use sparse_allgather, or partial(sparse_allreduce, votes=True)"
                 )
             bonus[aggregate.indices] = beside(votes, values)
-        else:  # a sum that was filled up has zeros where nothing came
-            there = np.flatnonzero(values)
-            bonus[aggregate.indices[there]] = np.abs(values[there]) if self.metric == "magnitude" else 1
+        else:  # a filled sum has zeros where no rank sent an entry
+            sent = np.flatnonzero(values)
+            bonus[aggregate.indices[sent]] = np.abs(values[sent]) if self.metric == "magnitude" else 1
         self._bonus = bonus
 
     def reset(self) -> None:
-        """Forget the aggregates."""
+        """Clear what is stored of the aggregates."""
         self._bonus = None
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k entries of the largest scores; see `Compressor.compress`."""
-        dense = finite_vector(corrected)
-        self._check_fit(dense)
+        dense, bonus = finite_vector(corrected), self._bonus
+        if bonus is not None and bonus.size != dense.size:
+            raise ValueError(f"corrected has {dense.size} values: expected {bonus.size} as in the last aggregate")
+        if bonus is not None and bonus.dtype != np.promote_types(dense.dtype, np.float32):
+            raise ValueError(f"corrected is {dense.dtype}: the last aggregate was stored in {bonus.dtype}")
         return self.reported(at_positions(dense, self._positions(dense)))
 
-    def _check_fit(self, dense: Array) -> None:
-        """Raise ValueError unless the last aggregate, observed or loaded, is one of vectors such as this."""
-        if self._bonus is None:
-            return
-        if self._bonus.size != dense.size:
-            raise ValueError(f"corrected has {dense.size} values: expected {self._bonus.size} as in the last aggregate")
-        if self._bonus.dtype != np.promote_types(dense.dtype, np.float32):
-            raise ValueError(f"corrected is {dense.dtype}: the last aggregate was kept in {self._bonus.dtype}")
-
-    def _inside(self, k: int) -> int:
-        """Return how many places are for what was in the last aggregate: below a quota of 1 not all of them."""
-        return k if self.quota == 1 else min(round(self.quota * k), k - 1)
-
     def _positions(self, dense: Array) -> Array:
-        k = self.count(dense.size)
+        """Return the positions of the k largest scores."""
+        k, select = self.count(dense.size), kernels_for(dense).top_k
         scores = np.abs(dense).astype(np.float32 if dense.dtype == np.float16 else dense.dtype)
-        if self._bonus is None:
-            return _largest(scores, k)
-        bonus = beside(self._bonus, dense)
-        if self.metric == "quota":
-            inside = _largest(np.where(bonus > 0, scores, 0), self._inside(k))
+        bonus = None if self._bonus is None else beside(self._bonus, dense)
+        if bonus is None:
+            pass
+        elif self.metric == "quota":
+            most = k if self.quota == 1 else min(round(self.quota * k), k - 1)
+            inside = select(np.where(bonus > 0, scores, 0), most)
             scores[inside] = 0
-            return np.sort(np.concatenate([inside, _largest(scores, k - inside.size)]))
-        if self.metric == "magnitude":
+            return np.sort(np.concatenate([inside, select(scores, k - inside.size)]))
+        elif self.metric == "magnitude":
             scores += np.where(scores > 0, scores.dtype.type(self.weight) * bonus, 0).astype(scores.dtype)
         else:
             scores *= (1 + self.weight * bonus).astype(scores.dtype)
-        return _largest(scores, k)
-
-
-def _largest(scores: Array, k: int) -> Array:
-    positions: Array = kernels_for(scores).top_k(scores, k)
-    return positions
+        return select(scores, k)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""The contract of a compressor: what it selects, what an exchange asks of it, and the state that outlives a step.
+"""The contract of a compressor: the selection, what an exchange needs to know of it, and the state between steps.
 
-A compressor of your own derives from `Compressor` and writes `compress`; everything else has a default. One that works
-on what another one selects derives from `Wrapper`. docs/compressors.md has an example.
+A compressor of your own derives from `Compressor` and implements `compress`; everything else has a default. One that
+wraps another compressor derives from `Wrapper`. docs/compressors.md has an example.
 """
 
 import math
@@ -11,29 +11,23 @@ from inspect import Parameter, signature
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, read_only, to_numpy
+from mpicomp.arrays import Array, kernels_for, read_only, to_numpy
 from mpicomp.vector import SparseVector
 
-Array = NDArray[Any]
 Check = Callable[[Any, Array | None], Any]
-"""Turn a loaded array into the value of an attribute: check(compressor, array), where None means that it is missing.
+"""Return the value of an attribute from a loaded array: check(compressor, array), where None means that it is missing.
 
-Raises ValueError whose text says what was expected, such as "an integer of at least 0".
+Raises ValueError with a text that says what was expected, such as "an integer of at least 0".
 """
-Snapshot = list[tuple["Compressor", dict[str, Any]]]
-
-MOST_STEPS = 2**62
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the last call did.
+    """Statistics of a call of a compressor.
 
-    target, achieved: densities. threshold: of the magnitude, None where the method has none. rounds: of its search.
-    nbytes: of the indices and values that it returned, as they are in memory (a message may be smaller:
-    `mpicomp.codec.encoded_nbytes`).
+    target, achieved: densities. nbytes: of the returned indices and values in memory (a message may be smaller:
+    `mpicomp.codec.encoded_nbytes`). threshold: of the magnitude, None for methods without one. rounds: of its search.
     """
 
     target: float
@@ -44,21 +38,20 @@ class Report:
 
 
 class Compressor:
-    """Pick the entries of a dense vector that are sent.
+    """Select the entries of a dense vector that are sent.
 
     Store every constructor argument in an attribute of the same name: `repr` shows them, and ranks compare settings by
-    it. Assign new values to attributes instead of changing lists or arrays in place: `snapshot` keeps the attributes,
-    not copies of their contents.
+    it. Assign new values to attributes instead of changing lists or arrays in place: `snapshot` stores references.
     """
 
     state: ClassVar[Mapping[str, Check]] = {}
-    """Attributes that outlive a step, each with the check of a loaded value; an attribute that is None is not saved."""
+    """Attributes to save, each with the check of a loaded value; an attribute that is None is not saved."""
 
     needs_gradient: bool = False
     """Whether `compress` requires `gradient`: what the step added to the residual."""
 
     observes: bool = False
-    """Whether `observe` is to be called with the ranks' mean."""
+    """Whether `observe` is called with the mean over the ranks."""
 
     communicates: bool = False
     """Whether `compress` is a collective call: all ranks call it, and it raises on all of them or on none."""
@@ -67,21 +60,21 @@ class Compressor:
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
     report: Report | None = None
-    """What the last call did; None before any."""
+    """Statistics of the last call; None before any."""
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the selected entries of `corrected`, the gradient with the residual added.
 
         corrected: an array of any shape, taken in C order; float16, float32 or float64. It may be read-only: do not
         write to it. gradient: what the step added to the residual, in the units of the feedback, for compressors that
-        set `needs_gradient`. An exact zero is not selected, unless positions are chosen without looking at the values.
+        set `needs_gradient`. An exact zero is not selected, unless the positions do not depend on the values.
 
-        Raises ValueError naming the first value that is not finite; the compressor is then as it was before.
+        Raises ValueError naming the first value that is not finite; the compressor does not change then.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compress(corrected, *, gradient=None)")
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """Write residual + gradient to `out` and compress it; methods with a fused kernel do both in one pass.
+        """Write residual + gradient to `out` and compress it; in one pass in methods with a fused kernel.
 
         residual, gradient, out: 1-d, C-contiguous, of one length and dtype; `out` shares no memory with the others.
         Raises what `compress` does; `out` is written in any case.
@@ -89,31 +82,39 @@ class Compressor:
         kernels_for(out).add(residual, gradient, out)
         return self.compress(read_only(out), gradient=gradient)
 
-    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        """Take note of the ranks' mean, the same on every rank; called once a step where `observes` is set.
+    def reported(
+        self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
+    ) -> SparseVector:
+        """Set `report` to the statistics of a call, and return its vector. target: None for the achieved density."""
+        achieved = vector.density
+        self.report = Report(achieved if target is None else target, achieved, vector.nbytes, threshold, rounds)
+        return vector
 
-        votes: for each entry the fraction of the ranks that sent it, 0 to 1, where the collective returns votes.
+    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
+        """Receive the mean over the ranks, the same on every rank; called once a step if `observes` is set.
+
+        votes: for each entry the fraction of the ranks that sent it, 0 to 1, if the collective returns votes.
         """
 
     def chain(self) -> list["Compressor"]:
-        """Return this compressor and those that it wraps, the innermost last."""
+        """Return this compressor and the ones it wraps, the innermost last."""
         return [self]
 
-    def snapshot(self) -> Snapshot:
-        """Return the attributes of the chain as they are; `restore` sets them again after a step that failed."""
+    def snapshot(self) -> list[tuple["Compressor", dict[str, Any]]]:
+        """Return the attributes of the chain; `restore` sets them again after a step that failed."""
         return [(part, dict(vars(part))) for part in self.chain()]
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: list[tuple["Compressor", dict[str, Any]]]) -> None:
         """Set the attributes of the chain to those of a snapshot."""
         for part, before in snapshot:
             vars(part).clear()
             vars(part).update(before)
 
     def reset(self) -> None:
-        """Forget what is known of single positions, in the whole chain, as after a change of the model."""
+        """Clear what is stored about single positions, in the whole chain. For a model that was replaced."""
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of the state of the chain, without settings: arrays in main memory by "depth.attribute"."""
+        """Return copies of the state of the chain, without settings: arrays in host memory by "depth.attribute"."""
         return {
             key: np.array(to_numpy(getattr(part, name)))
             for key, (part, name) in self._state_keys().items()
@@ -121,20 +122,29 @@ class Compressor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on a compressor with these settings.
+        """Load what `state_dict` of a compressor with these settings returned.
 
-        Raises ValueError when a key is unknown or missing, or when a value has another shape, kind or range than this
-        compressor's; nothing has changed then.
+        Raises ValueError for keys that are unknown or missing, and for values of a shape, kind or range that this
+        compressor cannot have; nothing changes then.
         """
         known = self._state_keys()
         if not state.keys() <= known.keys():
             raise ValueError(f"the state has {sorted(state)}: expected {sorted(known)} at most, of {self!r}")
-        values = {key: _checked(key, part.state[name], part, state) for key, (part, name) in known.items()}
+        values = []
         for key, (part, name) in known.items():
-            setattr(part, name, values[key])
+            array = np.asarray(to_numpy(state[key])) if key in state else None
+            try:
+                values.append(part.state[name](part, array))
+            except ValueError as error:
+                got = "nothing" if array is None else repr(state[key])
+                if array is not None and array.size != 1:
+                    got = f"{array.dtype} of shape {array.shape}"
+                raise ValueError(f"the state has {got} as {key}: expected {error}") from None
+        for (part, name), value in zip(known.values(), values, strict=True):
+            setattr(part, name, value)
 
     def _state_keys(self) -> dict[str, tuple["Compressor", str]]:
-        """Return the compressor and the attribute that each key of a state is for."""
+        """Return the compressor and the attribute of each key of a state."""
         return {f"{depth}.{name}": (part, name) for depth, part in enumerate(self.chain()) for name in part.state}
 
     def _settings(self) -> dict[str, Any]:
@@ -149,10 +159,9 @@ class Compressor:
 
 
 class Wrapper(Compressor):
-    """Base of compressors that work on what another one selects.
+    """Base of compressors that wrap another one.
 
-    compressor: the inner one; TypeError when it is none. Whether gradients are needed, means are observed, or ranks
-    communicate is as for the inner one.
+    compressor: the inner one, else TypeError; its `needs_gradient`, `observes` and `communicates` are copied.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -161,8 +170,16 @@ class Wrapper(Compressor):
         self.needs_gradient, self.observes = compressor.needs_gradient, compressor.observes
         self.communicates = compressor.communicates
 
+    def reported(
+        self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
+    ) -> SparseVector:
+        """Set `report` to the statistics of a call, and return its vector. target: None for the achieved density."""
+        achieved = vector.density
+        self.report = Report(achieved if target is None else target, achieved, vector.nbytes, threshold, rounds)
+        return vector
+
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        """See `Compressor.observe`; the inner compressor is given both."""
+        """See `Compressor.observe`; calls that of the inner compressor."""
         self.compressor.observe(aggregate, votes)
 
     def chain(self) -> list[Compressor]:
@@ -175,7 +192,7 @@ class Wrapper(Compressor):
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:
-    """Raise TypeError unless this is a compressor; the text says how to make one of a class or a function."""
+    """Raise TypeError unless this is a compressor; for a class or a function with the remedy."""
     if isinstance(compressor, Compressor):
         return
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
@@ -196,34 +213,21 @@ def check_selected(vector: Any, dense: Array, compressor: Compressor) -> None:
         raise ValueError(f"{compressor!r} returned {vector!r}: expected {dense.dtype} numbers of length {dense.size}")
 
 
-def expect_integer(least: int, most: int = MOST_STEPS) -> Check:
+def expect_integer(least: int, most: int = 2**62) -> Check:
     """Return the check of an integer from `least` to `most`, for `Compressor.state`."""
-
-    def check(compressor: Any, array: Array | None) -> int:
-        if array is None or array.shape or array.dtype.kind not in "iu" or not least <= array.item() <= most:
-            raise ValueError(f"an integer from {least} to {most}")
-        return int(array)
-
-    return check
+    return _expect(int, "iu", "an integer", least, most)
 
 
 def expect_number(least: float, most: float) -> Check:
     """Return the check of a finite number from `least` to `most`, for `Compressor.state`."""
+    return _expect(float, "iuf", "a finite number", least, most)
 
-    def check(compressor: Any, array: Array | None) -> float:
-        sound = array is not None and not array.shape and array.dtype.kind in "iuf" and least <= array.item() <= most
+
+def _expect(convert: type, kinds: str, text: str, least: float, most: float) -> Check:
+    def check(compressor: Any, array: Array | None) -> Any:
+        sound = array is not None and not array.shape and array.dtype.kind in kinds and least <= array.item() <= most
         if array is None or not sound or not math.isfinite(array.item()):
-            raise ValueError(f"a finite number from {least} to {most}")
-        return float(array)
+            raise ValueError(f"{text} from {least} to {most}")
+        return convert(array)
 
     return check
-
-
-def _checked(key: str, check: Check, part: Compressor, state: Mapping[str, Any]) -> Any:
-    """Return the value that an attribute gets from a state; ValueError naming what is wrong with it."""
-    array = np.asarray(to_numpy(state[key])) if key in state else None
-    try:
-        return check(part, array)
-    except ValueError as error:
-        got = f"{array.dtype} of shape {array.shape}" if array is not None and array.size != 1 else repr(state.get(key))
-        raise ValueError(f"the state has {'nothing' if array is None else got} as {key}: expected {error}") from None

@@ -1,16 +1,13 @@
-"""What several compressors share: the density that is asked for, and picking entries of a dense vector."""
+"""Functions shared by compressors: the number of entries to select, and the entries of a dense vector at positions."""
 
 import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, nonzero, to_vector
-from mpicomp.compressors.base import Compressor, Report
-from mpicomp.vector import SparseVector, index_dtype, top_k
-
-Array = NDArray[Any]
+from mpicomp.arrays import Array, kernels_for, nonzero, to_vector
+from mpicomp.compressors.base import Compressor
+from mpicomp.vector import SparseVector, index_dtype
 
 
 def check_density(density: Any, remedy: str = "") -> None:
@@ -33,8 +30,8 @@ def check_number(name: str, number: Any, least: int = 1) -> None:
 class Density(Compressor):
     """Base of compressors that select a given number of entries: a fraction of the length, or a count.
 
-    Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1. Raises ValueError when both or
-    none are given, or when one is out of range.
+    Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1. Raises ValueError if both or
+    none are given, or if one is out of range.
     """
 
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
@@ -48,23 +45,25 @@ class Density(Compressor):
         self.k = None if k is None else int(k)
 
     def count(self, length: int) -> int:
-        """Return how many entries of a vector of `length` are to travel."""
+        """Return the number of entries to select from a vector of `length`."""
         return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
 
     def share(self, length: int) -> float:
-        """Return the density that is asked for of a vector of `length`."""
+        """Return the target density for a vector of `length`."""
         return min(1.0, self.count(length) / length) if length else 0.0
 
-    def reported(self, vector: SparseVector, threshold: float | None = None, rounds: int = 1) -> SparseVector:
-        """Note what a call did, and return its vector."""
-        self.report = Report(self.share(vector.length), vector.density, vector.nbytes, threshold, rounds)
-        return vector
+    def reported(
+        self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
+    ) -> SparseVector:
+        """See `Compressor.reported`; the target is `share`."""
+        return super().reported(vector, threshold, rounds, self.share(vector.length))
 
 
 def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, float]:
-    """Return the sum of the magnitudes over `count`, None for all, and the largest; ValueError for what is not finite.
+    """Return the sum of the magnitudes over `count`, None for all, and the largest one.
 
-    The mean may be in range where the sum is not, and is not above the largest, as rounding may have it.
+    The mean is in range also if the sum is not, and at most the largest, whatever rounding does. Raises ValueError
+    naming the first value that is not finite.
     """
     kernels, count = kernels_for(values), count or max(1, values.size)
     moments = kernels.moments(values)
@@ -77,33 +76,38 @@ def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, fl
 
 
 def finite_vector(corrected: Any) -> Array:
-    """Return a dense array as one contiguous vector; ValueError naming its first value that is not finite."""
+    """Return a dense array as one contiguous vector; raises ValueError naming its first value that is not finite."""
     dense = to_vector(corrected)
     kernels_for(dense).raise_not_finite(dense)
     return dense
 
 
 def placed(positions: Array, values: Array, length: int) -> SparseVector:
-    """Return the vector of values at positions (intp) that increase and are in range."""
+    """Return a vector with `values` at `positions` (intp), which increase and are in range."""
     return SparseVector(positions.astype(index_dtype(length)), values, length)
 
 
-def at_positions(dense: Array, positions: Array) -> SparseVector:
-    """Return the entries of a dense vector at increasing positions (intp); exact zeros are left out.
+def all_at(dense: Array, positions: Array) -> SparseVector:
+    """Return the entries of a dense vector at increasing positions (intp), exact zeros included."""
+    return placed(positions, kernels_for(dense).gather(dense, positions), dense.size)
 
-    Where that leaves none of a vector that has one, the largest comes instead: a message is not empty for nothing.
+
+def at_positions(dense: Array, positions: Array) -> SparseVector:
+    """Return the non-zero entries of a dense vector at increasing positions (intp).
+
+    If there is none, the largest entry is returned instead, so that a vector that is not zero is never sent empty.
     """
-    return _without_zeros(dense, positions, kernels_for(dense).gather(dense, positions))
+    return _nonzero_entries(dense, positions, kernels_for(dense).gather(dense, positions))
 
 
 def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
-    """Return what `add_above` found in a sum as `at_positions` does; ValueError where the sum is not finite."""
-    if not np.isfinite(values).all():  # they count as the largest, so that they are here if there are any
+    """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
+    if not np.isfinite(values).all():  # they count as the largest, so one of them is found if there is any
         kernels_for(dense).raise_not_finite(dense)
-    return _without_zeros(dense, positions, values)
+    return _nonzero_entries(dense, positions, values)
 
 
-def _without_zeros(dense: Array, positions: Array, values: Array) -> SparseVector:
+def _nonzero_entries(dense: Array, positions: Array, values: Array) -> SparseVector:
     kept = nonzero(values)
     if not kept.all():
         positions, values = positions[kept], values[kept]
@@ -112,17 +116,6 @@ def _without_zeros(dense: Array, positions: Array, values: Array) -> SparseVecto
     return placed(positions, values, dense.size)
 
 
-def all_at(dense: Array, positions: Array) -> SparseVector:
-    """Return the entries of a dense vector at increasing positions (intp), exact zeros too: one support for all."""
-    values = kernels_for(dense).gather(dense, positions)
-    return placed(positions, values, dense.size)
-
-
 def at_or_above(dense: Array, threshold: float) -> SparseVector:
-    """Return the entries whose magnitude is at least a threshold, the largest one where there is none."""
+    """Return the entries whose magnitude is at least a threshold, or the largest one if there is none."""
     return at_positions(dense, kernels_for(dense).above(dense, threshold))
-
-
-def trimmed(vector: SparseVector, k: int) -> SparseVector:
-    """Return the `k` largest magnitudes of a vector: by magnitude, never by the order of the indices."""
-    return top_k(vector, k)[0]

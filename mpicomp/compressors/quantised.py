@@ -1,22 +1,21 @@
-"""Quantisation: what another compressor selects travels with fewer bits a value, and the error stays with the sender.
+"""Quantisation: send the entries that another compressor selects with fewer bits a value; the error is in the residual.
 
 Sources: one magnitude and signs: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit stochastic gradient descent",
 Interspeech 2014, with one scale for all entries. float16 and bfloat16: rounded to nearest, ties to even.
 
-The quantised values keep their dtype, so what the ranks add up is added up exactly as before; `codec="smallest"` sees
-that they fit a shorter format and writes them in it. Sums of quantised values need not fit: they travel in full.
+Differences from the paper: quantised values keep their dtype, so sums over the ranks are computed as before;
+`codec="smallest"` detects that they fit a shorter format and encodes them in it. Sums of quantised values need not fit
+and are then sent in full.
 """
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpicomp.arrays import Array
 from mpicomp.compressors.base import Compressor, Wrapper
 from mpicomp.compressors.common import mean_and_largest
 from mpicomp.vector import SparseVector
-
-Array = NDArray[Any]
 
 
 def _to_float16(values: Array) -> Array:
@@ -26,7 +25,7 @@ def _to_float16(values: Array) -> Array:
 
 def _to_bfloat16(values: Array) -> Array:
     largest = np.uint32(0x7F7F0000).view(np.float32)
-    limit = np.float32(65280) if values.dtype == np.float16 else largest  # of the bfloat16 that the dtype has
+    limit = np.float32(65280) if values.dtype == np.float16 else largest  # the largest bfloat16 in the dtype's range
     bits = _rounded_to_odd(np.clip(values, -limit, limit)).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
@@ -35,7 +34,7 @@ def _to_bfloat16(values: Array) -> Array:
 
 
 def _rounded_to_odd(values: Array) -> Array:
-    """Return values as float32, the last bit set where that is not exact: so rounding once more rounds once."""
+    """Return values as float32, rounded to odd: a second rounding then gives the bits of a single one."""
     short: Array = values.astype(np.float32)
     if values.dtype != np.float64:
         return short
@@ -54,13 +53,12 @@ _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_sign
 
 
 def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVector]:
-    """Return (quantised, error): the vector with values that fit a shorter format, and what it lost, at every index.
+    """Return (quantised, error): the vector with values that fit a shorter format, and the difference at every index.
 
-    form: "float16", "bfloat16", or "sign" (the mean magnitude, and the signs). Values beyond the range of a format are
-    cut to its largest. quantised + error is the vector, up to the rounding of the error to the dtype of the values;
-    that is exact where value and quantised value are within a factor of two of each other (Sterbenz' lemma).
-
-    Raises ValueError for another form.
+    form: "float16", "bfloat16", or "sign" (the mean magnitude, and the signs), else ValueError. Values beyond the range
+    of a format are clipped to its largest. quantised + error is the vector, up to the rounding of the error to the
+    dtype of the values; it is exact if value and quantised value are within a factor of two of each other (Sterbenz'
+    lemma).
     """
     if form not in _ROUNDINGS:
         raise ValueError(f"form is {form!r}: expected one of {list(_ROUNDINGS)}")
@@ -72,10 +70,10 @@ def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVecto
 
 
 class Quantised(Wrapper):
-    """Compress by another compressor, then quantise what it selects.
+    """Quantise the entries that another compressor selects.
 
-    compressor: any. form: "float16", "bfloat16" or "sign", else ValueError. Feedback keeps the error, because it keeps
-    what was corrected and not sent. `error` is that of the last call, None before any.
+    compressor: any. form: "float16", "bfloat16" or "sign", else ValueError. Feedback adds the error to the residual.
+    `error` is that of the last call, None before any.
     """
 
     def __init__(self, compressor: Compressor, form: str) -> None:
@@ -89,7 +87,7 @@ class Quantised(Wrapper):
         return self._quantised(self.compressor.compress(corrected, gradient=gradient))
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; the inner compressor does it."""
+        """See `Compressor.compress_sum`; calls that of the inner compressor."""
         return self._quantised(self.compressor.compress_sum(residual, gradient, out))
 
     def _quantised(self, vector: SparseVector) -> SparseVector:

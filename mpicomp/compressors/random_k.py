@@ -1,32 +1,33 @@
-"""Random-k and block-random-k: positions drawn from a seed that all ranks share.
+"""Random-k and block-random-k: select random positions, from a seed that all ranks share.
 
 Source: S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", NeurIPS 2018 (arXiv 1809.07599); blocks:
 T. Vogels, S. P. Karimireddy, M. Jaggi, PowerSGD, NeurIPS 2019 (arXiv 1905.13727), its baseline "random block".
 
-Every rank draws the same positions in the same call, without replacement, from a generator of its own; so the union has
-k entries, and with `aligned=True` no index has to travel: see `collectives.aligned_allreduce`. NumPy's global random
-state is not touched.
+Every rank draws the same positions in the same call, without replacement; so the union has k entries, and with
+`aligned=True` no index is sent: see `collectives.aligned_allreduce`. NumPy's global random state is not used.
+
+Differences from the papers: exact zeros are not sent, unless `aligned`.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import beside
+from mpicomp.arrays import Array, beside
 from mpicomp.compressors.base import expect_integer
-from mpicomp.compressors.common import Array, Density, all_at, at_positions, check_number, finite_vector
+from mpicomp.compressors.common import Density, all_at, at_positions, check_number, finite_vector
 from mpicomp.vector import SparseVector, without_zeros
 
 
 class RandomK(Density):
     """Select k positions at random, the same ones on all ranks.
 
-    density or k: see `Density`. seed: the same on all ranks. unbiased: divide the values by the probability with which
-    their position is drawn, so that what travels is the gradient on average; for use without error feedback only, which
-    keeps the rest anyway. Nothing travels then where all that is drawn is zero. aligned: send exact zeros too, so that
-    the supports are the same on all ranks.
+    density or k: see `Density`. seed: the same on all ranks. unbiased: divide the values by the probability that their
+    position is drawn, so that the expectation is the gradient; only for use without error feedback, which keeps the
+    rest anyway. If all drawn values are zero, nothing is sent then. aligned: send exact zeros too, so that the supports
+    are the same on all ranks.
 
-    `step` counts the calls, and is a part of the seed: set it when a run is taken up again.
+    `step` counts the calls, and is part of the seed: set it when a run is resumed.
     """
 
     state = {"step": expect_integer(0)}
@@ -53,7 +54,7 @@ class RandomK(Density):
         return self.reported(self._weighted(vector) if self.unbiased else vector)
 
     def _weighted(self, vector: SparseVector) -> SparseVector:
-        """Divide the values by their probability; no other entry may come where they are all zero."""
+        """Divide the values by their probability; if all are zero, no other entry replaces them."""
         if vector.nnz:
             wide = vector.values.astype(np.promote_types(vector.dtype, np.float32))
             values = (wide / self.probability(vector.length)).astype(vector.dtype)
@@ -61,11 +62,11 @@ class RandomK(Density):
         return vector if self.aligned else without_zeros(vector)
 
     def probability(self, length: int) -> float:
-        """Return with which probability a position is drawn, each alike."""
+        """Return the probability that a position is drawn, the same for all."""
         return self.share(length)
 
     def positions(self, length: int) -> Array:
-        """Return the positions of this step, increasing; in main memory."""
+        """Return the positions of this step, increasing; in host memory."""
         rng = np.random.default_rng([self.seed, self.step])
         return np.sort(rng.choice(length, min(length, self.count(length)), replace=False, shuffle=False))
 
@@ -73,8 +74,8 @@ class RandomK(Density):
 class BlockRandomK(RandomK):
     """Select whole blocks of consecutive positions at random, the same ones on all ranks.
 
-    block: positions in a block, at least 1, else ValueError; as many blocks as hold k positions, rounded up. The others
-    as for `RandomK`. Blocks cost one random number each, and are read and written in order.
+    block: positions in a block, at least 1, else ValueError; ceil(k / block) blocks are drawn. The other parameters are
+    those of `RandomK`. A block takes one random number, and is read and written in order.
     """
 
     def __init__(
@@ -92,16 +93,16 @@ class BlockRandomK(RandomK):
         self.block = int(block)
 
     def probability(self, length: int) -> float:
-        """Return with which probability a block is drawn, and so each of its positions."""
+        """Return the probability that a block, and so each of its positions, is drawn."""
         blocks, wanted = self._blocks(length)
         return wanted / blocks if blocks else 0.0
 
     def _blocks(self, length: int) -> tuple[int, int]:
-        """Return how many blocks there are, and how many of them are drawn."""
+        """Return the number of blocks, and how many of them are drawn."""
         return -(-length // self.block), -(-min(length, self.count(length)) // self.block)
 
     def positions(self, length: int) -> Array:
-        """Return the positions of this step, increasing: of its blocks, the last of which may be short."""
+        """Return the positions of this step, increasing; the last block of the vector may be short."""
         blocks, wanted = self._blocks(length)
         rng = np.random.default_rng([self.seed, self.step])
         starts = np.sort(rng.choice(blocks, wanted, replace=False, shuffle=False)) * self.block

@@ -2,11 +2,11 @@
 
 Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression", ICLR 2018 (arXiv 1712.01887).
 
-A strided sample of 1 % gives a threshold; where over 1.3 k came through, the exact top-k of those; where under 0.8 k,
-the threshold is lowered by a fifth, up to ten times.
+A strided sample of 1 % gives a threshold. If more than 1.3 k entries reach it, the exact top-k of these are sent; if
+fewer than 0.8 k do, the threshold is lowered by a fifth, up to ten times.
 
-Differences from the paper's code: what is too much is trimmed by magnitude, not by the order of the indices; the random
-start of the sample comes from a generator of the object's own.
+Differences from the paper's code: excess entries are dropped by magnitude, not by the order of the indices; the random
+start of the sample is drawn from a seed and the number of the step.
 """
 
 import math
@@ -16,18 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for
-from mpicomp.compressors.base import Array, Compressor, Wrapper, expect_integer
-from mpicomp.compressors.common import (
-    Density,
-    at_or_above,
-    check_density,
-    check_number,
-    entries_found,
-    finite_vector,
-    trimmed,
-)
-from mpicomp.vector import SparseVector
+from mpicomp.arrays import Array, kernels_for
+from mpicomp.compressors.base import Compressor, Wrapper, expect_integer
+from mpicomp.compressors.common import Density, at_or_above, check_density, check_number, entries_found, finite_vector
+from mpicomp.vector import SparseVector, top_k
 
 _STRIDE = 100
 _MOST, _LEAST, _LOWER, _RETRIES = 1.3, 0.8, 0.8, 10
@@ -36,7 +28,7 @@ _MOST, _LEAST, _LOWER, _RETRIES = 1.3, 0.8, 0.8, 10
 class SampledTopK(Density):
     """Select about the k largest magnitudes, by the threshold of a sample.
 
-    density or k: see `Density`. seed: of the places where the samples start; ranks may have different ones.
+    density or k: see `Density`. seed: for the offsets of the samples; ranks may have different ones.
     """
 
     state = {"step": expect_integer(0)}
@@ -47,7 +39,7 @@ class SampledTopK(Density):
         self.seed, self.step = int(seed), 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return what reaches the threshold of a sample; see `Compressor.compress`."""
+        """Return the entries that reach the threshold of a sample; see `Compressor.compress`."""
         dense = finite_vector(corrected)
         if self.count(dense.size) >= dense.size:
             return self.reported(SparseVector.from_dense(dense))
@@ -55,7 +47,7 @@ class SampledTopK(Density):
         return self._enough(dense, at_or_above(dense, threshold), threshold)
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; one pass, and one more for each lower threshold."""
+        """See `Compressor.compress_sum`; one pass, and another for each lower threshold."""
         places = self._places(out.size)
         with np.errstate(all="ignore"):
             sample = residual[places] + gradient[places]
@@ -66,32 +58,32 @@ class SampledTopK(Density):
         return self._enough(out, entries_found(out, *found), threshold)
 
     def _places(self, length: int) -> slice:
-        """Return where this step's sample of a vector of `length` is."""
+        """Return the positions of this step's sample of a vector of `length`."""
         stride = max(1, min(_STRIDE, length // 2))
         return slice(int(np.random.default_rng([self.seed, self.step]).integers(stride)), None, stride)
 
     def _threshold(self, sample: Array, length: int) -> float:
-        """Return the magnitude that as large a share of the sample reaches as is asked for of a vector of `length`."""
+        """Return the magnitude that a fraction of the sample reaches: the target density of a vector of `length`."""
         magnitudes = np.abs(sample).astype(np.float64)
         rank = min(magnitudes.size, math.ceil(magnitudes.size * self.share(length)))
         return float(np.partition(magnitudes, magnitudes.size - rank)[magnitudes.size - rank])
 
     def _enough(self, dense: Array, vector: SparseVector, threshold: float) -> SparseVector:
-        """Return what reaches the threshold, or a lower one where that is too little; count the step."""
+        """Return the entries above the threshold, or above a lower one if those are too few; count the step."""
         rounds, k = 1, self.count(dense.size)
         while vector.nnz < _LEAST * k and threshold > 0 and rounds <= _RETRIES:
             threshold *= _LOWER
             rounds, vector = rounds + 1, at_or_above(dense, threshold)
         self.step += 1
-        return self.reported(trimmed(vector, k) if vector.nnz > _MOST * k else vector, threshold, rounds)
+        return self.reported(top_k(vector, k)[0] if vector.nnz > _MOST * k else vector, threshold, rounds)
 
 
 class WarmUp(Wrapper):
-    """Step a compressor through a list of densities: the paper's warm-up.
+    """Run a compressor with a schedule of densities: the paper's warm-up.
 
-    compressor: any with a `density`. densities: one for each stage; the last one stays. calls: of each stage. Raises
-    ValueError when the list is empty, a number is out of range, or the compressor was made with k. To quantise as well,
-    quantise what this returns: `Quantised(WarmUp(...), "float16")`.
+    compressor: any with a `density`. densities: one for each stage; the last one is kept. calls: number of calls in a
+    stage. Raises ValueError if the list is empty, a number is out of range, or the compressor was made with k. To
+    quantise as well, wrap this one: `Quantised(WarmUp(...), "float16")`.
     """
 
     state = {"step": expect_integer(0)}
@@ -120,13 +112,13 @@ class WarmUp(Wrapper):
             return self.compressor.compress(corrected, gradient=gradient)
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; the inner compressor does it at the density of this step."""
+        """See `Compressor.compress_sum`; calls that of the inner compressor at the density of this step."""
         with self._stage():
             return self.compressor.compress_sum(residual, gradient, out)
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
-        """Give the inner compressor the density of this step for one call, and count the call when it succeeds."""
+        """Set the inner compressor to the density of this step for one call, and count the call if it succeeds."""
         asked = self.compressor.density
         self.compressor.density = self.densities[min(self.step // self.calls, len(self.densities) - 1)]
         try:

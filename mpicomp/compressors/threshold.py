@@ -1,18 +1,18 @@
-"""Threshold: what is at least as large as a fixed number travels.
+"""Threshold: select the magnitudes that reach a fixed number.
 
 Source: N. Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015, there with
-one magnitude for all that is sent.
+one magnitude for all entries that are sent.
 
-Differences from the paper: the values travel as they are (`Quantised` with "sign" gives them one magnitude), and where
-nothing reaches the threshold the largest entry travels: an empty message hung peers of published code.
+Differences from the paper: the values are sent as they are (`Quantised` with "sign" gives them one magnitude), and if
+no value reaches the threshold the largest entry is sent: in published code an empty message made the other ranks hang.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for
-from mpicomp.compressors.base import Array, Compressor, Report
+from mpicomp.arrays import Array, kernels_for
+from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.common import at_or_above, entries_found, finite_vector
 from mpicomp.vector import SparseVector
 
@@ -27,13 +27,9 @@ class Threshold(Compressor):
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that reach the threshold, or the largest one; see `Compressor.compress`."""
-        return self._reported(at_or_above(finite_vector(corrected), self.threshold))
+        return self.reported(at_or_above(finite_vector(corrected), self.threshold), self.threshold)
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; one pass adds and selects."""
+        """See `Compressor.compress_sum`; adds and selects in one pass."""
         found = kernels_for(out).add_above(residual, gradient, out, self.threshold)
-        return self._reported(entries_found(out, *found))
-
-    def _reported(self, vector: SparseVector) -> SparseVector:
-        self.report = Report(vector.density, vector.density, vector.nbytes, self.threshold)
-        return vector
+        return self.reported(entries_found(out, *found), self.threshold)

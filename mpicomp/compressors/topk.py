@@ -1,27 +1,27 @@
-"""Exact Top-k: the k largest magnitudes travel.
+"""Exact top-k: select the k largest magnitudes.
 
 Source: the selection of A. F. Aji and K. Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017
 (arXiv 1704.05021), there with a sampled threshold.
 
-Differences from the paper: the selection is exact, ties go to the lowest indices, and exact zeros never travel.
+Differences from the paper: the selection is exact, ties go to the lowest indices, and exact zeros are never sent.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for, to_vector
-from mpicomp.compressors.common import Array, Density, placed
+from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.compressors.common import Density, placed
 from mpicomp.vector import SparseVector
 
 
 class TopK(Density):
     """Select the k largest magnitudes of a vector, exactly.
 
-    Give one of: density, the share of the entries that travel, 0 < density <= 1, where k = max(1, round(density n));
-    k, their number, k >= 1.
+    Give one of: density, the fraction of the entries to send, 0 < density <= 1, where k = max(1, round(density n)); k,
+    their number, k >= 1.
 
-    Raises ValueError when both or none are given, or when one is out of range.
+    Raises ValueError if both or none are given, or if one is out of range.
     """
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
@@ -33,10 +33,10 @@ class TopK(Density):
         return self._found(dense, *kernels_for(dense).largest(dense, self.count(dense.size)))
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; one pass adds and selects."""
+        """See `Compressor.compress_sum`; adds and selects in one pass."""
         return self._found(out, *kernels_for(out).add_largest(residual, gradient, out, self.count(out.size)))
 
     def _found(self, dense: Array, positions: Array, values: Array) -> SparseVector:
-        if not np.isfinite(values).all():  # they count as the largest, so one of them is here if there is any
+        if not np.isfinite(values).all():  # they count as the largest, so one of them is found if there is any
             kernels_for(dense).raise_not_finite(dense)
         return self.reported(placed(positions, values, dense.size))

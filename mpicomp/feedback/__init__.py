@@ -1,4 +1,4 @@
-"""Error feedback: what a rank keeps of its gradient until it is sent. One file a method; `base` has the contract.
+"""Error feedback: the residual of a rank. One file a method; `base` declares the contract.
 
 docs/feedback.md compares the methods.
 """

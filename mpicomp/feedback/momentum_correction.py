@@ -1,21 +1,21 @@
-"""Momentum correction (Deep Gradient Compression): accumulate the velocity, not the gradient, and send what is large.
+"""Momentum correction (Deep Gradient Compression): accumulate the velocity, not the gradient, and send its largest.
 
 Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression: reducing the communication bandwidth
 for distributed training", ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2.
 
     u = m u + g,    v = v + u             (Nesterov: u = m (u + g), v = v + u + g)
-    send C(v); v loses what was sent; u is cleared where it was sent: momentum factor masking
+    send C(v); subtract what was sent from v; clear u where it was sent: momentum factor masking
 
-The optimiser that takes the mean has no momentum of its own.
+The optimiser that applies the mean has no momentum of its own.
 
-Masking keeps a velocity that has been waiting, and is stale, from moving an entry on after it was sent. An entry that
-the collective gives back to this rank returns to v and keeps its momentum. Where everything was sent (an entry for
-every position, or nothing left behind) nothing is stale and nothing is masked: with `Dense` the mean is the velocity of
-plain momentum SGD.
+Masking prevents a velocity that has become stale while it waited from moving an entry on after it was sent. An entry
+that the collective returns to this rank goes back to v and keeps its momentum. If everything was sent (an entry for
+every position, or a v of zeros afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the
+velocity of plain momentum SGD.
 
-Differences from the paper: masking is left out where everything was sent; a rounded value leaves its error in v;
-zeros are never sent, so u stays where v is zero. gTop-k may give what one rank sent back to another rank: then the
-first one masks and the second one takes it up.
+Differences from the paper: no masking if everything was sent; the rounding error of a quantised value stays in v;
+zeros are never sent, so u is kept where v is zero. gTop-k may return an entry to another rank than its sender: the
+sender then masks u, and the other rank adds the entry to its v.
 
 Invariant: v after + sent - rejected = v before + u (Nesterov: + u + g), exactly where the additions are exact.
 """
@@ -24,10 +24,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for
-from mpicomp.feedback.base import Feedback, Layout, wide
+from mpicomp.arrays import Array, kernels_for
+from mpicomp.feedback.base import Added, Feedback, Layout, wide
 from mpicomp.vector import SparseVector
 
 _BLOCK = 65536
@@ -36,13 +35,13 @@ _BLOCK = 65536
 class MomentumCorrection(Feedback):
     """Keep a velocity u, and the residual v.
 
-    momentum: m, 0 <= m <= 1. nesterov: look ahead. masking: clear u where it was sent. clip: scale the gradient of a
-    rank down to the norm clip / sqrt(ranks) where its own norm is larger, so that the norm of the ranks' mean is
-    bounded much as clipping that to `clip` would do for independent gradients. ranks: their number, for `clip`.
+    momentum: m, 0 <= m <= 1. nesterov: use Nesterov's momentum. masking: clear u where it was sent. clip: scale the
+    gradient of a rank down to the norm clip / sqrt(ranks) if its own norm is larger; for independent gradients this
+    bounds the norm of the mean over the ranks about as clipping the mean to `clip` would. ranks: their number, for
+    `clip`.
 
     v has the dtype of the gradients; so has u, but for float16 it is float32. Both are in gradient units: `rescale`
-    scales v. It leaves u, which acts at the new learning rate from now on, as the momentum buffers of the
-    usual optimisers do.
+    scales v. It does not change u; the optimiser applies the new learning rate to it, as to any momentum buffer.
 
     Raises ValueError for a setting out of range, and for `clip` without `ranks`.
     """
@@ -67,16 +66,19 @@ class MomentumCorrection(Feedback):
         self.clip, self.ranks = clip, ranks
 
     @property
-    def velocity(self) -> NDArray[Any] | None:
-        """u, shape (n,): a read-only view that holds until the next call; None before any."""
+    def velocity(self) -> Array | None:
+        """u, shape (n,): a read-only view, valid until the next call; None before the first step."""
         return self._view("velocity")
 
-    def correct(self, gradient: NDArray[Any]) -> NDArray[Any]:
-        """Return v + u for the new u; u and v stay as they are. See `ErrorFeedback.correct` for what is raised."""
+    def correct(self, gradient: Array) -> Array:
+        """Return v + u for the new u; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
         self._stage(gradient)
         before, residual = self._arrays["velocity"], self._arrays["residual"]
         velocity, corrected = self._spare("velocity"), self._spare("residual")
-        gradient = self._clipped(gradient, corrected)
+        if self.clip is not None and self.ranks is not None:
+            limit, norm = self.clip / math.sqrt(self.ranks), _norm(gradient)
+            if limit < norm < math.inf:  # a gradient that is not finite is left for the compressor to report
+                gradient = np.multiply(gradient, limit / norm, out=corrected)
         if self.nesterov:
             np.add(before, gradient, out=velocity)
             velocity *= self.momentum
@@ -87,10 +89,8 @@ class MomentumCorrection(Feedback):
         np.add(residual, velocity, out=corrected, casting="same_kind")
         return corrected
 
-    def settle(
-        self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None, mean: SparseVector
-    ) -> tuple[SparseVector, ...]:
-        """Make corrected - sent + rejected the v to be kept, and mask u; see `Feedback.settle`."""
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
+        """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.settle`."""
         self._subtract(corrected, sent, rejected)
         velocity = self._spares["velocity"]
         back = rejected.indices if rejected is not None else sent.indices[:0]
@@ -101,20 +101,12 @@ class MomentumCorrection(Feedback):
         self._settled = "residual", "velocity"
         return ()
 
-    def _clipped(self, gradient: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-        """Return the gradient, or it scaled down in `out`; one that is not finite as it is, for others to name."""
-        if self.clip is None or self.ranks is None:
-            return gradient
-        limit = self.clip / math.sqrt(self.ranks)
-        norm = _norm(gradient)
-        return np.multiply(gradient, limit / norm, out=out) if limit < norm < math.inf else gradient
-
     def _layout(self, dtype: np.dtype[Any]) -> Layout:
         return {"residual": dtype, "velocity": wide(dtype)}
 
 
-def _norm(gradient: NDArray[Any]) -> float:
-    """Return the Euclidean norm, also of values whose squares overflow; NaN or infinity if a value is."""
+def _norm(gradient: Array) -> float:
+    """Return the Euclidean norm, also if the squares overflow; NaN or infinity if a value is."""
     squares = kernels_for(gradient).survey(gradient).all().squares
     if squares != math.inf:
         return math.sqrt(squares)
@@ -122,6 +114,6 @@ def _norm(gradient: NDArray[Any]) -> float:
     return largest * math.sqrt(float(np.square(gradient / largest).sum())) if largest < math.inf else math.inf
 
 
-def _has_nonzero(values: NDArray[Any]) -> bool:
-    """Return whether a value is not zero; it stops at the first block that has one, which any() does not."""
+def _has_nonzero(values: Array) -> bool:
+    """Return whether a value is not zero; unlike any(), stops at the first block that has one."""
     return any(values[start : start + _BLOCK].any() for start in range(0, values.size, _BLOCK))

@@ -1,4 +1,4 @@
-"""No feedback: what is not sent is gone. The baseline that shows what error feedback is for.
+"""No feedback: entries that are not sent are dropped. The baseline for the methods with feedback.
 
 Invariant: none; corrected - sent + rejected is lost.
 """
@@ -6,29 +6,20 @@ Invariant: none; corrected - sent + rejected is lost.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.feedback.base import Feedback, Layout
+from mpicomp.arrays import Array
+from mpicomp.feedback.base import Added, Feedback, Layout
 from mpicomp.vector import SparseVector
 
 
 class NoFeedback(Feedback):
     """Keep nothing."""
 
-    _in_gradient_units = ()
-
-    @property
-    def residual(self) -> None:
-        """None: nothing is kept."""
-        return
-
-    def correct(self, gradient: NDArray[Any]) -> NDArray[Any]:
+    def correct(self, gradient: Array) -> Array:
         """Return `gradient` itself."""
         return gradient
 
-    def settle(
-        self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None, mean: SparseVector
-    ) -> tuple[SparseVector, ...]:
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
         """Keep nothing."""
         return ()
 

@@ -6,25 +6,25 @@ Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed trai
     y = x - e                  the point of the next gradient g: `ahead(x)`
     m = mu m + g
     p = eta m + e,  D = C(p),  e = p - D
-    x -= mean D                the exchange hands out mean D: an update
+    x -= mean D                the exchange returns mean D: an update
 
-The model is tested at x, not at y. Every `averaging_period` steps the ranks' residuals are replaced by their mean.
+The model is evaluated at x, not at y. Every `averaging_period` steps the residuals are replaced by their mean over the
+ranks.
 
-Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and it also takes up
-what the collective rejects. The server's half of its two-way compression is in `mpicomp.feedback.two_way`.
+Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and entries that the
+collective rejects are added to it. The server's half of its two-way compression is `mpicomp.feedback.two_way`.
 
-Invariants: residual after + sent - rejected = residual before + eta m; averaging leaves the sum over the ranks as it
-was. So with s the server's residual the virtual iterate xbar = x - mean e - s obeys xbar' = xbar - eta mean m.
+Invariants: residual after + sent - rejected = residual before + eta m; averaging does not change the sum over the
+ranks. So with s the server's residual the virtual iterate xbar = x - mean e - s obeys xbar' = xbar - eta mean m.
 """
 
 import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import beside, like, to_values
-from mpicomp.feedback.base import Feedback, Layout, wide
+from mpicomp.arrays import Array, beside, like, to_values
+from mpicomp.feedback.base import Added, Feedback, Layout, wide
 from mpicomp.vector import SparseVector
 
 
@@ -32,17 +32,16 @@ class StepAhead(Feedback):
     """Keep the residual of the update, and a momentum of the gradients.
 
     rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1. averaging_period: steps from one
-    error averaging to the next, at least 1; None for none.
+    error averaging to the next, at least 1; None for no averaging.
 
-    The exchange hands out an update: subtract it from the model as it is. The residual is in update units and stays
-    what it is when the rate changes: `rescale` changes nothing. It has the dtype of the gradients; so has the momentum,
-    but for float16 it is float32. Updates are small: in float16 those below 6e-8 vanish.
+    The exchange returns an update: subtract it from the model as it is. The residual is in update units and independent
+    of the rate: `rescale` changes nothing. It has the dtype of the gradients; so has the momentum, but for float16 it
+    is float32. Updates are small: in float16 those below 6e-8 vanish.
 
     Raises ValueError for a setting out of range.
     """
 
     sends_gradients = False
-    _in_gradient_units = ()
     _numbers = "rate", "since_averaging"
 
     def __init__(self, rate: float, momentum: float = 0.0, averaging_period: int | None = None) -> None:
@@ -53,7 +52,7 @@ class StepAhead(Feedback):
             raise ValueError(f"averaging_period is {averaging_period!r}: expected at least 1, or None")
         self.rate, self.momentum, self.averaging_period = rate, float(momentum), averaging_period
         self.since_averaging = 0
-        self._averaged = False  # the residual of the settled step is the ranks' mean
+        self._averaged = False  # the residual of the settled step is the mean over the ranks
 
     @property
     def rate(self) -> float:
@@ -64,12 +63,12 @@ class StepAhead(Feedback):
     def rate(self, rate: float) -> None:
         if not 0 < rate < math.inf:
             raise ValueError(f"rate is {rate!r}: expected a learning rate above 0")
-        self._rate = float(rate)  # a NumPy scalar would have float32 multiplied in float64
+        self._rate = float(rate)  # with a NumPy scalar float32 would be multiplied in float64
 
     def ahead(self, x: Any) -> Any:
         """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.
 
-        x: the model, n values in an array of any shape; ValueError for another number of values.
+        x: the model, n values in an array of any shape; raises ValueError for another number of values.
         """
         values = to_values(x)
         if not self._begun:
@@ -79,11 +78,10 @@ class StepAhead(Feedback):
             raise ValueError(f"x has {values.size} values: expected {residual.size} as in the gradients")
         return like((values - residual.reshape(values.shape)).astype(values.dtype, copy=False), x)
 
-    def correct(self, gradient: NDArray[Any]) -> NDArray[Any]:
-        """Return eta m + e for the new m; m and e stay as they are. See `ErrorFeedback.correct` for what is raised."""
+    def correct(self, gradient: Array) -> Array:
+        """Return eta m + e for the new m; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
         self._stage(gradient)
-        corrected = self._spare("residual")
-        velocity = gradient
+        corrected, velocity = self._spare("residual"), gradient
         if self.momentum:
             velocity = np.multiply(self._arrays["velocity"], self.momentum, out=self._spare("velocity"))
             velocity += gradient
@@ -91,10 +89,8 @@ class StepAhead(Feedback):
         corrected += self._arrays["residual"]
         return corrected
 
-    def settle(
-        self, corrected: NDArray[Any], sent: SparseVector, rejected: SparseVector | None, mean: SparseVector
-    ) -> tuple[SparseVector, ...]:
-        """Make corrected - sent + rejected the residual to be kept; see `Feedback.settle`."""
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
+        """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
         self._subtract(corrected, sent, rejected)
         self._settled = ("residual", "velocity") if self.momentum else ("residual",)
         self._averaged = False
@@ -107,14 +103,14 @@ class StepAhead(Feedback):
 
     @property
     def averaging_due(self) -> bool:
-        """Whether this step is an `averaging_period`-th one."""
+        """Whether this step ends by averaging the residuals over the ranks; the same on all ranks."""
         return self.averaging_period is not None and self.since_averaging + 1 >= self.averaging_period
 
-    def average(self, mean_residual: NDArray[Any]) -> None:
-        """Take the mean of the ranks' residuals in place of this one's when the step is kept; see `Feedback.average`.
+    def average(self, mean_residual: Array) -> None:
+        """Replace the settled residual by a copy of the mean over the ranks; see `Feedback.average`.
 
         mean_residual: shape (n,), finite, the same bits on every rank. Raises RuntimeError unless a step is settled,
-        ValueError for another shape, or what is not finite.
+        ValueError for another shape or values that are not finite.
         """
         if not self._settled:
             raise RuntimeError("average without settle: call settle before")
@@ -125,7 +121,7 @@ class StepAhead(Feedback):
         self._averaged = True
 
     def reset(self) -> None:
-        """Forget residual and momentum, and count the steps to the next averaging from here; the rate stays."""
+        """Clear residual and momentum, and restart the averaging period; the rate is kept."""
         super().reset()
         self.since_averaging = 0
 

@@ -1,4 +1,4 @@
-"""Two-way compression: the aggregate is compressed again, and a residual of the server keeps the rest.
+"""Two-way compression: the mean over the ranks is compressed again, with a residual of its own.
 
 Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
 double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957); with step-ahead error feedback: arXiv
@@ -6,8 +6,8 @@ double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957); with s
 
     q = s + mean D,   o = C(q),   s = q - o
 
-Differences from the papers: there is no server. Every rank holds the same aggregate, so every rank does the same work
-and gets the same bits of o and s; nothing has to be sent. Where one rank acts as a server it alone needs the object.
+Differences from the papers: there is no server. Every rank has the same mean, so every rank computes the same bits of o
+and s, and nothing is sent. If one rank acts as a server, only that rank needs the object.
 
 Invariant: s after + o = s before + mean, exactly where the additions are exact.
 """
@@ -21,13 +21,13 @@ from mpicomp.vector import SparseVector
 
 
 class TwoWay(Feedback):
-    """Compress what the ranks sent once more, with a residual of its own.
+    """Compress the mean over the ranks, with a residual of its own.
 
     compressor: an object of its own on every rank, with the same settings (an exchange compares them), not the one that
     compresses the gradient.
 
-    A step is `compress_mean`, then `commit` once the result is certain to be used. The residual has the units of what
-    the ranks send: `rescale` it where they send gradients, not where they send updates (`StepAhead`).
+    A step calls `compress_mean`, then `commit` once the result is certain to be used. The residual has the units of the
+    vectors that the ranks send: `rescale` it if they send gradients, not if they send updates (`StepAhead`).
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -35,10 +35,10 @@ class TwoWay(Feedback):
         self.compressor = compressor
 
     def compress_mean(self, mean: SparseVector) -> SparseVector:
-        """Return what is to be used in place of `mean`, sparse or dense; the residual stays as it is until `commit`.
+        """Return the compressed mean; the residual does not change before `commit`.
 
         mean: of numbers, of the length and dtype of the calls before, else ValueError. Raises what the compressor
-        raises. Called twice without `commit` it gives the same twice, if the compressor does.
+        raises. A second call without `commit` returns the same, if the compressor does.
         """
         xp = namespace(mean.values)
         self._stage(xp.broadcast_to(xp.zeros((), mean.dtype), (mean.length,)))
@@ -51,7 +51,7 @@ class TwoWay(Feedback):
         return result
 
     def commit(self) -> None:
-        """Keep mean - result of the last `compress_mean`; RuntimeError when there was none since."""
+        """Keep mean - result of the last `compress_mean`; raises RuntimeError without one."""
         if not self._settled:
             raise RuntimeError("commit without compress_mean: call compress_mean before each commit")
         super().commit()

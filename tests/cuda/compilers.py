@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -26,16 +27,18 @@ def nvcc(source, architecture):
 
 def nvrtc(source, architecture):
     """Return what the assembler tells of a source compiled by NVRTC, which is what CuPy compiles with."""
-    return _by_nvrtc(source, [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"])[0]
+    return _by_nvrtc(source, architecture)[0]
 
 
 def instructions(source):
     """Return the source as PTX, by NVRTC."""
-    return _by_nvrtc(source, [*OPTIONS, "--gpu-architecture=compute_80"])[1]
+    return _by_nvrtc(source, "sm_80")[1]
 
 
-def _by_nvrtc(source, options):
+@cache
+def _by_nvrtc(source, architecture):
     """Return the log and the PTX of a source."""
+    options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
     library, program = ctypes.CDLL(str(nvrtc_library())), ctypes.c_void_p()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

@@ -1,6 +1,8 @@
 """The kernels of a device against the host's: on a GPU where there is one, else emulated, under every schedule."""
 
+import argparse
 import importlib
+import random
 
 import comparisons
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from devices import cupy_for_tests, real_cupy
 from emulator import SCHEDULES, VARIABLE
 
-from collectives.cli.bench import device_kernels
+from mpicomp_bench.bench import kernels
 
 
 @pytest.fixture
@@ -21,14 +23,42 @@ def device(cupy):
     return importlib.import_module("mpicomp.kernels.device")
 
 
-@pytest.fixture(params=["on the device"] if real_cupy() else SCHEDULES)
-def schedule(request, monkeypatch):
-    monkeypatch.setenv(VARIABLE, request.param)
-    return request.param
+# Hundreds of launches each: two runs, in which every launch draws its schedule, see every kernel under all of them.
+LONG = [
+    comparisons.top_k_of_hostile_data,
+    comparisons.top_k_by_a_sample,
+    comparisons.top_k_at_the_edges_of_tiles,
+    comparisons.every_k,
+    comparisons.thresholds,
+    comparisons.surveys,
+    comparisons.sums_and_the_largest_of_them,
+    comparisons.sums_sampled,
+]
+SHORT = [each for each in comparisons.ALL if each not in LONG]
 
 
-@pytest.mark.parametrize("comparison", comparisons.ALL, ids=lambda each: each.__name__)
-def test_the_bits_are_those_of_the_host(cupy, device, schedule, comparison):
+def named(comparison):
+    return comparison.__name__
+
+
+@pytest.mark.parametrize("schedule", ["on the device"] if real_cupy() else SCHEDULES)
+@pytest.mark.parametrize("comparison", SHORT, ids=named)
+def test_the_bits_are_those_of_the_host(cupy, device, monkeypatch, schedule, comparison):
+    monkeypatch.setenv(VARIABLE, schedule)
+    comparison(device, cupy)
+
+
+@pytest.mark.parametrize("seed", [0] if real_cupy() else [0, 1])
+@pytest.mark.parametrize("comparison", LONG, ids=named)
+def test_the_bits_are_those_of_the_host_in_many_launches(cupy, device, monkeypatch, seed, comparison):
+    launch, draw = device.compiling.launch, random.Random(seed)
+
+    def launched(*args, **more):
+        monkeypatch.setenv(VARIABLE, draw.choice(SCHEDULES))
+        launch(*args, **more)
+
+    for module in (device.selection, device.surveying):
+        monkeypatch.setattr(module, "launch", launched)
     comparison(device, cupy)
 
 
@@ -58,7 +88,8 @@ def test_errors_are_those_of_the_host(cupy, device):
 
 
 def test_the_benchmark_of_a_gpu_runs(cupy, monkeypatch):
-    monkeypatch.setattr(device_kernels, "argpartition", lambda values, k: cupy.argsort(values)[-k:])
-    rows = list(device_kernels.rows(30_000, 1))
-    assert {row.name.split()[0] for row in rows} >= {"top_k", "survey", "merge", "accumulate", "scatter_add", "gather"}
-    assert all(row.floor for row in rows if row.name.startswith("top_k"))
+    monkeypatch.setattr(kernels, "argpartition", lambda xp, values, k: xp.argsort(values)[-k:])
+    options = argparse.Namespace(device="gpu", length=30_000, repeats=1)
+    rows = list(kernels.rows(options, None))
+    assert {row["name"].split()[0] for row in rows} >= {"top_k", "survey", "merge", "accumulate", "scatter_add"}
+    assert all(row["floor"] for row in rows if row["name"].startswith("top_k"))

@@ -1,15 +1,15 @@
 """The same hot loops on CuPy arrays: CUDA C++ beside this file, compiled at its first use.
 
-The public functions are those of :mod:`mpicomp.kernels.host`, with the same results to the last bit; only the bits of a
-NaN that a sum gives are the processor's. They take and return contiguous CuPy arrays, and work on the current device
-and stream. Importing this package imports CuPy.
+The public functions are those of :mod:`mpicomp.kernels.host`, with bitwise the same results; only the bits of a NaN
+that an addition returns depend on the processor. They take and return contiguous CuPy arrays, and run on the current
+device and stream. Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
-``selection``   the largest magnitudes, and what is above a threshold; of a sum in the pass that forms it
+``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
 ``statistics``  sums over a gradient, in one read
-``surveying``   sums in one fast read, and the values that what comes next is expected to need
-``merging``     sums of sparse vectors, and what goes between sparse and dense
-``coding``      indices as bitmaps, indices and values at the fewest bits
+``surveying``   sums in one fast read, and the values that the next steps are expected to need
+``merging``     sums of sparse vectors, and copies between sparse and dense
+``coding``      indices as bitmaps, indices and values in few bits
 """
 
 from mpicomp.kernels.device.coding import (

@@ -1,4 +1,4 @@
-"""Sets of indices as bitmaps, indices and values at the fewest bits: the same words as the host's."""
+"""Sets of indices as bitmaps, indices and values in few bits: the same words as on the host."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
 
 
 def magnitude_range(values: Array) -> tuple[int, int]:
-    """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
+    """Return the bits of the least and of the largest magnitude of `values`, which are not empty."""
     form = FORMATS[values.dtype]
     keys = values.view(form.keys) & form.keys.type(form.mask)
     return int(keys.min()), int(keys.max())

@@ -9,16 +9,16 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-Array = Any  # CuPy's, which has no types to check
+Array = Any  # CuPy's arrays, which are not typed
 
 FILES = ("common.cuh", "selection.cu", "statistics.cu", "surveying.cu", "merging.cu", "coding.cu")
 OPTIONS = ("--std=c++17", "--fmad=false")  # a product and a sum are rounded one after the other, as on the host
 THREADS = 256
-MOST_BLOCKS = 1024  # of a kernel whose blocks go over several tiles each: a few for each multiprocessor
+MOST_BLOCKS = 1024  # of a kernel whose blocks process several tiles each: a few for each multiprocessor
 
 
 def source(files: Sequence[str] = FILES) -> str:
-    """Return the text of CUDA files as one: CuPy's cache of compiled code does not look into included files."""
+    """Return the text of CUDA files as one: CuPy's cache of compiled code ignores changes of included files."""
     folder = Path(__file__).parent
     texts = ((name, (folder / name).read_text()) for name in files)
     return "".join(f'#line 1 "{name}"\n{text}' for name, text in texts).replace('#include "common.cuh"\n', "\n")
@@ -39,8 +39,8 @@ def launch(
 ) -> None:
     """Start a kernel on the current stream.
 
-    name, dtypes: the kernel, and what its name ends with. args: arrays (contiguous, else ValueError), integers, and
-    None for no array.
+    name, dtypes: the kernel's name, and the dtypes at its end. args: arrays (contiguous, else ValueError), integers,
+    and None for no array.
     """
     full = "_".join([name, *(np.dtype(dtype).str[1:] for dtype in dtypes)])
     _function(cupy.cuda.Device().id, full)((blocks,), (threads,), tuple(_argument(arg) for arg in args))
@@ -49,14 +49,16 @@ def launch(
 def _argument(arg: Array | int | None) -> Any:
     if isinstance(arg, cupy.ndarray):
         if not arg.flags.c_contiguous:
-            raise ValueError("got an array with gaps: expected a contiguous one; see cupy.ascontiguousarray")
+            raise ValueError(
+                "got an array that is not contiguous: expected a contiguous one; see cupy.ascontiguousarray"
+            )
         return arg
     number = 0 if arg is None else int(arg)
     return np.uint64(number) if number > 0 else np.int64(number)
 
 
 def zeros(*sizes: int) -> list[Array]:
-    """Return arrays of uint64 zeros: parts of one piece of memory, which one operation clears."""
+    """Return arrays of uint64 zeros: parts of one allocation, which one operation clears."""
     whole, ends = cupy.zeros(sum(sizes), np.uint64), np.cumsum(sizes).tolist()
     return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Sums of sparse vectors, and what goes between sparse and dense ones; every sum in the order of the host's.
+"""Sums of sparse vectors, and copies between sparse and dense ones; every sum in the order of the host's.
 
 Source of the merge: O. Green, R. McColl and D. A. Bader, "GPU merge path", ICS 2012.
 """
@@ -80,7 +80,7 @@ def scatter(dense: Array, indices: Array, values: Array) -> None:
 def add(a: Array, b: Array, out: Array) -> None:
     """Write ``a + b`` to `out`, 1-d, contiguous and of one dtype and length.
 
-    Not CuPy's: where it adds, subnormal numbers of float32 are zero.
+    CuPy's own addition flushes subnormal numbers of float32 to zero.
     """
     if out.size:
         launch("add", [out.dtype], in_tiles(out.size, THREADS), a, b, out.size, out)
@@ -94,7 +94,7 @@ def clear(out: Array) -> None:
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
     """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
-    The sum is rounded once to the dtype of `dense`, whatever that of the values.
+    The sum is rounded once to the dtype of `dense`, whatever the dtype of the values.
     """
     if values.ndim > 1:
         wide = np.promote_types(dense.dtype, np.float32)
@@ -105,7 +105,7 @@ def scatter_add(dense: Array, indices: Array, values: Array) -> None:
 
 
 def first_disorder(indices: Array, length: int) -> int:
-    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
+    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 if there is none."""
     position = cupy.full(1, -1, np.int64)
     if indices.size:
         blocks = min(MOST_BLOCKS, in_tiles(indices.size, THREADS))
@@ -118,7 +118,7 @@ def _key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _added(indices: Sequence[Array], together: Array, values: Array) -> tuple[Array, Array]:
-    """Return the sum of vectors whose entries lie one vector behind the other in `together` and `values`."""
+    """Return the sum of vectors whose entries are concatenated in `together` and `values`."""
     size, dtypes = together.size, [together.dtype, values.dtype]
     starts = cupy.asarray(np.cumsum([0, *(each.size for each in indices)]))
     order, sums = cupy.full(size, -1, together.dtype), cupy.empty(size, np.promote_types(values.dtype, np.float32))
@@ -132,7 +132,7 @@ def _added(indices: Sequence[Array], together: Array, values: Array) -> tuple[Ar
 
 
 def _added_rows(union: Array, indices: Sequence[Array], values: Sequence[Array]) -> Array:
-    """Return the sums of rows at the indices of a union; those of one vector are unique, so the order is the ranks'."""
+    """Return the sums of rows at the indices of a union, in rank order: the indices of one vector are unique."""
     shape = union.size, *values[0].shape[1:]
     sums = cupy.full(shape, -0.0, np.promote_types(values[0].dtype, np.float32))  # -0.0 + x is x, for -0.0 as well
     for where, what in zip(indices, values, strict=True):

@@ -1,7 +1,7 @@
-"""The largest magnitudes of a vector, and what is above a threshold: exact, in about one read of the data.
+"""The largest magnitudes of a vector, and those above a threshold: exact, in about one read of the data.
 
 Source of the compaction in one pass: D. Merrill and M. Garland, "Single-pass parallel prefix scan with decoupled
-look-back", NVIDIA NVR-2016-002. A whole selection is started before the host waits for any of it.
+look-back", NVIDIA NVR-2016-002. All kernels of a selection are launched before the host waits for one.
 """
 
 import math
@@ -19,9 +19,9 @@ Summands = tuple[Array, Array] | tuple[()]
 
 _DIGIT = 11
 _BINS = 1 << _DIGIT
-_SAMPLE, _SAMPLERS = 1 << 14, 1024  # values looked at for the lower threshold, and the threads that do
+_SAMPLE, _SAMPLERS = 1 << 14, 1024  # values of the sample for the lower threshold, and the threads that read them
 _SIGMAS = 4
-_SEARCHING = _BINS, 1  # sizes of the counts, and of what says which block is the last: zeros before a search begins
+_SEARCHING = _BINS, 1  # sizes of the counts, and of the counter of finished blocks: zero before a search begins
 _TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block reads at a time, by their bytes
 
 
@@ -33,11 +33,11 @@ def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
 def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
-    It is `mpicomp.kernels.host.largest`. threads: without effect.
+    The same as `mpicomp.kernels.host.largest`. threads: ignored.
 
-    A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
-    those, and a radix selection among them is exact. Where the sample misled, and on short vectors, the radix selection
-    is among all: one read for each 11 bits, and one more.
+    A sample gives a threshold that slightly more than `k` magnitudes are expected to reach; one read of the data
+    compacts those, and a radix selection among them is exact. If the sample misleads, and on short vectors, the radix
+    selection is among all values: one read for each 11 bits, and one more.
     """
     form = FORMATS[values.dtype]
     bits, k = values.view(form.keys), min(k, values.size)
@@ -51,8 +51,8 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
 def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None = None) -> Found:
     """Write ``a + b`` to `out`, and return what ``largest(out, k)`` returns, in one pass over `a` and `b`.
 
-    It is `mpicomp.kernels.host.add_largest`. threads: without effect. The compaction adds what it reads, and writes the
-    sum, so that the sum is not read again. Where the sample misled, and on short vectors, they are added first.
+    The same as `mpicomp.kernels.host.add_largest`. threads: ignored. The compaction computes and writes the sum, so
+    that the sum is not read again. If the sample misleads, and on short vectors, the sum is computed first.
     """
     form = FORMATS[out.dtype]
     bits, k = out.view(form.keys), min(k, out.size)
@@ -67,7 +67,7 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None =
 def add_above(a: Array, b: Array, out: Array, threshold: float, *, threads: int | None = None) -> Found:
     """Write ``a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
 
-    As `mpicomp.kernels.host.add_above` does. threads: without effect.
+    The same as `mpicomp.kernels.host.add_above`. threads: ignored.
     """
     form = FORMATS[out.dtype]
     floor, summands = int(first_reaching(threshold, out.dtype)), (a.view(form.keys), b.view(form.keys))
@@ -94,7 +94,7 @@ def exceeding(values: Array, threshold: float) -> Found:
 
 
 def histogram(values: Array) -> Array:
-    """Return how many magnitudes have each head of 11 bits, as `mpicomp.kernels.host.histogram` does."""
+    """Return how many magnitudes have each value of the leading 11 bits, as `mpicomp.kernels.host.histogram` does."""
     form = FORMATS[values.dtype]
     search, counts = zeros(2, _BINS)
     _count_digits(values.view(form.keys), None, form.mask, search, form.width - _DIGIT, _DIGIT, counts, None)
@@ -102,7 +102,7 @@ def histogram(values: Array) -> Array:
 
 
 def raise_not_finite(values: Array) -> None:
-    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one."""
+    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite."""
     flat = values.reshape(-1)
     position = first_not_finite(flat)
     if position >= 0:
@@ -110,7 +110,7 @@ def raise_not_finite(values: Array) -> None:
 
 
 def first_not_finite(values: Array) -> int:
-    """Return the first position of `values` that holds NaN or an infinity; -1 when there is none."""
+    """Return the first position of `values` that holds NaN or an infinity; -1 if there is none."""
     form = FORMATS[values.dtype]
     bits, position = values.view(form.keys), cupy.full(1, -1, np.int64)
     if bits.size:
@@ -120,7 +120,7 @@ def first_not_finite(values: Array) -> int:
 
 
 def largest_magnitude(values: Array, step: int = 1) -> float:
-    """Return the largest magnitude among every `step`-th of `values`; NaN where there is one, 0 for no values."""
+    """Return the largest magnitude among every `step`-th of `values`; NaN if there is one, 0 for no values."""
     form = FORMATS[values.dtype]
     bits, (key,) = values.view(form.keys), zeros(1)
     if bits.size:
@@ -133,7 +133,7 @@ def _blocks(bits: Array) -> int:
 
 
 def _found(bits: Array, form: Format, floor: int, summands: Summands = ()) -> Found:
-    """Return positions and bits of what is at or above `floor`, however many they are; `summands` as for `_compact`."""
+    """Return positions and bits of all magnitudes at or above `floor`; `summands` as for `_compact`."""
     room, total = min(bits.size, max(4096, bits.size // 64)), -1
     while not 0 <= total <= room:
         room = max(room, total)
@@ -146,7 +146,7 @@ def _found(bits: Array, form: Format, floor: int, summands: Summands = ()) -> Fo
 
 
 def _by_sample(bits: Array, form: Format, k: int, summands: Summands = ()) -> Found | None:
-    """Return the `k` largest by a threshold from a sample; None when the sample misled. summands: as for `_compact`."""
+    """Return the `k` largest by a threshold from a sample; None if the sample misled. summands: as for `_compact`."""
     share = _SAMPLE * k / bits.size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
     if rank >= _SAMPLE:
@@ -190,17 +190,17 @@ def _by_digits(bits: Array, form: Format, k: int) -> Found:
 
 
 def _compacting(size: int, bits: Array) -> tuple[int, int]:
-    """Return the sizes of the ticket and the states that `_compact` works with: zeros before it begins."""
+    """Return the sizes of the ticket and the states of `_compact`, which have to be zero before it begins."""
     return 1, in_tiles(size, _TILES[bits.itemsize])
 
 
 def _selecting(size: int, bits: Array) -> tuple[int, int]:
-    """Return the sizes of the ticket and the states that `_select` works with."""
+    """Return the sizes of the ticket and the states of `_select`."""
     return 1, 2 * in_tiles(size, _TILES[bits.itemsize])
 
 
 def _find_kth(bits: Array, counted: Array | None, form: Format, search: Array, work: list[Array]) -> None:
-    """Make of `search`, no digits and k, the k-th largest magnitude and its ties; all of it on the device."""
+    """Turn `search`, which holds no digits and k, into the k-th largest magnitude and its ties, on the device."""
     counts, done = work
     shift = form.width
     while shift:
@@ -235,9 +235,9 @@ def _compact(
     work: list[Array],
     summands: Summands = (),
 ) -> None:
-    """Write positions and bits of what is at or above `floor`, or `floors[0]`, as far as there is room; count all.
+    """Write positions and bits of magnitudes at or above `floor`, or `floors[0]`, while there is room; count all.
 
-    summands: two vectors whose sum is written to `bits` first; none where `bits` is there.
+    summands: two vectors whose sum is written to `bits` first; empty if `bits` is given.
     """
     ticket, states = work
     args = (
@@ -269,7 +269,7 @@ def _select(
     totals: Array,
     work: list[Array],
 ) -> None:
-    """Write positions and bits of what is above ``search[0]``, and of the first ``search[1]`` that equal it."""
+    """Write positions and bits of magnitudes above ``search[0]``, and of the first ``search[1]`` equal to it."""
     ticket, states = work
     args = bits, bits.size, counted, mask, search, sources, positions, kept, positions.size, totals, ticket, states
     launch("select", [bits.dtype], states.size // 2, *args)

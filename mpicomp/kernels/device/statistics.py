@@ -14,7 +14,7 @@ _BLOCK = 16384
 
 def moments(values: Array) -> Moments:
     """Return the moments of `values`, as `mpicomp.kernels.host.moments` does: the same bits."""
-    blocks = values.size // _BLOCK + 1  # the last one is filled up with zeros, and there may be nothing else in it
+    blocks = values.size // _BLOCK + 1  # the last one is padded with zeros, and may have nothing else
     sums, counts = cupy.empty(4 * blocks), cupy.empty(2 * blocks, np.int64)
     launch("block_moments", [values.dtype], blocks, values, values.size, sums, counts, blocks)
     found = cupy.empty(6)

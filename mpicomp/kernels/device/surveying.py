@@ -1,4 +1,4 @@
-"""A survey of a gradient: sums in one read, and beside them the few values that what comes next is expected to need."""
+"""A survey of a gradient: sums in one read, and the few values that the next steps are expected to need."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ _LINE, _STRIDE = 16, 1024
 
 
 class Survey(HostSurvey):
-    """What one read tells of a vector on a device: the sums are on the host, what was written down is not."""
+    """The result of one read of a vector on a device: the sums are on the host, the stored values on the device."""
 
     def beyond(self, threshold: float) -> Sums | None:
         """Return the sums over the magnitudes above a threshold; None unless it lies between `low` and `high`."""
@@ -31,7 +31,7 @@ class Survey(HostSurvey):
         return HostSurvey(*self._replace(between=between.get().astype(np.float64))).beyond(threshold)
 
     def exceeding(self, threshold: float) -> Found | None:
-        """Return what `exceeding` returns for the whole vector; None when the threshold lies below the cut."""
+        """Return what `exceeding` returns for the whole vector; None if the threshold is below the cut."""
         if not (self.complete and self.cut <= threshold):
             return None
         chosen, found = exceeding(self.values, threshold)

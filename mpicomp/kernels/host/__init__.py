@@ -1,23 +1,21 @@
-"""Hot loops over arrays in main memory, compiled by Numba at their first use and cached on disk.
+"""Hot loops over arrays in host memory, compiled by Numba at their first use and cached on disk.
 
-The public functions take arrays and return arrays; the compiled kernels beneath them (a leading underscore) fill the
-buffers that they are given and return a count. No kernel uses fastmath, and every sum has a fixed order, so the results
-are the same in every run.
+The public functions take arrays and return arrays; the compiled kernels below them (a leading underscore) fill
+given buffers and return a count. No kernel uses fastmath, and every sum has a fixed order, so the results are the same
+in every run.
 
-Passes over two million values or more use several threads: MPICOMP_THREADS of them, else as many as this rank has
-cores (:mod:`mpicomp.threads`). The results do not depend on how many. Arrays that are only read may be
-read-only.
+Passes over two million values or more use several threads: MPICOMP_THREADS, else as many as this rank has cores
+(:mod:`mpicomp.threads`). The results do not depend on the number. Input arrays may be read-only.
 
-``selection``     the largest magnitudes, and what is above a threshold
+``selection``     the largest magnitudes, and those above a threshold
 ``statistics``    sums over a gradient, in one read
-``surveying``     sums in one fast read, and the values that what comes next is expected to need
-``merging``       sums of sparse vectors, and what goes between sparse and dense
+``surveying``     sums in one fast read, and the values that the next steps are expected to need
+``merging``       sums of sparse vectors, and copies between sparse and dense
 ``streaming``     passes over dense vectors that are longer than the cache
-``fused``         a sum, and in the same pass the largest of it
-``threads``       how many threads a kernel uses
+``fused``         a sum, and in the same pass its largest magnitudes
 ``bits``          magnitudes as integers; indices as bitmaps
-``coding``        indices and values at the fewest bits
-``instructions``  what a processor does at once, and Numba has no word for
+``coding``        indices and values in few bits
+``instructions``  instructions of processors that Numba does not expose
 """
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap

@@ -16,20 +16,20 @@ Array = NDArray[Any]
 
 jit = njit(cache=True, nogil=True)
 
-_FEW = 1 << 13  # values whose memory the C library keeps anyway
-_LONGEST_KEPT = 1 << 25  # bytes: a longer piece of memory is returned to the system as soon as it is freed
+_FEW = 1 << 13  # values; the C library does not return smaller blocks to the system
+_LONGEST_KEPT = 1 << 25  # bytes; a larger block is returned to the system as soon as it is freed
 
-# Kernels count in uint64 where they store at the count: Numba looks at every signed subscript for a negative one.
+# Kernels use uint64 counts as subscripts: for signed ones Numba tests whether they are negative.
 
 
 class Format(NamedTuple):
-    """What the selection knows about a floating-point format."""
+    """Properties of a floating-point format that a selection needs."""
 
     keys: np.dtype[Any]  # the unsigned integer of the same width
-    signed: np.dtype[Any]  # the signed one: magnitudes fit it, and processors have its maximum and comparison
+    signed: np.dtype[Any]  # the signed one: magnitudes fit it, and processors can compare it
     width: int  # bits of a magnitude: all but the sign
     mask: Any  # all bits of a magnitude, signed
-    infinity: Any  # those of an infinite one, signed: all above are NaN
+    infinity: Any  # the bits of infinity, signed: all above are NaN
 
 
 def _format(dtype: np.dtype[Any]) -> Format:
@@ -41,7 +41,7 @@ FORMATS = {dtype: _format(dtype) for dtype in map(np.dtype, (np.float16, np.floa
 
 
 class _Interface:
-    """What NumPy makes an array of: a description of memory, and the array that holds the memory."""
+    """An object with an array interface, and a reference to the array that owns the memory."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -50,20 +50,20 @@ class _Interface:
 
 
 def as_writable(array: Array) -> Array:
-    """Return an array itself if it can be written, else a view that NumPy and Numba take for writable.
+    """Return a writable array itself, else a view that NumPy and Numba treat as writable.
 
-    For kernels that only read: Numba compiles a kernel once more for arrays that are read-only.
+    For kernels that only read: Numba compiles a second version of a kernel for read-only arrays.
     """
     return array if array.flags.writeable else np.asarray(_Interface(array))
 
 
 def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
-    """Return an array of `room` values of each dtype, the widest dtypes first, in one piece of memory.
+    """Return an array of `room` values of each dtype, the widest dtypes first, in one allocation.
 
-    The GNU C library returns memory to the system once twice the longest piece that was freed, up to 32 MiB, is unused.
-    Its pages are then cleared and mapped anew in the next call, which takes as long as a read of the vector. So the
-    piece is twice as long as needed, where that is no more than 32 MiB, and longer than all else of a selection
-    together; what is not written takes no memory.
+    The GNU C library returns memory to the system when twice the largest block that was freed, up to 32 MiB, is unused.
+    Its pages are then cleared and mapped again in the next call, which takes as long as a read of the vector. So the
+    allocation is twice as long as needed, up to 32 MiB, and longer than all others of a selection together; pages that
+    are not written take no memory.
     """
     if room < _FEW:
         return [np.empty(room, dtype) for dtype in dtypes]
@@ -74,7 +74,7 @@ def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
 
 
 def magnitude_range(values: Array) -> tuple[int, int]:
-    """Return the bits of the least and of the largest magnitude of `values`, of which there are some."""
+    """Return the bits of the least and of the largest magnitude of `values`, which are not empty."""
     form = FORMATS[values.dtype]
     least, largest = extremes(as_writable(values).view(form.signed), form.mask)
     return int(least), int(largest)
@@ -88,7 +88,7 @@ def to_bitmap(indices: Array, first: int, words: Array) -> None:
 def from_bitmap(words: Array, first: int, indices: Array) -> int:
     """Write the numbers of the bits that are set in `words` (uint64), plus `first`, into `indices` in increasing order.
 
-    Returns how many are set; `indices` holds the first of them, as many as it has room for.
+    Returns how many are set; `indices` holds the first of them, up to its size.
     """
     return int(_find_bits(as_writable(words), first, indices))
 

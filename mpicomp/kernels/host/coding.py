@@ -1,13 +1,13 @@
-"""Indices and values at the fewest bits.
+"""Indices and values in few bits.
 
 Indices: Elias-Fano coding. Source: P. Elias, "Efficient storage and retrieval by content and address of static files",
 J. ACM 21(2), 1974; R. M. Fano, MIT memorandum 61, 1971. With N increasing numbers below U, each takes about
-2 + log2(U / N) bits, half a bit above the entropy of a random set: its low bits stand as they are, one number's behind
-the other's; its high bits are the number of zeros before its one in a second string of bits.
+2 + log2(U / N) bits, half a bit above the entropy of a random set: its low bits are stored as they are, number
+after number; its high bits are the number of zeros before its one in a second bit string.
 
-Values: what is selected for its magnitude lies close together, so a value is its sign and how far the bits of its
-magnitude are above the least: fewer bits than those of the exponent and the fraction. They stand in planes, as what is
-in bytes can be written and read many at a time.
+Values: magnitudes that were selected as the largest are close together, so a value is stored as its sign and the
+difference of the bits of its magnitude from the least: fewer bits than those of exponent and fraction. They are stored
+in planes of bytes and of bits, which can be written and read many at a time.
 """
 
 import numpy as np
@@ -25,9 +25,9 @@ def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs:
 
 
 def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indices: Array) -> int:
-    """Fill `indices` with what `to_elias_fano` wrote; return how many stand there, one more where more bits are set.
+    """Fill `indices` with what `to_elias_fano` wrote; return their number, one more if more bits are set.
 
-    Whatever the words hold, nothing is read or written out of range; what comes out may then not increase.
+    Whatever the words hold, nothing is read or written out of range; the indices may then not increase.
     """
     return int(_from_elias_fano(as_writable(lows), as_writable(highs), first, low_bits, indices))
 
@@ -35,9 +35,9 @@ def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indice
 def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
     """Write `values` into `planes` (uint8, zeros): `width` bits each, and a sign above them.
 
-    The bits are how far those of the magnitude are above `least`. There is a plane for each 8 of all these bits, the
-    lowest first, with a byte of each value, then one for each bit that is left, with a bit of each value, low bits
-    first; every plane is a multiple of 8 bytes.
+    The bits are the difference of those of the magnitude from `least`. There is a plane for each 8 of these bits, the
+    lowest first, with a byte of each value, then one for each remaining bit, with a bit of each value, low bits first;
+    every plane is a multiple of 8 bytes.
     """
     form = FORMATS[values.dtype]
     fields = np.zeros(-(-values.size // WORD) * WORD, form.keys)
@@ -55,8 +55,7 @@ def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
 
 @jit
 def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-untyped-def]
-    # The words that are being filled are kept in registers, and written each time: to read back what was just written
-    # takes longer.
+    # The words being filled are kept in registers and written each time: reading them back takes longer.
     one, six, last, none = np.uint64(1), np.uint64(6), np.uint64(63), np.uint64(0)
     width = np.uint64(low_bits)
     mask = (one << width) - one
@@ -71,7 +70,9 @@ def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-un
         bits = number & mask
         low |= bits << shift
         lows[word] = low
-        low = (bits >> one) >> (last - shift) if shift + width > last else low  # two shifts: one by 64 is not defined
+        low = (
+            (bits >> one) >> (last - shift) if shift + width > last else low
+        )  # two shifts, as a shift by 64 is undefined
         word += (shift + width) >> six
         shift = (shift + width) & last
     lows[word] = low
@@ -100,7 +101,7 @@ def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-
 
 @jit
 def _to_offsets(bits, mask, least, width, fields, same, planes, words):  # type: ignore[no-untyped-def]
-    """Write planes by way of `fields`: zeros, as many as fill whole words; `same` is a view of them, signed."""
+    """Write planes through `fields`: zeros, padded to whole words; `same` is a signed view of them."""
     size, sign = bits.size, np.uint64(8 * bits.itemsize - 1)
     for i in range(size):
         offset = (np.uint64(bits[i]) & np.uint64(mask)) - np.uint64(least)

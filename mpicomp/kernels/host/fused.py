@@ -1,8 +1,8 @@
 """The sum of two dense vectors, and in the same pass the entries of the sum that a selection needs.
 
-Adding reads two vectors and writes one, past the cache; a selection then reads the sum back. In one pass the sum is
-compared while it is in registers, which saves that read: a quarter of the memory traffic. The few candidates are added
-once more from `a` and `b`, which are still in the cache, where the sum is not.
+An addition reads two vectors and writes one, bypassing the cache; a selection then reads the sum back. In one pass the
+sum is compared while it is in registers, which saves that read: a quarter of the memory traffic. The few candidates are
+added again from `a` and `b`, which are in the cache, while the sum is not.
 """
 
 import numpy as np
@@ -29,11 +29,11 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None =
     """Write ``a + b`` to `out`, as `add` does, and return what ``largest(out, k)`` returns, in one pass.
 
     a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k: at least 1. threads: the most
-    threads; None for `threads.count`. long: bytes of `out` from which on there is one pass, for contiguous float32 and
+    threads; None for `threads.count`. long: the least bytes of `out` for a single pass over contiguous float32 or
     float64; others are added first.
 
-    A sample of the sum, at the places where `largest` takes one, gives the threshold; where it misled, `largest` reads
-    the finished sum.
+    A sample of the sum, at the positions of the sample of `largest`, gives the threshold; if it misleads, `largest`
+    reads the finished sum.
     """
     form, parts = FORMATS[out.dtype], None
     if is_sampled(out.size) and is_streamed(a, b, out, long):
@@ -51,8 +51,8 @@ def add_above(
 ) -> Found:
     """Write ``a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there, in one pass.
 
-    a, b, out, threads, long: as for `add_largest`. threshold, positions: as for `above`; ValueError where it is not
-    >= 0, before anything is written.
+    a, b, out, threads, long: as for `add_largest`. threshold, positions: as for `above`; raises ValueError
+    before anything is written unless the threshold is >= 0.
     """
     floor = first_reaching(threshold, out.dtype)
     if not is_streamed(a, b, out, long):
@@ -99,7 +99,7 @@ def _add_compacted(
 ) -> tuple[Array, Array, int]:
     """Write sums; return positions (from `first` on) and values of those at or above `floor`, and how many are left.
 
-    Some are left, and not written, when more than `room` were found.
+    Some sums are left, and not written, if more than `room` were found.
     """
     room = min(room, out.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), out.dtype)
@@ -141,9 +141,9 @@ def _add_each(a, b, out, bits, start, end, mask, floor, first, positions, kept, 
 
 @jit
 def _store_sums(a, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
-    """Append the sums that the bits of `found`, counted from `start`, stand for; return the new count.
+    """Append the sums at the bits set in `found`, counted from `start`; return the new count.
 
-    Where both values are NaN, processors choose one of them, so that the sum is read from `out`.
+    If both values are NaN, the result depends on the processor, so the sum is read from `out`.
     """
     while found != np.uint64(0):
         place = np.uint64(start) + lowest(found)

@@ -1,7 +1,7 @@
-"""What processors do in an instruction or a few, and Numba has no word for; for kernels.
+"""Functions for kernels that processors execute in a few instructions, and that Numba does not expose.
 
-Each is a function of Python that an intrinsic of LLVM stands for in compiled kernels: LLVM finds the instructions that
-the processor has.
+Each is a Python function that compiled kernels replace by LLVM's intrinsics; LLVM selects the instructions of the
+processor.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-WORD = 64  # values, or bits, that are looked at together
-LINE = 64  # bytes of the cache that are written together
+WORD = 64  # values, or bits, that are processed together
+LINE = 64  # bytes of a cache line
 
 
 def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     """Return, as the bits of a uint64, which of the 64 integers from `first` on are at least `floor` under `mask`.
 
-    bits: a contiguous array of signed integers, of which 64 are there. mask, floor: of its type.
+    bits: a contiguous array of signed integers with at least 64 from `first` on. mask, floor: of its type.
     """
     return _as_word(bits[first : first + WORD] & mask >= floor)
 
@@ -30,9 +30,9 @@ def nonzero(words, first):  # type: ignore[no-untyped-def]
 
 
 def store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
-    """Write a line of ``a + b`` to `out` from `first` on, past the cache; there a line of it begins.
+    """Write a cache line of ``a + b`` to `out` from `first` on, where a line begins, bypassing the cache.
 
-    a, b, out: contiguous arrays of one dtype, float32 or float64, that have so many values from `first` on.
+    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on.
     """
     end = first + LINE // out.itemsize
     out[first:end] = a[first:end] + b[first:end]
@@ -49,7 +49,7 @@ def store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untype
 
 
 def lowest(word):  # type: ignore[no-untyped-def]
-    """Return the number of the lowest bit that is set in a uint64, which is not 0, as a uint64."""
+    """Return the number of the lowest bit set in a uint64 that is not 0, as a uint64."""
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
 
 
@@ -124,13 +124,13 @@ def _store_sum_reaching_in_vectors(typing: Any, a: Any, b: Any, out: Any, first:
 @intrinsic
 def _trailing_zeros(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: no word is 0
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: undefined for 0, which no word is
 
     return types.uint64(types.uint64), code
 
 
 def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return what makes the instructions that load 64 values at once, and turn the flags of each into a word."""
+    """Return the code generator that loads 64 values at once, and packs the result of a comparison into a word."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = signature.args[0]
@@ -142,7 +142,7 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 def _stored_sum(context: Any, builder: Any, signature: Any, arguments: Any, size: int) -> Any:
-    """Return so many sums of two arrays as one vector, and store them past the cache; see `store_sum`."""
+    """Return that many sums of two arrays as one vector, and store them bypassing the cache; see `store_sum`."""
     places = [
         _vector_at(context, builder, array, given, arguments[3], size)
         for array, given in zip(signature.args[:3], arguments[:3], strict=True)
@@ -155,14 +155,14 @@ def _stored_sum(context: Any, builder: Any, signature: Any, arguments: Any, size
 
 
 def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, size: int) -> Any:
-    """Return the address of so many values of an array from `first` on, as one vector."""
+    """Return the address of that many values of an array from `first` on, as one vector."""
     vector = ir.VectorType(context.get_value_type(array.dtype), size)
     data = context.make_array(array)(context, builder, given).data
     return builder.bitcast(builder.gep(data, [first]), vector.as_pointer())
 
 
 def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:
-    """Return a vector that has a value in every place."""
+    """Return a vector of copies of a value."""
     alone = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), WORD), None)
     return builder.shuffle_vector(alone, ir.Constant(vector, ir.Undefined), zeros)

@@ -1,6 +1,6 @@
-"""Sums of sparse vectors, and what goes between sparse and dense ones.
+"""Sums of sparse vectors, and copies between sparse and dense ones.
 
-Every sum is in rank order: where lists 0, 2 and 5 have an entry, it is (a0 + a2) + a5, whatever the entries elsewhere.
+Every sum is in rank order: if lists 0, 2 and 5 have an entry, it is (a0 + a2) + a5, whatever the entries elsewhere.
 float16 is added in float32, and the sum is rounded once.
 """
 
@@ -14,16 +14,16 @@ from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
 from mpicomp.threads import in_pieces
 
-_TILE = 1 << 16  # positions added up at a time: 256 KiB of float32 stay in the second-level cache
-_BATCH = 1 << 18  # about as many entries are brought together at a time, for the same reason
-_SPARSEST = 1 << 13  # positions an entry from which sorting is faster than tiles: about eight entries a tile
+_TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
+_BATCH = 1 << 18  # entries of a batch, for the same reason
+_SPARSEST = 1 << 13  # positions per entry from which on sorting is faster than tiles: about eight entries a tile
 
 
 def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
     """Return the sum of two sparse vectors as (indices, values) over the union of their supports.
 
-    Indices strictly increase in each input and in the output; both pairs have the same dtypes. Where both vectors have
-    an entry the output has ``a + b``, which is the same bits as ``b + a``: the merge is commutative bit for bit.
+    Indices strictly increase in each input and in the output; both pairs have the same dtypes. If both vectors have an
+    entry the output has ``a + b``, which has the same bits as ``b + a``: the merge is bitwise commutative.
     float16 is added in float32 and rounded once, which gives the correctly rounded float16 sum.
     values: shape (entries,), or (entries, width) for rows.
     """
@@ -42,13 +42,13 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
 def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
     """Return the sum of one or more sparse vectors as (indices, values) over the union of their supports.
 
-    indices, values: for each vector, what `merge` takes; indices below `length`. An entry stays where a sum is zero.
+    indices, values: for each vector, what `merge` takes; indices below `length`. An entry is kept if its sum is zero.
     The additions are in the order of the vectors, ((a0 + a1) + a2) + ..., at each index over those that have an entry;
-    so two vectors give what `merge` gives. float16 is added in float32 and rounded once, at the end.
+    so for two vectors the result is that of `merge`. float16 is added in float32 and rounded once, at the end.
 
-    Indices are sorted, so the vectors are added up tile by tile in a dense tile that fits the cache, next to a bitmap
-    of its entries. A tile begins at the lowest index that is left: time and memory do not depend on the length. Rows,
-    and entries too few for tiles, are added in the same order where sorting the indices puts them.
+    Indices are sorted, so the vectors are added tile by tile in a dense buffer that fits the cache, with a bitmap of
+    its entries. A tile begins at the lowest remaining index: time and memory do not depend on the length. Rows, and
+    entries too few for tiles, are sorted by index and added in the same order.
     """
     total = sum(each.size for each in indices)
     if not total:
@@ -71,7 +71,7 @@ def divide(indices: Array, values: Array, positions: Array) -> tuple[Array, Arra
     values: shape (entries,), or (entries, width) for rows.
     """
     chosen, rest = positions.size, indices.size - positions.size
-    # One place to spare in each: every entry is written to both, and the pointer of one of them moves on.
+    # One more element in each: every entry is written to both, and the position of one of them is incremented.
     one = np.empty(chosen + 1, indices.dtype), np.empty((chosen + 1, *values.shape[1:]), values.dtype)
     other = np.empty(rest + 1, indices.dtype), np.empty((rest + 1, *values.shape[1:]), values.dtype)
     given = as_writable(indices), _keys(as_writable(values)), as_writable(positions)
@@ -91,7 +91,7 @@ def gather(dense: Array, indices: Array, *, threads: int | None = None) -> Array
 
 
 def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
-    """Return the integers first, ..., end - 1, as ``numpy.arange`` does in three times the time."""
+    """Return the integers first, ..., end - 1, as ``numpy.arange`` does, in a third of its time."""
     out = np.empty(end - first, dtype)
     _count_up(out, first)
     return out
@@ -109,7 +109,7 @@ def scatter(dense: Array, indices: Array, values: Array, *, threads: int | None 
 def scatter_add(dense: Array, indices: Array, values: Array, *, threads: int | None = None) -> None:
     """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
-    The sum is rounded once to the dtype of `dense`, whatever that of the values. threads: as for `scatter`.
+    The sum is rounded once to the dtype of `dense`, whatever the dtype of the values. threads: as for `scatter`.
     """
     if dense.dtype == values.dtype != np.float16:
         places, given = as_writable(indices), as_writable(values)
@@ -120,7 +120,7 @@ def scatter_add(dense: Array, indices: Array, values: Array, *, threads: int | N
 
 
 def first_disorder(indices: Array, length: int) -> int:
-    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 when there is none."""
+    """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 if there is none."""
     if not indices.size:
         return -1
     places = as_writable(indices)
@@ -130,26 +130,26 @@ def first_disorder(indices: Array, length: int) -> int:
 
 
 def _keys(values: Array) -> Array:
-    """Return values as integers: Numba knows no float16 to copy."""
+    """Return values as integers: Numba has no float16."""
     return values.view(FORMATS[values.dtype].keys)
 
 
 def _wide_dtype(values: Array) -> np.dtype[Any]:
-    """Return the dtype that values are added in."""
+    """Return the dtype in which values are added."""
     return np.promote_types(values.dtype, np.float32)
 
 
 def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
     if values.dtype == dtype:
         return values
-    with np.errstate(over="ignore"):  # infinite, as sums of the other dtypes that leave their range
+    with np.errstate(over="ignore"):  # infinite, as for sums of the other dtypes
         return values.astype(dtype)
 
 
 def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
-    """Return what `accumulate` does, for values of any shape and indices at any distance."""
+    """Return the result of `accumulate`, for values of any shape and indices at any distance."""
     together = np.concatenate(indices)
-    order = np.argsort(together, kind="stable")  # runs that are sorted are merged
+    order = np.argsort(together, kind="stable")  # merges sorted runs
     together = together[order]
     new = np.append(True, together[1:] != together[:-1])[: together.size]
     places = np.empty(together.size, np.intp)
@@ -165,10 +165,10 @@ def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Arra
 def _batches(
     indices: Sequence[Array], values: Sequence[Array], dtype: np.dtype[Any]
 ) -> Iterator[tuple[Array, Array, Array, Array]]:
-    """Yield the entries of one range of indices after the other as (indices, values, starts, ends), list after list.
+    """Yield the entries of consecutive ranges of indices as (indices, values, starts, ends), list after list.
 
     Every batch is in the same buffers, which fit the cache. The ranges are between quantiles of the entries, so they
-    are even however the entries are spread.
+    have about equal numbers of entries however these are distributed.
     """
     step = max(1, _BATCH // len(indices))
     edges = np.sort(np.concatenate([each[step::step] for each in indices]))[:: len(indices)]
@@ -187,9 +187,9 @@ def _batches(
 
 @jit
 def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: ignore[no-untyped-def]
-    """Merge below and above the middle at the same time: a step waits for the one before it, not for the other half's.
+    """Merge below and above the middle in one loop: a step depends on the one before it, not on the other half's.
 
-    What is above goes behind the most places that what is below may need, and is moved down at the end.
+    The upper half is written after the maximum size of the lower half, and moved down at the end.
     """
     pair, out = (indices_a, values_a, indices_b, values_b), (indices, values)
     end_a, end_b, one = np.uint64(indices_a.size), np.uint64(indices_b.size), np.uint64(1)
@@ -211,7 +211,7 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
 
 @jit
 def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
-    """Write the next entry and return the next positions; without branches: which is lower nobody can predict."""
+    """Write the next entry and return the next positions; without branches, which would be unpredictable."""
     (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
     index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
     indices[place] = index_a if index_a < index_b else index_b
@@ -222,7 +222,7 @@ def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
 
 @jit
 def _merge_rest(pair, out, a, end_a, b, end_b, place):  # type: ignore[no-untyped-def]
-    """Merge what is between these positions, and return the next place to write to."""
+    """Merge the entries between these positions, and return the next position of the output."""
     (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
     one = np.uint64(1)
     while a < end_a and b < end_b:
@@ -239,7 +239,7 @@ def _merge_rest(pair, out, a, end_a, b, end_b, place):  # type: ignore[no-untype
 
 @jit
 def _accumulate(indices, values, starts, ends, tile, words, out_indices, out_values):  # type: ignore[no-untyped-def]
-    """Add up lists that lie one behind the other; leave the tile and its bitmap as they were: -0.0, and zeros."""
+    """Add concatenated lists; the tile and its bitmap are -0.0 and zero before and after."""
     count = np.uint64(0)
     base = _lowest(indices, starts, ends)
     while base >= 0:
@@ -251,7 +251,7 @@ def _accumulate(indices, values, starts, ends, tile, words, out_indices, out_val
 
 @jit
 def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
-    """Return the lowest index that a list has left; -1 when none has any."""
+    """Return the lowest remaining index of the lists; -1 if none is left."""
     lowest = np.int64(-1)
     for p in range(starts.size):
         if starts[p] < ends[p] and (lowest < 0 or indices[starts[p]] < lowest):
@@ -261,9 +261,9 @@ def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
 
 @jit
 def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore[no-untyped-def]
-    """Add the entries in the tile that begins at `base`, list after list; move `starts` behind them.
+    """Add the entries in the tile that begins at `base`, list after list; move `starts` past them.
 
-    Unsigned, an index that is out of order and below the tile is as far off as one above it.
+    As an unsigned difference, an index below the tile, which is out of order, is out of range like one above it.
     """
     one, size = np.uint64(1), np.uint64(tile.size)
     for p in range(starts.size):
@@ -278,7 +278,7 @@ def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore
 
 @jit
 def _take_tile(tile, words, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
-    """Append the entries of the tile in index order, and clear what held them; return the new count."""
+    """Append the entries of the tile in index order, and clear the tile; return the new count."""
     one, six = np.uint64(1), np.uint64(6)
     for h in range(words.size // WORD):
         head = nonzero(words, WORD * h)  # most words may be empty

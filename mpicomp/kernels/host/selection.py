@@ -1,6 +1,6 @@
-"""The largest magnitudes of a vector, and what is above a threshold: exact, in about one read of the data.
+"""The largest magnitudes of a vector, and those above a threshold: exact, in about one read of the data.
 
-A pass over the data compares 64 values at once, and most of these have nothing above the threshold, so that such a pass
+A pass over the data compares 64 values at once, and in most cases none of these is above the threshold, so the pass
 runs at the speed of memory.
 """
 
@@ -16,11 +16,14 @@ from mpicomp.threads import in_pieces
 
 Found = tuple[Array, Array]
 
-_DIGIT = 11  # bits a pass of the radix selection looks at: 2048 counters stay in the first-level cache
-_SAMPLE, _LARGEST_SAMPLE = 1 << 12, 1 << 14  # values looked at for the lower threshold: a 256th, within these bounds
-_RUN = 16  # of them stand together: they come at once
+_DIGIT = 11  # bits per pass of the radix selection: 2048 counters fit the first-level cache
+_SAMPLE, _LARGEST_SAMPLE = (
+    1 << 12,
+    1 << 14,
+)  # values of the sample for the lower threshold: a 256th, within these bounds
+_RUN = 16  # of them are consecutive: they are loaded together
 _SIGMAS = 4
-_FEW = 1 << _DIGIT  # values: below, a histogram has more counts than there are
+_FEW = 1 << _DIGIT  # values; a histogram has more counts than shorter vectors have values
 
 
 def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
@@ -32,14 +35,14 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
     values: 1-d contiguous float16, float32 or float64. k: at least 1. Ties at the threshold go to the lowest positions,
-    and zeros are never selected, so fewer than `k` come back when fewer values are non-zero. Returns an intp array, and
-    one of the dtype of the values. Infinities, and beyond them NaN, count as the largest: where there are any, one is
+    and zeros are never selected, so fewer than `k` are returned if fewer values are non-zero. Returns an intp array,
+    and one of the dtype of the values. Infinities, and above them NaN, count as the largest: if there are any, one is
     selected.
     threads: the most threads that read the data; None for `threads.count`. The result does not depend on it.
 
-    A sample gives a threshold that a few more than `k` magnitudes are expected to reach; one read of the data compacts
-    those, and the selection among them is exact. Where the sample misled, and on short vectors, two reads do it: a
-    histogram of the leading 11 bits, then the compaction of what is at or above the bin of the k-th largest.
+    A sample gives a threshold that slightly more than `k` magnitudes are expected to reach; one read of the data
+    compacts those, and the selection among them is exact. If the sample misleads, and on short vectors, there are two
+    reads: a histogram of the leading 11 bits, then the compaction from the bin of the k-th largest magnitude on.
     """
     form = FORMATS[values.dtype]
     bits = as_writable(values).view(form.signed)
@@ -51,13 +54,13 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
 def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
     """Return the `k` largest of candidates, none of them zero, or all if fewer; as positions and bits.
 
-    parts: (positions, bits), one part or more, which follow each other in the order of the positions.
+    parts: (positions, bits), one part or more, in the order of the positions.
     """
     if entries(parts) <= k:
         return joined(parts)
     bits = parts[0][1] if len(parts) == 1 else np.concatenate([found for _, found in parts])
     threshold, ties = _threshold(bits, form, k)
-    positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)  # one place to spare, as below
+    positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)  # one more element, as below
     count: Any = np.uint64(0)
     for part in parts:
         count, ties = _keep_at(*part, form.mask, threshold, ties, positions, found, np.uint64(count))
@@ -65,16 +68,16 @@ def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
 
 
 def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
-    """Return (indices, values) of the entries of the `k` largest magnitudes, as `largest` has them, and of the others.
+    """Return (indices, values) of the `k` largest magnitudes, as `largest` selects them, and of the others.
 
-    indices: one for each value; they stay in the order in which they come. 0 < k < entries.
+    indices: one for each value; their order is kept. 0 < k < entries.
     """
     form = FORMATS[values.dtype]
     indices, bits = as_writable(indices), as_writable(values).view(form.signed)
     threshold, ties = _threshold(bits, form, k)
     chosen = k if threshold else k - ties
     ties, rest = (ties if threshold else 0), bits.size - chosen
-    # One place to spare in each, as in `merging.divide`.
+    # One more element in each, as in `merging.divide`.
     one = np.empty(chosen + 1, indices.dtype), np.empty(chosen + 1, bits.dtype)
     other = np.empty(rest + 1, indices.dtype), np.empty(rest + 1, bits.dtype)
     _divide_at(indices, bits, form.mask, threshold, ties, *one, *other)
@@ -86,7 +89,7 @@ def above(values: Array, threshold: float, *, threads: int | None = None) -> Arr
     """Return the positions where |values| >= `threshold`, in increasing order, as an intp array; one read of the data.
 
     values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
-    the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions come back.
+    the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions are returned.
     threads: as for `largest`.
     """
     return _found(values, first_reaching(threshold, values.dtype), threads)[0]
@@ -95,8 +98,8 @@ def above(values: Array, threshold: float, *, threads: int | None = None) -> Arr
 def exceeding(values: Array, threshold: float, *, threads: int | None = None) -> Found:
     """Return the positions where |values| > `threshold`, as `above` does, and the values there; one read of the data.
 
-    values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so what is
-    found is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
+    values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so the
+    result is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
     threads: as for `largest`.
     """
     positions, found = _found(values, first_above(threshold, values.dtype), threads)
@@ -113,14 +116,14 @@ def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
     """Return the bits of a threshold >= 0 (else ValueError), rounded to a dtype, as magnitudes are compared: signed."""
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
-    with np.errstate(over="ignore"):  # infinite, where the dtype ends before the threshold does
+    with np.errstate(over="ignore"):  # infinite, if the threshold is out of range
         return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
 
 
 def histogram(values: Array, *, threads: int | None = None) -> Array:
-    """Return how many magnitudes of `values` have each head of 11 bits: int64 of 2048 counts, the smallest first.
+    """Return how many magnitudes of `values` have each value of the leading 11 bits: int64 of 2048 counts.
 
-    values: as for `top_k`. The head is that of the bits without the sign: the exponent and what follows it.
+    values: as for `top_k`. The sign bit is excluded: the leading bits are the exponent, then those of the fraction.
     threads: as for `largest`.
     """
     form = FORMATS[values.dtype]
@@ -128,7 +131,7 @@ def histogram(values: Array, *, threads: int | None = None) -> Array:
 
 
 def raise_not_finite(values: Array, *, threads: int | None = None) -> None:
-    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite, if there is one.
+    """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite.
 
     threads: as for `largest`.
     """
@@ -138,13 +141,13 @@ def raise_not_finite(values: Array, *, threads: int | None = None) -> None:
 
 
 def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueError:
-    """Return the error that names a value by its place in an array of some shape."""
+    """Return the error that names a value by its position in an array of a shape."""
     place = ", ".join(str(int(each)) for each in np.unravel_index(position, shape))
     return ValueError(f"values[{place}] is {bad}: expected finite values; skip the step or clip them")
 
 
 def first_not_finite(values: Array, threads: int | None = None) -> int:
-    """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 when there is none."""
+    """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 if there is none."""
     form = FORMATS[values.dtype]
     bits = as_writable(values).view(form.signed)
 
@@ -156,7 +159,7 @@ def first_not_finite(values: Array, threads: int | None = None) -> int:
 
 
 def _found(values: Array, floor: int, threads: int | None) -> Found:
-    """Return positions and bits of what is at or above `floor`, however many they are."""
+    """Return positions and bits of all magnitudes at or above `floor`."""
     form = FORMATS[values.dtype]
     bits = as_writable(values).view(form.signed)
 
@@ -167,7 +170,7 @@ def _found(values: Array, floor: int, threads: int | None) -> Found:
 
 
 def collect(compacted: Callable[[int, int, int], tuple[Array, Array, int]], size: int, threads: int | None) -> Found:
-    """Return all that a compaction of ``[0, size)`` finds, in pieces and with as much room as it takes.
+    """Return all that a compaction of ``[0, size)`` finds, in pieces, repeated while the room was too small.
 
     compacted: called with start, end and room; returns what `_compacted` does.
     """
@@ -184,24 +187,24 @@ def collect(compacted: Callable[[int, int, int], tuple[Array, Array, int]], size
 
 
 def joined(parts: Sequence[Found]) -> Found:
-    """Return what several pieces found as one."""
+    """Return the results of several pieces as one."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
 
 def entries(parts: Sequence[Found]) -> int:
-    """Return how many entries several parts have."""
+    """Return the number of entries of several parts."""
     return sum(positions.size for positions, _ in parts)
 
 
 def is_sampled(size: int) -> bool:
-    """Say whether `largest` takes a sample of a vector of this length."""
+    """Return whether `largest` takes a sample of a vector of this length."""
     return size >= 4 * _SAMPLE
 
 
 def take_sample(bits: Array, mask: Any) -> Array:
-    """Return the bits under `mask` at fixed places of a vector that depend on nothing but its length."""
+    """Return the bits under `mask` at positions of a vector that depend on its length only."""
     runs = min(max(_SAMPLE, bits.size >> 8), _LARGEST_SAMPLE) // _RUN
     sample = np.empty(_RUN * runs, bits.dtype)
     _sample(bits, mask, sample)
@@ -209,9 +212,9 @@ def take_sample(bits: Array, mask: Any) -> Array:
 
 
 def foresee(sample: Array, form: Format, k: int, size: int) -> tuple[int, int]:
-    """Return the bits of a threshold that a few more than `k` of `size` magnitudes should reach, and the room for them.
+    """Return the bits of a threshold that slightly more than `k` of `size` magnitudes should reach, and their room.
 
-    sample: magnitudes of some of them, as signed integers.
+    sample: some of the magnitudes, as signed integers.
     """
     share = sample.size * k / size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
@@ -220,7 +223,7 @@ def foresee(sample: Array, form: Format, k: int, size: int) -> tuple[int, int]:
 
 
 def _by_sample(bits: Array, form: Format, k: int, threads: int | None) -> list[Found] | None:
-    """Return what is at or above a threshold from a sample; None when the sample misled."""
+    """Return the magnitudes at or above a threshold from a sample; None if the sample misled."""
     floor, room = foresee(take_sample(bits, form.mask), form, k, bits.size)
     parts = _at_or_above(bits, form, floor, room, threads)
     if parts is None:
@@ -229,9 +232,9 @@ def _by_sample(bits: Array, form: Format, k: int, threads: int | None) -> list[F
 
 
 def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: int | None) -> list[Found] | None:
-    """Return what is above a threshold that more than `room` reach, and the first that reach it; None when too many.
+    """Return the magnitudes above a threshold that more than `room` reach, and the first ties; None if too many.
 
-    It is the way for data of few values: zeros and ones, or what was quantised.
+    For data with few different values: zeros and ones, or quantised values.
     """
     over = _at_or_above(bits, form, tie + 1, room, threads) if tie < form.mask else None
     if over is None or entries(over) >= k:
@@ -244,7 +247,7 @@ def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: 
 
 
 def _by_histogram(bits: Array, form: Format, k: int, threads: int | None) -> list[Found]:
-    """Return what is at or above the histogram bin of the k-th largest magnitude."""
+    """Return the magnitudes from the histogram bin of the k-th largest on."""
     counts = _histogram(bits, form, threads)
     floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
     parts = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
@@ -253,9 +256,9 @@ def _by_histogram(bits: Array, form: Format, k: int, threads: int | None) -> lis
 
 
 def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
-    """Return the bits of the k-th largest magnitude, and how many that equal it are among the `k` largest.
+    """Return the bits of the k-th largest magnitude, and how many ties with it are among the `k` largest.
 
-    Bins of equal width between the least and the largest leave few of what is all alike, as selected entries are.
+    The bins have equal width between the least and the largest, as selected magnitudes are close together.
     """
     while bits.size > _FEW:
         least, largest = extremes(bits, form.mask)
@@ -274,15 +277,15 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
 
 
 def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int | None) -> list[Found] | None:
-    """Return positions and bits of what is at or above `floor`; None when a thread finds more than `room`."""
+    """Return positions and bits of magnitudes at or above `floor`; None if a thread finds more than `room`."""
     parts = in_pieces(lambda start, end: _compacted(bits[start:end], form, floor, start, room), bits.size, threads)
     return None if any(rest for *_, rest in parts) else [part[:2] for part in parts]
 
 
 def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> tuple[Array, Array, int]:
-    """Return positions (counted from `first`) and bits of what is at or above `floor`, and how many values are left.
+    """Return positions (counted from `first`) and bits of magnitudes at or above `floor`, and how many values are left.
 
-    Some are left when more than `room` were found. The buffers take no more memory than what is written to them.
+    Some are left if more than `room` were found. Unwritten pages of the buffers take no memory.
     """
     room = min(room, bits.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), bits.dtype)
@@ -306,7 +309,7 @@ def _kth(keys: Array, k: int) -> int:
 def bin_of_kth(counts: Array, k: int) -> tuple[int, int]:
     """Return the histogram bin that holds the k-th largest key, and its rank among the keys of that bin.
 
-    counts: int64. The bin is 0 when there are fewer than `k` keys.
+    counts: int64. The bin is 0 if there are fewer than `k` keys.
     """
     found, rank = _bin_of_kth(counts, k)
     return int(found), int(rank)
@@ -314,7 +317,7 @@ def bin_of_kth(counts: Array, k: int) -> tuple[int, int]:
 
 @jit
 def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
-    """Fill `keys` with runs, one from each of as many equal strides, scattered by a fixed linear congruence."""
+    """Fill `keys` with runs, one from each of equal strides, at offsets from a fixed linear congruential generator."""
     runs, state = keys.size // _RUN, np.uint64(1)
     stride = (bits.size - _RUN + 1) / runs
     for i in range(runs):
@@ -326,7 +329,7 @@ def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
 
 @jit
 def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
-    """Return how many magnitudes are at or above `floor`, and how many were looked at: fewer if the buffer is full."""
+    """Return how many magnitudes are at or above `floor`, and how many were compared: fewer if the buffer is full."""
     count, whole = np.uint64(0), bits.size // WORD
     for i in range(whole):
         found = reaching(bits, WORD * i, mask, floor)
@@ -345,7 +348,7 @@ def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-unty
 
 @jit
 def _first_reaching(bits, mask, floor):  # type: ignore[no-untyped-def]
-    """Return the first position where a magnitude is at or above `floor`; -1 where there is none."""
+    """Return the first position where a magnitude is at or above `floor`; -1 if there is none."""
     whole = bits.size // WORD
     for i in range(whole):
         found = reaching(bits, WORD * i, mask, floor)
@@ -359,7 +362,7 @@ def _first_reaching(bits, mask, floor):  # type: ignore[no-untyped-def]
 
 @jit
 def _store(bits, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
-    """Append what the bits of `found`, counted from `start`, stand for; return the new count."""
+    """Append the positions and values at the bits set in `found`, counted from `start`; return the new count."""
     while found != np.uint64(0):
         place = np.uint64(start) + lowest(found)
         positions[count] = np.uint64(first) + place
@@ -371,16 +374,16 @@ def _store(bits, first, start, found, positions, kept, count):  # type: ignore[n
 
 @jit
 def _head_counts(bits, mask, least, shift, counts):  # type: ignore[no-untyped-def]
-    """Count the heads of the magnitudes: what is left of how far they are above the least, `shift` bits cut off."""
+    """Count the heads of the magnitudes: their differences from the least, shifted right by `shift`."""
     for i in range(bits.size):
         counts[np.uint64((bits[i] & mask) - least) >> np.uint64(shift)] += 1
 
 
 @jit
 def _with_head(bits, mask, least, shift, head, keys):  # type: ignore[no-untyped-def]
-    """Write the magnitudes that have a head; `keys` has room for one more."""
+    """Write the magnitudes that have a given head; `keys` has room for one more."""
     count = np.uint64(0)
-    for i in range(bits.size):  # without branches, here and below: which way one goes nobody can predict
+    for i in range(bits.size):  # without branches, here and below: they would be unpredictable
         key = bits[i] & mask
         keys[count] = key
         count += np.uint64(np.uint64(key - least) >> np.uint64(shift) == np.uint64(head))
@@ -399,7 +402,7 @@ def _bin_of_kth(counts, k):  # type: ignore[no-untyped-def]
 def _keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the entries above `threshold` and the first `ties` that are equal to it; return the count, and ties left.
 
-    Every entry is written, and the count moves on behind those that stay: so there is a place to spare.
+    Every entry is written, and the count incremented for those that are kept: so there is one more element.
     """
     for i in range(positions.size):
         key = bits[i] & mask

@@ -12,8 +12,8 @@ from mpicomp.threads import in_pieces
 
 _LANES = 256
 _BLOCK = 64 * _LANES
-_PIECE = 64 * _BLOCK  # values converted at a time, where they have to be
-_LONGEST = 1 << 30  # values of a part: what is counted in it fits 32 bits
+_PIECE = 64 * _BLOCK  # values converted at a time, of float16
+_LONGEST = 1 << 30  # values of a part: its counts fit 32 bits
 
 _BIAS = 1023
 _FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
@@ -22,7 +22,7 @@ _FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
 class Moments(NamedTuple):
     """Sums over the magnitudes of a vector; zeros add to none of them, and `logs` is of natural logarithms.
 
-    Where `not_finite` is not -1 the sums and the largest mean nothing.
+    If `not_finite` is not -1 the sums and the largest are undefined.
     """
 
     nonzeros: int
@@ -30,7 +30,7 @@ class Moments(NamedTuple):
     squares: float  # sum of x^2
     logs: float  # sum of log|x| over the non-zeros
     largest: float  # max of |x|; 0 for no values
-    not_finite: int  # the first position of a NaN or an infinity; -1 when there is none
+    not_finite: int  # the first position of a NaN or an infinity; -1 if there is none
 
 
 def moments(values: Array, *, threads: int | None = None) -> Moments:
@@ -38,8 +38,8 @@ def moments(values: Array, *, threads: int | None = None) -> Moments:
 
     threads: the most threads; None for `threads.count`. The result does not depend on it.
 
-    The order of the additions is fixed: in blocks of 16384 values lane j of 256 adds up values j, j + 256, ...; the
-    lanes are folded by halves, 128, 64, ..., 1; the blocks are added in order. The last block is filled up with zeros.
+    The order of the additions is fixed: in blocks of 16384 values lane j of 256 adds the values j, j + 256, ...; the
+    lanes are folded by halves, 128, 64, ..., 1; the blocks are added in order. The last block is padded with zeros.
     The sum of logarithms is the logarithm of a product: significands are multiplied and exponents added, which takes
     one logarithm in all and is more accurate than a sum of rounded ones.
     """
@@ -65,9 +65,9 @@ def _of_blocks(values: Array) -> tuple[Array, Array]:
 
 
 def blocks(values: Array, size: int) -> Iterator[Array]:
-    """Yield the values in whole blocks of a power of two, many at a time, the last one filled up with zeros.
+    """Yield the values in whole blocks of a power of two, many at a time, the last one padded with zeros.
 
-    float16 comes as float32, in pieces that stay in the cache.
+    float16 is converted to float32, in pieces that fit the cache.
     """
     wide = np.promote_types(values.dtype, np.float32)
     full, piece = values.size // size * size, _LONGEST if values.dtype == wide else _PIECE
@@ -95,7 +95,7 @@ def _add_blocks(values, block_sums, block_counts):  # type: ignore[no-untyped-de
 
 @jit
 def _add_up(sums, counts, totals, numbers):  # type: ignore[no-untyped-def]
-    """Add the sums of blocks, in order, to `totals` and `numbers`. The product goes with a power of two."""
+    """Add the sums of blocks, in order, to `totals` and `numbers`. The product is kept with a power of two."""
     for i in range(len(sums)):
         totals[0] += sums[i, 0]
         totals[1] += sums[i, 1]
@@ -115,7 +115,7 @@ def _clear(sums, counts):  # type: ignore[no-untyped-def]
 
 @jit
 def _add_row(row, sums, counts):  # type: ignore[no-untyped-def]
-    """Add one value to each lane. A loop with fewer arrays than all of them is vectorised with less ado."""
+    """Add one value to each lane. Separate from the other loops, which makes it simpler to vectorise."""
     absolute, squares, largest, product = sums[0], sums[1], sums[2], sums[3]
     nonzeros, exponents = counts[0], counts[1]
     for j in range(_LANES):

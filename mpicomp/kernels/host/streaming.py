@@ -1,7 +1,7 @@
-"""Passes over dense vectors that are longer than the cache: what they write goes past it.
+"""Passes over dense vectors that are longer than the cache, with stores that bypass it.
 
-An ordinary store first reads the line that it is to change. One that does not, a non-temporal one, spares a quarter of
-the memory traffic of a sum, and leaves the cache to what is read again soon.
+An ordinary store first reads the cache line that it changes. A non-temporal one does not: it saves a quarter of the
+memory traffic of a sum, and leaves the cache to data that is read again soon.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ from mpicomp.kernels.host.bits import Array, as_writable, jit
 from mpicomp.kernels.host.instructions import LINE, store_sum
 from mpicomp.threads import in_pieces
 
-LONG = 1 << 20  # bytes: what is shorter may be in the cache when it is read next
+LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
 
 
 def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int = LONG) -> None:
-    """Write ``a + b`` to `out`, bit for bit what ``numpy.add`` does; 1-d, of one dtype and length.
+    """Write ``a + b`` to `out`, bitwise as ``numpy.add`` does; 1-d, of one dtype and length.
 
-    threads: the most threads; None for `threads.count`. long: bytes of `out` from which on it is written past the
-    cache, if all three are contiguous and aligned.
+    threads: the most threads; None for `threads.count`. long: the least bytes of `out` for stores that bypass
+    the cache, if all three are contiguous and aligned.
     """
     if not is_streamed(a, b, out, long):
         np.add(a, b, out=out)
@@ -32,21 +32,21 @@ def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int
 
 
 def clear(out: Array) -> None:
-    """Make all values of `out` zero; a contiguous array byte by byte, which NumPy does at twice the speed.
+    """Make all values of `out` zero; a contiguous array as bytes, which NumPy clears twice as fast.
 
-    On one thread: it fills memory as fast as two do.
+    On one thread, which saturates the memory.
     """
     contiguous = out.flags.c_contiguous
     (out.reshape(-1).view(np.uint8) if contiguous else out)[...] = 0
 
 
 def is_streamed(a: Array, b: Array, out: Array, long: int) -> bool:
-    """Say whether a sum is long enough to be written past the cache, and of arrays that a kernel takes."""
+    """Return whether a sum is long enough to bypass the cache, and its arrays can be passed to a kernel."""
     return out.nbytes >= long and out.dtype != np.float16 and all(_in_order(each) for each in (a, b, out))
 
 
 def values_before_line(out: Array) -> int:
-    """Return the number of values before the first cache line that lies within an array."""
+    """Return the number of values before the first whole cache line of an array."""
     return min(out.size, -out.ctypes.data % LINE // out.itemsize)
 
 
@@ -56,7 +56,7 @@ def _in_order(array: Array) -> bool:
 
 @jit
 def _add(a, b, out, head):  # type: ignore[no-untyped-def]
-    """Add line by line of `out`; the first whole one begins behind `head` values."""
+    """Add line by line of `out`; the first whole one begins after `head` values."""
     step = LINE // out.itemsize
     lines = (out.size - head) // step
     for i in range(head):

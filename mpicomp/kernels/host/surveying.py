@@ -1,6 +1,6 @@
-"""A survey of a gradient: sums in one read, and beside them the few values that what comes next is expected to need.
+"""A survey of a gradient: sums in one read, and the few values that the next steps are expected to need.
 
-For speed 32 values at a time are added in the format of the data, and those sums in float64; the order is fixed.
+For speed 32 values at a time are added in the format of the data, and their sums in float64; the order is fixed.
 """
 
 import math
@@ -15,36 +15,36 @@ from mpicomp.kernels.host.instructions import lowest
 from mpicomp.kernels.host.selection import Found, first_above
 from mpicomp.kernels.host.statistics import blocks
 
-_COLUMNS, _ROWS, _AT_ONCE = 32, 32, 8  # of a tile: a bit of a word stands for each row
+_COLUMNS, _ROWS, _AT_ONCE = 32, 32, 8  # of a tile: each row has a bit in a word
 _TILE = _COLUMNS * _ROWS
 _COLUMN_BITS = np.uint32(1) << np.arange(_COLUMNS, dtype=np.uint32)
 _GROUPS = 16  # of columns
-_STRETCH, _LANES = 16, 64  # tiles that are added up one after the other, and lanes that such stretches are dealt to
-_LINE, _STRIDE = 16, 1024  # values of a sample that lie together, and from one such place to the next
+_STRETCH, _LANES = 16, 64  # tiles of a stretch, and lanes to which the stretches are assigned in turn
+_LINE, _STRIDE = 16, 1024  # consecutive values of a sample, and the distance from one such run to the next
 
 
 class Sums(NamedTuple):
     """Sums over the magnitudes above a threshold, shifted by it; above 0 these are the non-zeros."""
 
     entries: float
-    total: float  # sum of |x| - threshold; NaN or infinite when a value is, or when the sum overflows
+    total: float  # sum of |x| - threshold; NaN or infinite if a value is, or if the sum overflows
     squares: float  # sum of (|x| - threshold)^2
 
 
 class Survey(NamedTuple):
-    """What one read tells of a vector: see `survey`.
+    """The result of one read of a vector; see `survey`.
 
-    Where `complete` is False there was no room to write down what lies between the thresholds, and above the cut.
+    If `complete` is False there was not enough room for the values between the thresholds, or above the cut.
     """
 
     columns: Array  # float64 of shape (6, 32): for each column of the tiles the sums of all, then those above `high`
     low: float
     high: float
     cut: float
-    shift: float  # what the sums above `high` are shifted by: `high`, rounded down to the format of the values
+    shift: float  # the shift of the sums above `high`: `high`, rounded down to the format of the values
     between: Array  # float64: the magnitudes m with low < m <= high
-    positions: Array  # intp, in order but for those within a tile: where a magnitude exceeds the cut
-    values: Array  # the values there
+    positions: Array  # intp, of the magnitudes above the cut; ordered by tiles, not within a tile
+    values: Array  # the values at these positions
     complete: bool
 
     def all(self) -> Sums:
@@ -62,12 +62,12 @@ class Survey(NamedTuple):
             return None
         entries, total, squares = _folded(self.columns[3:])
         over = np.maximum(self.between - threshold, 0)
-        step = self.shift - threshold  # not negative but for rounding, so that no digits cancel
+        step = self.shift - threshold  # no term is negative, but for rounding, so that no digits cancel
         squares += step * (2 * total + step * entries) + float(np.square(over).sum())
         return Sums(entries + np.count_nonzero(over), total + step * entries + float(over.sum()), squares)
 
     def exceeding(self, threshold: float) -> Found | None:
-        """Return what `exceeding` returns for the whole vector; None when the threshold lies below the cut."""
+        """Return what `exceeding` returns for the whole vector; None if the threshold is below the cut."""
         if not (self.complete and self.cut <= threshold):
             return None
         form = FORMATS[self.values.dtype]
@@ -80,17 +80,17 @@ class Survey(NamedTuple):
 
 
 def survey(values: Array, low: float = 0.0, high: float = 0.0, cut: float = math.inf, share: float = 0.01) -> Survey:
-    """Return in one read the sums over all magnitudes of `values`, those above `high`, and what lies about thresholds.
+    """Return in one read the sums over all magnitudes of `values` and over those above `high`, and some of the values.
 
-    values: as for `moments`. low, high, cut: thresholds, 0 <= low <= high <= cut. What is between the first two is
-    written down, so that the sums above any threshold there are exact; so is, with positions, what exceeds the cut.
-    share: of the values, for which there is room.
+    values: as for `moments`. low, high, cut: thresholds, 0 <= low <= high <= cut. The magnitudes between the
+    first two are stored, so that the sums above any threshold there are exact; so are, with positions, the values above
+    the cut. share: the fraction of the values for which there is room.
 
-    The order of the additions is fixed. In tiles of 1024 values column j of 32 adds up the values j, j + 32, ... of the
-    tile: by eight, and the four sums of eight, in the format of the values (float16 as float32), scaled by a power of
-    two so that squares are in range. In float64 the tiles of a stretch of 16 are added in order, stretch s on lane
-    s mod 64, on each lane in order; then the lanes by halves, 32, 16, ..., 1; then the columns by halves. A sum of
-    float32 so has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) when roundings are random.
+    The order of the additions is fixed. In tiles of 1024 values column j of 32 adds the values j, j + 32, ... of the
+    tile: eight at a time, then the four sums of eight, in the format of the values (float16 as float32), scaled by a
+    power of two so that squares are in range. In float64 the tiles of a stretch of 16 are added in order, stretch s on
+    lane s mod 64, on each lane in order; then the lanes by halves, 32, 16, ..., 1; then the columns by halves. A sum
+    of float32 has a relative error of at most 1e-6, and of about 1e-8 / sqrt(n / 32) for random rounding errors.
     """
     values, thresholds = as_writable(values), (low, high, max(high, cut))
     return in_range(
@@ -103,8 +103,8 @@ def survey(values: Array, low: float = 0.0, high: float = 0.0, cut: float = math
 def in_range(read: Callable[[float], Survey], few: float, largest: Callable[[], float]) -> Survey:
     """Return a survey at a scale at which its squares are in range.
 
-    read: surveys, scaled by a magnitude. few: the largest of a few magnitudes; it will do, unless they are zeros or so
-    small that squares overflow. largest: finds the largest of all.
+    read: returns a survey scaled by a magnitude. few: the largest of a few magnitudes; it is used unless it is zero, or
+    so small that squares overflow. largest: returns the largest of all.
     """
     found = read(few) if few else None
     if found is None or not np.isfinite(found.columns[2]).all():
@@ -114,7 +114,7 @@ def in_range(read: Callable[[float], Survey], few: float, largest: Callable[[], 
 
 
 def sample(values: Array) -> Array | None:
-    """Return one of 64 values, in tiles for `survey`: each column has places of its own. None of a short vector."""
+    """Return a 64th of the values, in tiles for `survey`, whose columns are separate samples; None if it is short."""
     tiles = values.size // (_STRIDE * _COLUMNS)
     if tiles < _LINE:
         return None
@@ -125,7 +125,7 @@ def sample(values: Array) -> Array | None:
 
 
 class Limits(NamedTuple):
-    """What values are compared with, and scaled by, in the format that they are added in."""
+    """The numbers to compare and to scale values with, in the format in which they are added."""
 
     wide: np.dtype[Any]
     keys: Array  # a magnitude's bits, and the least keys above low, high and the cut
@@ -163,8 +163,8 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
 def unscaled(sums: Array, length: int, scale: float) -> Array:
     """Return the columns of a survey.
 
-    sums: for each column absolute, squares, excess and its squares, all scaled, nonzeros and what is not above `high`,
-    of `length` values with the zeros that fill up the last tile.
+    sums: for each column absolute, squares, excess and its squares, all scaled, and the numbers of nonzeros and of
+    values not above `high`, of `length` values with the zeros that pad the last tile.
     """
     absolute, squares, excess, excess_squares, nonzeros, not_above = sums.reshape(6, _COLUMNS)
     above = length // _COLUMNS - not_above
@@ -174,7 +174,7 @@ def unscaled(sums: Array, length: int, scale: float) -> Array:
 
 
 def _scale(largest: float, dtype: np.dtype[Any]) -> Any:
-    """Return the power of two that brings a magnitude to between 1/2 and 1, as far as the format has it."""
+    """Return the power of two that scales a magnitude to between 1/2 and 1, within the range of the format."""
     limits = np.finfo(dtype)
     exponent = math.frexp(largest)[1] if math.isfinite(largest) else 0
     return dtype.type(2.0 ** -min(max(exponent, 3 - limits.maxexp), -limits.minexp))
@@ -252,11 +252,11 @@ def _compile_as_floating(key):  # type: ignore[no-untyped-def]
 
 @jit
 def _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks):  # type: ignore[no-untyped-def]
-    """Add a tile to the sums of its columns, by eight, and shift into a word of each which are to be written down.
+    """Add a tile to the sums of its columns, eight at a time, and collect for each column a word of values to store.
 
-    The sign of a difference of keys says which is the larger; there are no branches and no masks, so that this
-    becomes vector instructions of the full width. The two buffers are one: where they lay at the same places of two
-    pages, a processor would take them for each other.
+    Keys are compared by the sign of their difference, without branches and masks, so that this compiles to vector
+    instructions of the full width. The two buffers are one allocation, as at the same offsets of two pages they would
+    cause false dependencies.
     """
     integer, zero = tile.dtype.type, partial.dtype.type(0)
     for row in range(0, _ROWS, _AT_ONCE):
@@ -289,7 +289,7 @@ def _add_tile(tile, mask, low, high, cut, scale, shift, partial, marks):  # type
 
 @jit
 def _close_tile(partial, marks, sums):  # type: ignore[no-untyped-def]
-    """Add the sums of a tile to those of its stretch, clear them, and return the set of the columns that have hits."""
+    """Add the sums of a tile to those of its stretch, clear them, and return the set of columns with hits."""
     for j in range(4 * _COLUMNS):
         sums[j] += partial[j]
         partial[j] = 0
@@ -302,7 +302,7 @@ def _close_tile(partial, marks, sums):  # type: ignore[no-untyped-def]
 
 @jit
 def _write_down(tile, first, limits, columns, hits, positions, found, between, filled):  # type: ignore[no-untyped-def]
-    """Append each hit to both buffers, and count it in one: without a branch, which would be foreseen badly."""
+    """Append each hit to both buffers, and count it in one; without branches, which would be unpredictable."""
     count, held = np.uint64(filled[0]), np.uint64(filled[1])
     unused = np.uint64(8 * hits.itemsize - _ROWS)
     while columns != np.uint64(0):
@@ -322,7 +322,7 @@ def _write_down(tile, first, limits, columns, hits, positions, found, between, f
 
 @jit
 def _keep(positions, bits, mask, floor, kept, found):  # type: ignore[no-untyped-def]
-    """Copy what is at or above `floor`, put in order: an entry goes before the few of its tile that it precedes."""
+    """Copy the entries at or above `floor` in order, by insertion before the few of its tile that an entry precedes."""
     count = 0
     for i in range(positions.size):
         if bits.dtype.type(bits[i] & mask) >= floor:
@@ -337,9 +337,9 @@ def _keep(positions, bits, mask, floor, kept, found):  # type: ignore[no-untyped
 
 @jit
 def _take(values, taken):  # type: ignore[no-untyped-def]
-    """Fill `taken` with 16 values from each stride; those of one place go to one column of a tile.
+    """Fill `taken` with 16 consecutive values from each stride, which are written to one column of a tile.
 
-    The first value of all places of a row of columns is read before the others, so that memory answers at once.
+    One value for each column of a row is read before the others, so that the loads overlap.
     """
     seen = values.dtype.type(0)
     for i in range(taken.size // (_LINE * _COLUMNS)):

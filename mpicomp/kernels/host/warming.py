@@ -1,4 +1,4 @@
-"""Compile every kernel, or load it from Numba's cache, before it is needed: by running it on a few values."""
+"""Compile every kernel, or load it from Numba's cache, by running it on a few values."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ MODULES = (bits, coding, fused, merging, selection, statistics, streaming, surve
 
 
 class Step(NamedTuple):
-    """How far it is: calls done, calls in all, and how many kernels were compiled rather than loaded so far."""
+    """Progress: calls done, calls in all, and the number of kernels that were compiled, not loaded, so far."""
 
     done: int
     total: int
@@ -30,7 +30,7 @@ def warm_up(dtype: DTypeLike, index_dtype: DTypeLike) -> Iterator[Step]:
 
 
 def _compiled() -> int:
-    """Return how often a kernel was not in the cache."""
+    """Return the number of kernels that were not in the cache."""
     kernels = (kernel for module in MODULES for kernel in vars(module).values() if hasattr(kernel, "stats"))
     return sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
 
