@@ -7,19 +7,18 @@ ranks, as MPI asks of its own collectives.
 
 from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
-from collectives.cyclic_leader import CyclicLeader
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.exchange import GradientExchange
+from collectives.exchange.statistics import Statistics
+from collectives.faults.recovery import agree, shrink
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
-from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
-from collectives.profiles import ProfileError
-from collectives.progress import Request, configure
-from collectives.recovery import agree, saving, shrink
+from collectives.plan import CyclicLeader, SupportPlan, aligned_allreduce, aligned_iallreduce
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
-from collectives.statistics import Statistics
-from collectives.transport import Traffic, traffic
+from collectives.runtime.engine import Request, configure
+from collectives.runtime.link import Traffic, traffic
 from collectives.warming import warm_up
+from mpicomp.errors import ProfileError
 
 __all__ = [
     "CyclicLeader",
@@ -37,7 +36,6 @@ __all__ = [
     "dense_iallreduce",
     "gtopk_allreduce",
     "gtopk_iallreduce",
-    "saving",
     "shrink",
     "sparse_allgather",
     "sparse_allreduce",

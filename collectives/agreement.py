@@ -1,108 +1,113 @@
-"""Raise on every rank, or on none.
+"""Agree on an object, or on whether a step succeeded: what ranks do beside the collectives proper.
 
-What must be the same on all ranks, the `Terms`, travels in the envelope of every message. A rank that sees a difference
-stops there, and one that brought a bad argument does not begin: it says to every other rank what it brought, its last
-word, and hears theirs. Who waits for a message of such a rank gets its last word at the latest, and stops as well. In
-every collective's schedule, or in the round of terms before it, a rank hears of every other one before it ends: so all
-ranks know, and all raise.
-
-Two schedules need not meet where one of them begins with a message of every rank to every other one, as the exact
-gTop-k does: no rank of the other schedule waits in vain for one of this kind, which has sent to all, and what this one
-waits for is a message of the other schedule, or a last word.
+Rounds: 2 ceil(lg P) of small messages for an object, those of MPI's allreduce of one number for a step. Objects are
+sent by the library's own messages, and whether a step failed is MPI's sum on the library's copy of the communicator: so
+deadlines hold for both, and a rank's error reaches all ranks.
 """
 
-import json
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any
 
-from collectives.channel import Channel, DisagreementError
-from collectives.messages import Steps
-from collectives.terms import Terms
+import numpy as np
+
+from collectives.collective import NOTHING, Call, collective
+from collectives.faults import recovery
+from collectives.faults import ulfm as failure
+from collectives.runtime.group import DisagreementError, Group
+from collectives.runtime.messages import Steps
 from mpicomp.errors import CollectiveError
-
-T = TypeVar("T")
-
-
-class Account(Protocol):
-    """What the debug mode asks of an operation; see `collectives.checking`."""
-
-    def account(self, result: Any) -> dict[str, Any]:
-        """Return this rank's part, in numbers."""
-        ...
-
-    def judge(self, accounts: list[dict[str, Any]]) -> None:
-        """Raise on all ranks where the parts do not add up."""
-        ...
+from mpicomp.vector import SparseVector
 
 
-_ALIGNED = (
-    "; aligned supports come from CyclicLeader, and from RandomK and BlockRandomK with aligned=True and the same "
-    "seed and step on all ranks; for another compressor take sparse_allreduce"
-)
+def no_vectors(result: Any) -> tuple[list[Any], list[Any]]:
+    """Promise nothing of vectors."""
+    return [], []
 
 
-def all_or_none(channel: Channel, steps: Steps[T], watch: Account | None = None) -> Steps[T]:
-    """Run an operation's steps to their end; then return their result on every rank, or raise on every rank.
+@collective(no_vectors)
+def _gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
+    contribution: Any = value if isinstance(value, Exception) else NOTHING
+    return Call(contribution, comm, own={"value": value}, operation=operation)
 
-    watch: with it the ranks also report what it says of the result, and it may raise.
 
-    Raises this rank's own error where it brought one, else CollectiveError naming the ranks and what they brought.
+@_gather_objects.algorithm
+def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
+    return (yield from group.gather_objects(value))
+
+
+def gather_objects(value: Any, comm: Any, operation: str) -> list[Any]:
+    """Return every rank's value, in rank order, on all ranks.
+
+    value: what JSON can hold; or an exception, which is raised here, and CollectiveError that names it on the others.
+    operation: what this is called in errors; ranks that call another operation raise CollectiveError.
     """
-    if channel.error is None:
-        try:
-            result = yield from steps
-            if watch is not None:
-                accounts = yield from channel.gather_texts(json.dumps(watch.account(result)))
-                watch.judge([json.loads(account) for account in accounts])
-            return result
-        except DisagreementError:
-            pass
-    words = yield from channel.last_words(_report(channel))
     try:
-        if channel.error is not None:
-            raise channel.error
-        raise CollectiveError(verdict(channel.terms.operation, [json.loads(each) for each in words]))
+        return _gather_objects(value, comm, operation)
     finally:
-        del channel, steps  # else the error, its traceback and this frame hold each other
+        del value  # an error, its traceback and this frame would hold each other
 
 
-def verdict(operation: str, reports: list[dict[str, Any]]) -> str:
-    """Return the message that names who brought what; `reports` stand in rank order."""
-    faults = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if report["error"]]
-    sound = {rank: report["terms"] for rank, report in enumerate(reports) if not report["error"]}
-    for field in Terms._fields:  # in their order: where the first ones differ, so does what follows
-        brought: dict[Any, list[int]] = {}
-        for rank, terms in sound.items():
-            brought.setdefault(terms[field], []).append(rank)
-        if len(brought) > 1 and field == "support":
-            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, brought.values()))
-            faults.append(differ + (_ALIGNED if operation == "aligned_allreduce" else ""))
-        elif len(brought) > 1:
-            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in brought.items())
-            faults.append(f"{field} must be the same on all ranks, got {who}")
-            if field in ("operation", "votes"):
-                break
-    return f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
+def check_same(what: str, given: list[dict[str, str]]) -> None:
+    """Raise CollectiveError where what the ranks gave, by name, is not the same; alike on all that have it."""
+    for rank, theirs in enumerate(given):
+        for name in given[0] | theirs:
+            first, here = given[0].get(name, "missing"), theirs.get(name, "missing")
+            if first != here:
+                raise CollectiveError(
+                    f"all ranks must have the same {what}: {name!r} is {first} on rank 0, and {here} on rank {rank}"
+                )
 
 
-def _report(channel: "Channel") -> str:
-    error = None if channel.error is None else f"{type(channel.error).__name__}: {_words(channel.error)}"
-    return json.dumps({"terms": channel.terms._asdict(), "error": error})
+@collective(no_vectors)
+def _raise_together(error: Exception | None, comm: Any, operation: str) -> Call[None]:
+    return Call(NOTHING, comm, own={"error": error}, operation=operation)
 
 
-def _words(error: Exception) -> str:
+@_raise_together.algorithm(meets=True)
+def _compare(vector: SparseVector, group: Group, error: Exception | None) -> Steps[None]:
+    failed = np.array([error is not None], np.float32)
+    total = np.empty_like(failed)
+    with group.turn() as turn:
+        yield (turn,)
+        summing = group.reduce(failed, total)
+    yield (summing,)
+    if total[0]:
+        group.error = error
+        raise DisagreementError
+
+
+def raise_together(error: Exception | None, comm: Any, operation: str) -> None:
+    """Raise on all ranks where one has an error: that error on its own rank, CollectiveError on the others.
+
+    All ranks have completed the same collectives: so MPI's own sum of who failed is enough, which is faster than
+    messages with the signature of each rank's call. Those follow where the sum is not zero.
+    """
     try:
-        return str(error)
-    except Exception:  # its own fault must not keep the other ranks waiting
-        return "(it cannot be printed)"
+        _raise_together(error, comm, operation)
+    finally:
+        del error  # it, its traceback and this frame would hold each other
 
 
-def named_ranks(ranks: list[int]) -> str:
-    """Return "rank 3", "ranks 0-2" or "ranks 0, 2, 5": runs of more than two are joined."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown)
+def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:
+    """Return on all ranks that live, where none has an error and none died; else raise on all of them."""
+    if not failure.survives():
+        raise_together(error, comm, operation)
+    elif not recovery.agree(error is None, comm):
+        try:
+            raise error or CollectiveError(
+                f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
+            )
+        finally:
+            del error
+
+
+def note_failure(error: Exception, comm: Any, operation: str, *, known: bool) -> None:
+    """Take part in `agree_to_keep` with a step that failed here, and raise nothing: the error itself says more.
+
+    known: to all ranks, as a collective raised it; then they wait for each other only where MPI survives a death.
+    """
+    with suppress(Exception):
+        if failure.survives():
+            recovery.agree(False, comm)
+        elif not known:
+            raise_together(error, comm, operation)

@@ -7,34 +7,32 @@ Rounds and bytes: README.md beside this file. Invariant: each algorithm adds in 
 ranks (and where nodes play a part, on their places) alone, and an entry is added up in one place or, bit for bit alike,
 in several: all ranks hold the same bits.
 
-Differences from the papers: any number of ranks; parts of unequal size; a piece travels as a bitmap or a dense range as
-soon as its own count makes that smaller; shares that hold about as many entries each, wherever those stand; a survey
-(`survey.py`) comes first.
+Differences from the papers: any number of ranks; parts of unequal size; a piece is sent as a bitmap or a dense range as
+soon as its own count makes that smaller; shares that hold about as many entries each, wherever those are; a metadata
+exchange comes first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from collectives import tuning
-from collectives.channel import Channel, Offer
-from collectives.messages import Steps
-from collectives.operation import begin, sound
-from collectives.partition import Ranges, equal_ranges
-from collectives.patterns import add, agreed, doubling, folded, hand_down, reduce_up
-from collectives.progress import Request
-from collectives.reduce_scatter import split
+from collectives.choice import Case
+from collectives.choice.metadata import PARTITIONS, Metadata, exchange_metadata, is_short
+from collectives.collective import Call, collective, sound
+from collectives.partition import Blocks, Ranges, equal_ranges
+from collectives.patterns import add, doubling, folded, hand_down, reduce_up
+from collectives.reduce_scatter import scatter, sum_of_share
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
 from collectives.schedule import halving
-from collectives.survey import PARTITIONS, Survey, look_around
-from collectives.votes import counting, with_votes
-from mpicomp.arrays import beside, kernels_for, to_numpy
-from mpicomp.vector import SparseVector, add_up
-
-Choice = tuple[str, Survey]  # an algorithm, and what it has to know
+from collectives.votes import gather_votes
+from mpicomp.arrays import Array, beside, kernels_for, to_numpy
+from mpicomp.vector import SparseVector, add_up, count_up
 
 
+@collective(gives_sum=True)
 def sparse_allreduce(
     vector: SparseVector,
     comm: Any,
@@ -43,231 +41,224 @@ def sparse_allreduce(
     partition: str = "auto",
     codec: str = "auto",
     votes: bool = False,
-) -> Any:
+) -> Call[Any]:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    comm: an mpi4py intracommunicator.
     algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "dense_mpi": MPI's
-    own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); with the nodes in mind
-    "node_leaders" or "node_lanes"; or "auto", which takes one by the profile of the communicator (`mpicomp tune`),
-    without one by `collectives.tuning.choose_allreduce`.
-    partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of where the entries
-    stand, "hashed" blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless
-    one would get over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges, "dense_mpi" cuts none.
-    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
-    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
-    votes: count the ranks that bring each entry as well, for the bytes of one more value an entry; the same on all.
+    own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node
+    "node_leaders" or "node_lanes"; or "auto", the fastest one by the table of `mpicomp tune`, or else by the formulas
+    of `collectives.choice`.
+    partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of the indices, "hashed"
+    blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless one would get
+    over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges, "dense_mpi" cuts none.
+    votes: count the ranks that contribute each entry as well (`collectives.votes`); the same on all ranks.
 
-    Before anything else the ranks tell each other what they bring, in ceil(lg P) small messages; "auto" does without
-    for up to 4 ranks (`collectives.tuning.without_survey`).
+    The ranks first exchange their metadata in ceil(lg P) small messages; "auto" does without for two ranks, and sends
+    small vectors in these messages.
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero stay in
     it; "dense" and "dense_mpi" have every position as an entry. It may share memory with `vector`. With votes (sum,
     counts) is returned: int64, one for each entry.
-
-    Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_iallreduce(vector, comm, algorithm=algorithm, partition=partition, codec=codec, votes=votes).wait()
+    arguments = {"partition": partition, "votes": votes}
+    return Call(vector, comm, algorithm, codec, arguments, prepare=with_partition)
 
 
-def sparse_iallreduce(
-    vector: SparseVector,
-    comm: Any,
-    *,
-    algorithm: str = "auto",
-    partition: str = "auto",
-    codec: str = "auto",
-    votes: bool = False,
-) -> Request[Any]:
-    """Start `sparse_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    terms: dict[str, Any] = {"partition": partition, "votes": votes}
-    return begin("sparse_allreduce", CHOICES, vector, comm, algorithm, codec=codec, prepare=PREPARE, **terms)
+sparse_iallreduce = sparse_allreduce.nonblocking
 
 
-def with_partition(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
-    """Return the vector if it is sound, and so is the partition among the terms."""
-    if not (isinstance(terms["partition"], str) and terms["partition"] in PARTITIONS):
-        raise ValueError(f"partition is {terms['partition']!r}: expected one of {list(PARTITIONS)}")
-    return sound(vector, terms, size)
+def with_partition(call: Call[Any], size: int) -> SparseVector:
+    """Return the vector if it is sound, and so is the partition among the arguments."""
+    partition = call.arguments["partition"]
+    if not (isinstance(partition, str) and partition in PARTITIONS):
+        raise ValueError(f"partition is {partition!r}: expected one of {list(PARTITIONS)}")
+    return sound(call, size)
 
 
-def auto(offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Run what the survey suggests; few ranks need none, or by a profile no more than the sum of their counts."""
-    return (yield from in_turn(partial(chosen, whole=True), offer, channel))
+Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
+Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
+Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
+UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
+ALGORITHMS: dict[str, Sum] = {}
 
 
-def in_turn(choose: Callable[[Offer, Channel], Steps[Choice]], offer: Offer, channel: Channel) -> Steps[SparseVector]:
+def algorithm(function: Sum) -> Sum:
+    """Declare an algorithm of `sparse_allreduce`; when it is named, the ranks first agree on it."""
+    name = function.__name__
+    ALGORITHMS[name] = function
+    sparse_allreduce.algorithm(partial(run_chosen, partial(agree_on, name)), name=name, meets=True)
+    return function
+
+
+def run_chosen(choose: Choose, vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
     """Choose, and run what is chosen: MPI's own allreduce in the order in which the operations began."""
-    with channel.turn() as turn:
-        name, survey = yield from choose(offer, channel)
+    total = None
+    with group.turn() as turn:
+        name, metadata = yield from choose(vector, group, partition)
         if name == "dense_mpi":
             yield (turn,)
-            return (yield from ALGORITHMS[name](offer, channel, survey))
-    return (yield from ALGORITHMS[name](offer, channel, survey))
+            total = yield from ALGORITHMS[name](vector, group, metadata)
+    if votes:
+        return (yield from run_counting(name, total, vector, group, metadata))
+    return (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
 
 
-def chosen(offer: Offer, channel: Channel, *, whole: bool) -> Steps[Choice]:
-    """Choose by what the ranks bring. whole: these are all ranks of MPI's communicator, and take their turn."""
-    nodes, vector = channel.node_sizes(), offer.vector
-    nothing = Survey([], [], vector.length)
-    name = tuning.without_survey(nodes)
-    if name is not None and channel.tuner.worth_asking(vector.length, vector.value_nbytes, nodes):
-        entries = yield from counted_by(name, offer, channel)
-        known = vector.length, entries / channel.size, vector.value_nbytes, nodes
-        name, _ = channel.tuner.fastest(*known, whole=whole)
-    if name in UNSAMPLED:
-        return name, nothing
-
-    def best(counts: list[int]) -> str:
-        return channel.tuner.allreduce(vector.length, counts, vector.value_nbytes, nodes, whole=whole)
-
-    # Samples are this rank's own affair: it brings them where what all bring, if it is like its own, is to be cut.
-    cut = (name or best([vector.nnz] * channel.size)) not in UNSAMPLED or channel.terms.partition == "sampled"
-    survey = yield from look_around(offer, channel, sampling=cut)
-    return name or best(survey.counts), survey
+def run_counting(
+    name: str, total: SparseVector | None, vector: SparseVector, group: Group, metadata: Metadata
+) -> Steps[tuple[SparseVector, Array]]:
+    """Run an algorithm, unless its sum is known, and return the sum and its votes."""
+    if name == "allgather" or (name == "recursive_doubling" and group.size == 2):
+        parts = yield from all_vectors(vector, group, metadata)
+        return add_up(parts), count_up(parts).values.astype(np.int64)
+    shares: Ranges | Blocks = equal_ranges(vector.length, group.size)
+    if name == "split_allgather":
+        shares = metadata.shares(group.size)
+        received = yield from scatter(vector, group, shares)
+        total = yield from all_shares(add_up([theirs for theirs, _ in received]), group, shares)
+    else:
+        total = (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
+        received = yield from scatter(vector.support(), group, shares)
+    counts = count_up([theirs for theirs, _ in received])
+    return total, (yield from gather_votes(total, counts, shares, group))
 
 
-def counted_by(name: str, offer: Offer, channel: Channel) -> Steps[int]:
-    """Return how many entries all ranks bring, over the schedule of `name`, the algorithm that takes no survey.
+def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: bool = True) -> Steps[Choice]:
+    """Choose by what the ranks contribute.
 
-    Whether it is worth asking is a function of the length, which is not compared before: a rank that asks and one that
-    does not have to meet, and then know of each other. Both schedules let every rank hear of every other.
+    Two ranks need no metadata: no algorithm sends less than the vectors. Small vectors of all ranks are in the metadata
+    exchange itself. whole: the group is all ranks of MPI's communicator, which take their turn to call MPI's own
+    allreduce.
     """
-    outline = Offer(channel.nothing, offer.vector.nnz)
-    if name == "allgather":
-        return sum(theirs.k for theirs in (yield from channel.gather(outline)))
+    nodes = group.node_sizes()
+    if group.size <= 2:
+        return "recursive_doubling", Metadata([], [], vector.length)
+    bits = 8.0 * vector.value_nbytes
+    if len(nodes) > 1:
+        bits = 8 * group.coding(vector).values.nbytes(vector.values.size) / max(1, vector.nnz)
 
-    def total(ours: Offer, theirs: Offer, block: int) -> Offer:
-        return Offer(ours.vector, ours.k + theirs.k)
+    def best(entries: float, bits: float, overlap: float) -> str:
+        about = vector.length, entries, overlap, vector.value_nbytes, bits, len(nodes) > 1
+        case = Case(group.size, *about)
+        return str(group.link.choice.algorithm("sparse_allreduce", case, nodes, whole=whole))
 
-    return (yield from folded(outline, channel, total, partial(doubling, channel=channel, combine=total))).k
-
-
-def named(name: str, offer: Offer, channel: Channel) -> Steps[SparseVector]:
-    """Run what the caller named."""
-    return (yield from in_turn(partial(agreed_on, name), offer, channel))
-
-
-def agreed_on(name: str, offer: Offer, channel: Channel) -> Steps[Choice]:
-    """Look around for what the caller named, once it is clear that all ranks did: two schedules would not meet.
-
-    Where "auto" begins with recursive doubling, the terms are first compared over its schedule.
-    """
-    if tuning.without_survey(channel.node_sizes()) == "recursive_doubling":
-        yield from agreed(channel)
-    return name, (yield from look_around(offer, channel, sampling=name not in UNSAMPLED))
+    # A rank sends samples where a sum of vectors like its own, with supports that overlap, would cut the index space.
+    cut = partition == "sampled" or (not is_short(vector, group) and best(vector.nnz, bits, 0.5) not in UNSAMPLED)
+    metadata = yield from exchange_metadata(vector, group, partition, sampling=cut, bits=bits)
+    if metadata.vectors:
+        return "allgather", metadata
+    return best(sum(metadata.counts) / group.size, metadata.bits, metadata.overlap), metadata
 
 
-def among_some(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+sparse_allreduce.auto(partial(run_chosen, choose_freely))
+
+
+def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> Steps[Choice]:
+    """Exchange the metadata for what the caller named; ranks that named different algorithms detect it there."""
+    return name, (yield from exchange_metadata(vector, group, partition, sampling=name not in UNSAMPLED))
+
+
+def among_some(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum over some of the ranks: MPI's own allreduce, which is for all of them, is no choice."""
-    name, survey = yield from chosen(offer, channel, whole=False)
-    return (yield from ALGORITHMS[name](offer, channel, survey))
+    name, metadata = yield from choose_freely(vector, group, partition, whole=False)
+    return (yield from ALGORITHMS[name](vector, group, metadata))
 
 
-def allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
-    """Gather all vectors everywhere, and add them up on every rank."""
-    offers = yield from channel.gather(offer)
-    return add_up([theirs.vector for theirs in offers])
+@algorithm
+def allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+    """Gather all vectors everywhere, unless the metadata exchange did, and add them up on every rank."""
+    return add_up((yield from all_vectors(vector, group, metadata)))
 
 
-def recursive_doubling(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+def all_vectors(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[Sequence[SparseVector]]:
+    """Return the vectors of all ranks."""
+    return metadata.vectors or [theirs for theirs, _ in (yield from group.gather(vector))]
+
+
+@algorithm
+def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Add the partner's sum over doubling distances."""
-    return (yield from folded(offer, channel, add, partial(doubling, channel=channel, combine=add))).vector
+    return (yield from folded((vector, 0), group, add, partial(doubling, group=group, combine=add)))[0]
 
 
-def split_allgather(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+@algorithm
+def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Let every rank add up its share, and gather the shares."""
-    partition = survey.shares(channel.size)
-    share = yield from split(offer, channel, partition)
-    shares = yield from channel.gather(Offer(share))
-    return partition.unite([theirs.vector for theirs in shares])
+    shares = metadata.shares(group.size)
+    return (yield from all_shares((yield from sum_of_share(vector, group, shares)), group, shares))
 
 
-def dense(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+def all_shares(share: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[SparseVector]:
+    """Gather what the owners of shares have."""
+    return shares.unite([theirs for theirs, _ in (yield from group.gather(share))])
+
+
+@algorithm
+def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+    """Halve the range that is held with a partner over halving distances, adding; then double it back."""
+    bounds = metadata.ranges(group.core).bounds
+
+    def core(part: Part) -> Steps[Part]:
+        held, (low, high) = part[0], (0, group.core)  # in shares of the index space
+        for partner in halving(group.rank, group.core):
+            middle = (low + high) // 2
+            lower, upper = Ranges((bounds[low], bounds[middle], bounds[high])).cut(held)
+            keep, give = (lower, upper) if group.rank < partner else (upper, lower)
+            low, high = (low, middle) if group.rank < partner else (middle, high)
+            held, _ = add((keep, 0), (yield from group.exchange(give, partner)))
+        return (yield from doubling((held, 0), group, add))  # disjoint ranges: to add is to put together
+
+    return (yield from folded((vector, 0), group, add, core))[0]
+
+
+@algorithm
+def dense(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Let every rank add up its share, and gather the shares as dense pieces."""
-    partition = equal_ranges(survey.length, channel.size)
-    share = yield from split(offer, channel, partition)
-    first, end = partition.bounds[channel.rank : channel.rank + 2]
-    pieces = yield from channel.gather(Offer(share.filled(first, end)))
-    return partition.unite([theirs.vector for theirs in pieces])
+    shares = equal_ranges(metadata.length, group.size)
+    share = yield from sum_of_share(vector, group, shares)
+    first, end = shares.bounds[group.rank : group.rank + 2]
+    return (yield from all_shares(share.filled(first, end), group, shares))
 
 
-def dense_mpi(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+@algorithm
+def dense_mpi(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Fill in the zeros, and let MPI's own allreduce add up, on a rank whose turn it is to call MPI's collectives.
 
-    float16 travels as float32: MPI has no type for it.
+    float16 is sent as float32: MPI has no type for it.
     """
-    vector = offer.vector
     values = vector.to_dense().astype(np.promote_types(vector.dtype, np.float32), copy=False)
-    reduction = channel.endpoint.reduce(to_numpy(values).reshape(-1))
-    yield (reduction,)
-    total = beside(reduction.total, values).astype(vector.dtype, copy=False).reshape(values.shape)
-    indices = kernels_for(total).consecutive(0, survey.length, vector.indices.dtype)
-    return SparseVector(indices, total, survey.length)
+    filled = to_numpy(values).reshape(-1)
+    summed = np.empty_like(filled)
+    yield (group.reduce(filled, summed),)
+    total = beside(summed, values).astype(vector.dtype, copy=False).reshape(values.shape)
+    indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
+    return SparseVector(indices, total, metadata.length)
 
 
-def recursive_halving(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
-    """Halve the range that is held with a partner over halving distances, adding; then double it back."""
-    bounds = survey.ranges(channel.core).bounds
-
-    def core(offer: Offer) -> Steps[Offer]:
-        low, high = 0, channel.core  # in shares of the index space
-        for partner in halving(channel.rank, channel.core):
-            middle = (low + high) // 2
-            lower, upper = Ranges((bounds[low], bounds[middle], bounds[high])).cut(offer.vector)
-            keep, give = (lower, upper) if channel.rank < partner else (upper, lower)
-            low, high = (low, middle) if channel.rank < partner else (middle, high)
-            offer = add(Offer(keep), (yield from channel.exchange(Offer(give), partner)))
-        return (yield from doubling(offer, channel, add))  # disjoint ranges: to add is to put together
-
-    return (yield from folded(offer, channel, add, core)).vector
-
-
-def node_leaders(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+@algorithm
+def node_leaders(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Add up inside each node on its first rank, sum over those, and hand the result down inside."""
-    nodes = channel.nodes()
-    node = channel.among(next(ranks for ranks in nodes if channel.rank in ranks))
-    total = yield from reduce_up(offer, node, add)
+    nodes = group.nodes()
+    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    total, _ = yield from reduce_up((vector, 0), node, add)
     if node.rank == 0:
-        leaders = channel.among([ranks[0] for ranks in nodes])
-        total = Offer((yield from among_some(counted(total.vector), leaders)))
-    return (yield from hand_down(total, node)).vector
+        leaders = group.subgroup([ranks[0] for ranks in nodes])
+        total = yield from among_some(total, leaders, metadata.partition)
+    return (yield from hand_down(total, node))
 
 
-def node_lanes(offer: Offer, channel: Channel, survey: Survey) -> Steps[SparseVector]:
+@algorithm
+def node_lanes(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Split inside each node, sum every share over the ranks that own it in their nodes, and gather inside.
 
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
     """
-    nodes = channel.nodes()
+    nodes = group.nodes()
     lanes = min(len(ranks) for ranks in nodes)
-    node = channel.among(next(ranks for ranks in nodes if channel.rank in ranks))
-    partition = survey.shares(lanes)
-    share = yield from split(offer, node, partition)
+    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    shares = metadata.shares(lanes)
+    share = yield from sum_of_share(vector, node, shares)
     if node.rank < lanes:
-        lane = channel.among([ranks[node.rank] for ranks in nodes])
-        share = yield from among_some(counted(share), lane)
-    shares = yield from node.gather(Offer(share))
-    return partition.unite([theirs.vector for theirs in shares[:lanes]])
-
-
-def counted(vector: SparseVector) -> Offer:
-    """Return a vector as an offer of as many entries as it has."""
-    return Offer(vector, vector.nnz)
-
-
-ALGORITHMS = {
-    "allgather": allgather,
-    "recursive_doubling": recursive_doubling,
-    "split_allgather": split_allgather,
-    "recursive_halving": recursive_halving,
-    "dense": dense,
-    "dense_mpi": dense_mpi,
-    "node_leaders": node_leaders,
-    "node_lanes": node_lanes,
-}
-CHOICES = counting({"auto": auto, **{name: partial(named, name) for name in ALGORITHMS}})
-PREPARE = with_votes(with_partition)
-UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
+        lane = group.subgroup([ranks[node.rank] for ranks in nodes])
+        share = yield from among_some(share, lane, metadata.partition)
+    return shares.unite([theirs for theirs, _ in (yield from node.gather(share))][:lanes])

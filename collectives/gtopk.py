@@ -6,166 +6,215 @@ double recursively, which halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
 The published tree is here as the baseline. `exact` is a reduce-scatter, after which the owners of the shares gather
-their largest entries everywhere, and those that had none dropped in the selection send more (`largest_of_all`): as a
-rule one allgather of few more than k. It searches for no threshold: the rounds of that carry nothing but counts (as in
-P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004). `exact_doubling` adds up
-everything first: no round more than recursive doubling has, and as many bytes as the whole sum, so it is for few ranks,
-fast links or few entries.
+their largest entries; owners of which none was rejected send more (`largest_of_all`). Usually that is one allgather of
+slightly more than k entries. No threshold is searched for: such rounds carry only counts (as in P. Cao and Z. Wang,
+"Efficient top-k query calculation in distributed networks", PODC 2004). `exact_doubling` adds up everything first: it
+has as many rounds as recursive doubling, and sends the bytes of the whole sum; for few ranks, fast links or few
+entries. `node_leaders` is for several ranks on each of several nodes, and exact too: between nodes go the indices of
+each node's sum once, values only at indices that several nodes have, and slightly more than k entries.
 
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
-and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of those as `rejected`.
+and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of these as `rejected`.
 
 Differences from the paper: any P; unequal k; nothing is lost. But for the exact ones, the result is an approximation of
 the k largest of the sum, as in the paper: an entry that is small in every block is dropped though its sum may be large.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from collectives.channel import Channel, Offer
-from collectives.messages import Steps
-from collectives.operation import begin, sound
-from collectives.partition import Ranges, equal_ranges, likely
-from collectives.patterns import agreed, doubling, folded, hand_down, reduce_up
-from collectives.progress import Request
+import numpy as np
+
+from collectives.collective import Call, collective, sound
+from collectives.partition import equal_ranges, likely
+from collectives.patterns import Combine, add, agreed, doubling, folded, hand_down, reduce_up
 from collectives.reduce_scatter import scatter
-from mpicomp.vector import SparseVector, add_up, join, merge, top_k, within, without_zeros
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
+from mpicomp.vector import SparseVector, add_up, count_up, join, merge, parted, top_k, within, without_zeros
 
 Result = tuple[SparseVector, SparseVector]
+LONG = 1 << 19  # values: from here on an algorithm that suits the density saves more than it takes to ask for it
 
 
+def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
+    """Promise the same result on all ranks, and that it and what the ranks rejected is the sum."""
+    return [outcome[0]], [outcome[1]]
+
+
+@collective(result_and_rejected, meet=agreed, gives_sum=True)
 def gtopk_allreduce(
     vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto", codec: str = "auto"
-) -> Result:
+) -> Call[Result]:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
-    vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. comm: an mpi4py
-    intracommunicator. k: at least 1, the same on all ranks; None takes the largest number of entries that a rank
-    contributes, of the ranks that a step joins (so at the end, of all).
-    algorithm: "recursive_doubling" (also "auto"), "tree", or one that gives the true k largest of the sum: "exact",
-    which sends the least, or "exact_doubling", which has the fewest rounds.
-    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
-    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
+    vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. k: at least 1, the same
+    on all ranks; None takes the largest number of entries that a rank contributes, of the ranks whose vectors are
+    merged in a round (so at the end, of all).
+    algorithm: "recursive_doubling", "tree", or one that gives the true k largest of the sum: "exact", which sends the
+    least, "exact_doubling", which adds up everything first, or "node_leaders", for several ranks on each of several
+    nodes. "auto" takes any of these but the tree, whichever is the fastest by k, length, ranks and nodes
+    (`collectives.choice`); in a call without k long vectors count with the largest number of entries, short ones with a
+    thousandth of the length.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must
     keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors: nothing is
-    lost (to the last bit where the additions are exact, as on integer-valued floats).
-    Both may share memory with `vector`.
-
-    Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when length, dtype, k or algorithm differ. TypeError at once when `comm` is no intracommunicator.
+    lost (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with `vector`.
     """
-    return gtopk_iallreduce(vector, comm, k, algorithm=algorithm, codec=codec).wait()
+    compared, own = ({}, {"k": None}) if k is None else ({"k": k}, {})
+    return Call(vector, comm, algorithm, codec, compared, own, prepare=numbers, least_k=1)
 
 
-def gtopk_iallreduce(
-    vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto", codec: str = "auto"
-) -> Request[Result]:
-    """Start `gtopk_allreduce` and return its Request; do not change the vector's arrays before it has ended."""
-    terms: dict[str, Any] = {} if k is None else {"k": k}
-    return begin(
-        "gtopk_allreduce", ALGORITHMS, vector, comm, algorithm, codec=codec, prepare=numbers, least_k=1, **terms
-    )
+gtopk_iallreduce = gtopk_allreduce.nonblocking
 
 
-def numbers(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
+def numbers(call: Call[Any], size: int) -> SparseVector:
     """Return the vector if it is sound; raise ValueError for rows, which have no magnitude to select by."""
-    checked = sound(vector, terms, size)
-    if checked.width is not None:
-        raise ValueError(f"vector has rows of {checked.width} values: gTop-k selects numbers; take sparse_allreduce")
-    return checked
+    vector = sound(call, size)
+    if vector.width is not None:
+        raise ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
+    return vector
 
 
-class Selection:
-    """The k largest of what this rank holds, and what it has to keep of what that dropped."""
+def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, list[SparseVector], Combine]:
+    """Return the k largest of a vector, a list that collects what this rank has to keep, and how to combine two parts.
 
-    def __init__(self, offer: Offer, rank: int) -> None:
-        kept, self.rejected = top_k(offer.vector, offer.k)
-        self.offer, self._rank = Offer(kept, offer.k), rank
-
-    def combine(self, ours: Offer, theirs: Offer, block: int) -> Offer:
-        """Return the k largest of the sum; `block` ranks drop the same, and this one keeps its share of that."""
-        k = max(ours.k, theirs.k)
-        kept, dropped = top_k(merge(ours.vector, theirs.vector), k)
-        self.rejected = merge(self.rejected, dropped.every(block, self._rank % block))
-        return Offer(kept, k)
-
-
-def recursive_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
-    """Merge with a partner at doubling distance and keep the k largest; see the head of this file."""
-    mine = Selection(offer, channel.rank)
-    core = partial(doubling, channel=channel, combine=mine.combine)
-    result = yield from folded(mine.offer, channel, mine.combine, core)
-    return result.vector, mine.rejected
-
-
-def tree(offer: Offer, channel: Channel) -> Steps[Result]:
-    """Select on the way to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
-    yield from agreed(channel)
-    mine = Selection(offer, channel.rank)
-    total = yield from reduce_up(mine.offer, channel, mine.combine)
-    result = yield from hand_down(total, channel)
-    return result.vector, mine.rejected
-
-
-def exact_doubling(offer: Offer, channel: Channel) -> Steps[Result]:
-    """Add up everything with partners at doubling distances, and select once, alike on every rank.
-
-    Every rank keeps what it brought where the sum was dropped.
+    To combine is to keep the k largest of the sum. All ranks of a block reject the same, and each keeps its share.
     """
+    count = vector.nnz if k is None else k
+    kept, rejected = top_k(vector, count)
+    collected = [rejected]
 
-    def combine(ours: Offer, theirs: Offer, block: int) -> Offer:
-        return Offer(merge(ours.vector, theirs.vector), max(ours.k, theirs.k))
+    def combine(ours: Part, theirs: Part, block: int) -> Part:
+        count = max(ours[1], theirs[1])
+        kept, dropped = top_k(merge(ours[0], theirs[0]), count)
+        collected.append(dropped.every(block, group.rank % block))
+        return kept, count
 
-    core = partial(doubling, channel=channel, combine=combine)
-    total = yield from folded(offer, channel, combine, core)
-    result, dropped = top_k(without_zeros(total.vector), total.k)  # what cancelled out is nowhere missing
-    return result, within(offer.vector, dropped)
+    return (kept, count), collected, combine
 
 
-def exact(offer: Offer, channel: Channel) -> Steps[Result]:
+@gtopk_allreduce.auto
+def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+    """Run the algorithm that is the fastest for the length and k.
+
+    Ranks whose call has no k exchange their counts first, for long vectors: over the schedule of recursive doubling, as
+    ranks whose lengths differ have to meet.
+    """
+    asked = k
+    if k is None and vector.length >= LONG and group.size > 2:
+
+        def largest(ours: Part, theirs: Part, block: int) -> Part:
+            return ours[0], max(ours[1], theirs[1])
+
+        core = partial(doubling, group=group, combine=largest)
+        _, asked = yield from folded((group.nothing, vector.nnz), group, largest, core)
+    name = group.link.choice.gtopk(vector.length, asked, vector.value_nbytes, group.node_sizes())
+    result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
+    return result
+
+
+@gtopk_allreduce.algorithm(meets=True)
+def recursive_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+    """Merge with a partner at doubling distance and keep the k largest; see the head of this file."""
+    part, rejected, combine = selecting(vector, group, k)
+    result, _ = yield from folded(part, group, combine, partial(doubling, group=group, combine=combine))
+    return result, add_up(rejected)
+
+
+@gtopk_allreduce.algorithm
+def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+    """Select on the way to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
+    part, rejected, combine = selecting(vector, group, k)
+    total, _ = yield from reduce_up(part, group, combine)
+    result = yield from hand_down(total, group)
+    return result, add_up(rejected)
+
+
+@gtopk_allreduce.algorithm(meets=True)
+def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Add up every share on its owner, and select from what the owners have; see the head of this file.
 
-    Owners keep what is rejected of their shares. The terms take no rounds of their own: every rank sends to every other
-    one at once, and so hears of each (`collectives.agreement`).
+    Owners keep what is rejected of their shares. The call signatures take no rounds of their own: every rank sends to
+    every other one at once, and so receives a message of each (`collectives.faults.notification`).
     """
-    shares = equal_ranges(offer.vector.length, channel.size)
-    parts = yield from scatter(Offer(offer.vector, offer.vector.nnz), channel, shares)
-    share = without_zeros(add_up([theirs.vector for theirs in parts]))  # what cancelled out is nowhere missing
-    k = max(theirs.k for theirs in parts) if channel.terms.k is None else channel.terms.k
-    entries, here = sum(theirs.k for theirs in parts), sum(theirs.vector.nnz for theirs in parts)
+    parts = yield from scatter(vector, group, equal_ranges(vector.length, group.size))
+    share = without_zeros(add_up([theirs for theirs, _ in parts]))  # what cancelled out is missing nowhere
+    k = max(count for _, count in parts) if k is None else k
+    entries, here = sum(count for _, count in parts), sum(theirs.nnz for theirs, _ in parts)
     del parts  # nearly k s of memory until the end otherwise
-    return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1), channel.size), shares, channel))
+    return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1), group.size), join, group))
 
 
-def largest_of_all(share: SparseVector, k: int, quota: int, shares: Ranges, channel: Channel) -> Steps[Result]:
-    """Return the k largest of what all owners have, and what is rejected of this rank's share.
+@gtopk_allreduce.algorithm(meets=True)
+def exact_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+    """Add up everything with partners at doubling distances, and select once, alike on every rank.
 
-    The owners send their largest entries first, `quota` at once. An owner of which one is dropped has none left that
-    could be chosen; from the others more is gathered: of what may yet be chosen as many as it has sent, all of which
-    was chosen, or an even part of k. So about k entries travel in the first gathering, at most 2k + P in any other one,
-    and there are at most ceil(lg P) + 2 of them in all.
+    Every rank keeps its own entries at the indices where the sum was dropped.
     """
-    left, chance, sent = share, min(share.nnz, k), 0
-    result = rejected = channel.nothing
-    waited = set(range(channel.size))  # the owners that may have more
+    core = partial(doubling, group=group, combine=add)
+    total, count = yield from folded((vector, vector.nnz if k is None else k), group, add, core)
+    result, dropped = top_k(without_zeros(total), count)  # what cancelled out is missing nowhere
+    return result, within(vector, dropped)
+
+
+@gtopk_allreduce.algorithm
+def node_leaders(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+    """Add up inside each node on its first rank, find the k largest of the sum over those, and hand them down inside.
+
+    Every rank keeps its own entries at all other indices, also those that cancelled out.
+    """
+    nodes = group.nodes()
+    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    result, count = yield from reduce_up((vector, vector.nnz if k is None else k), node, add)
+    if node.rank == 0:
+        leaders = group.subgroup([ranks[0] for ranks in nodes])
+        result = yield from largest_of_sum(result, count, leaders)
+    result = yield from hand_down(result, node)
+    return result, parted(vector, result)[1]
+
+
+def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVector]:
+    """Return the k largest of the sum of vectors, the k of any rank; values are sent for indices of several ranks only.
+
+    The owner of a share of the index space is sent the indices there, and asks for the values of those that several
+    ranks have. All other entries stay where they are. Then every rank holds some entries of the sum, no two the same.
+    """
+    parts = equal_ranges(vector.length, group.size).cut(vector)
+    supports = yield from group.all_to_all([part.support() for part in parts], vector.nnz)
+    counts = count_up([theirs for theirs, _ in supports])
+    several = counts.divide(np.flatnonzero(counts.values > 1))[0]
+    asked = yield from group.all_to_all([within(theirs, several) for theirs, _ in supports], k)
+    sent, kept = zip(*[parted(part, wanted) for part, (wanted, _) in zip(parts, asked, strict=True)], strict=True)
+    received = [theirs for theirs, _ in (yield from group.all_to_all(sent))]
+    here = sum(each.nnz for each in (*kept, *received))
+    k, entries = max(most for _, most in asked), sum(count for _, count in supports)
+    held = without_zeros(merge(join(kept), add_up(received)))  # top_k() selects no zeros
+    quota = likely(k * here / max(entries, 1), group.size)
+    return (yield from largest_of_all(held, k, quota, add_up, group))[0]
+
+
+def largest_of_all(
+    held: SparseVector, k: int, quota: int, unite: Callable[[Sequence[SparseVector]], SparseVector], group: Group
+) -> Steps[Result]:
+    """Return the k largest of what all ranks hold, no two of them the same entry, and what is rejected of this rank's.
+
+    The ranks send their largest entries first, `quota` at once. Once an entry of a rank is rejected, its remaining
+    entries are smaller and cannot be selected. Every other rank sends another batch: as many entries as it has sent so
+    far, or k/P, whichever is larger. So about k entries are sent in the first gathering, at most 2k + P in any other
+    one, and there are at most ceil(lg P) + 2 of them in all. unite: adds up what the ranks send.
+    """
+    left, chance, sent = held, min(held.nnz, k), 0
+    result = rejected = group.nothing
+    waited = set(range(group.size))  # the ranks that may have more
     while waited:
         some, left = top_k(left, min(quota, chance))
-        gathered = yield from channel.gather(Offer(some, chance - some.nnz))
-        came = join([theirs.vector for theirs in gathered])
-        result, dropped = top_k(merge(result, came), k)
-        lost = shares.cut(dropped)
-        rejected = merge(rejected, lost[channel.rank])
-        waited = {rank for rank in waited if gathered[rank].k and not lost[rank].nnz}
-        chance = within(left, top_k(merge(result, left), k)[0]).nnz if channel.rank in waited else 0
+        gathered = yield from group.gather(some, chance - some.nnz)
+        result, dropped = top_k(merge(result, unite([theirs for theirs, _ in gathered])), k)
+        rejected = merge(rejected, within(dropped, held))
+        waited = {rank for rank in waited if gathered[rank][1] and not within(gathered[rank][0], dropped).nnz}
+        chance = within(left, top_k(merge(result, left), k)[0]).nnz if group.rank in waited else 0
         sent += some.nnz
-        quota = max(sent, -(-k // channel.size))
+        quota = max(sent, -(-k // group.size))
     return result, merge(rejected, left)
-
-
-ALGORITHMS = {
-    "recursive_doubling": recursive_doubling,
-    "tree": tree,
-    "exact": exact,
-    "exact_doubling": exact_doubling,
-}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +30,6 @@ LONGEST_BLOCK = 1024  # positions
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 over the golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 
 
-class Partition(Protocol):
-    """Shares of the index space, one for each owner."""
-
-    def cut(self, vector: SparseVector) -> list[SparseVector]:
-        """Return the part of each owner; indices stay as they are."""
-        ...
-
-    def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """Return one vector of the owners' parts, in the order of the owners."""
-        ...
-
-
 @dataclass(frozen=True)
 class Ranges:
     """Contiguous shares: owner r has bounds[r] <= index < bounds[r + 1]."""
@@ -49,7 +37,7 @@ class Ranges:
     bounds: tuple[int, ...]
 
     def cut(self, vector: SparseVector) -> list[SparseVector]:
-        """See `Partition.cut`; the parts are views."""
+        """Return the part of each owner, as views; indices stay as they are."""
         bounds = beside(np.array(self.bounds, vector.indices.dtype), vector.indices)
         places = np.searchsorted(vector.indices, bounds).tolist()
         return [
@@ -58,7 +46,7 @@ class Ranges:
         ]
 
     def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """See `Partition.unite`."""
+        """Return one vector of the owners' parts, in the order of the owners."""
         return join(parts)
 
 
@@ -79,7 +67,7 @@ class Blocks:
         return owners.astype(np.uint32)
 
     def cut(self, vector: SparseVector) -> list[SparseVector]:
-        """See `Partition.cut`."""
+        """Return the part of each owner; indices stay as they are."""
         owners = self.owners(vector.indices)
         order = np.argsort(owners, kind="stable")
         ends = np.cumsum(np.bincount(owners, minlength=self.size)).tolist()
@@ -89,7 +77,7 @@ class Blocks:
         ]
 
     def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """See `Partition.unite`."""
+        """Return one vector of the owners' parts, in the order of the owners."""
         indices = np.concatenate([part.indices for part in parts])
         order = np.argsort(indices, kind="stable")
         return SparseVector(indices[order], np.concatenate([part.values for part in parts])[order], parts[0].length)

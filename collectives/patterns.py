@@ -1,79 +1,82 @@
-"""Rounds that several algorithms share: over any number of ranks, for any way to combine what two ranks hold."""
+"""Rounds that several algorithms share: over any number of ranks, for any way to combine the parts of two ranks.
+
+A part is a vector and an integer, its count.
+"""
 
 from collections.abc import Callable
 from functools import partial
 
-from collectives.channel import Channel, Offer
-from collectives.messages import Steps
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
-from mpicomp.vector import merge
+from mpicomp.vector import SparseVector, merge
 
-Combine = Callable[[Offer, Offer, int], Offer]
-
-
-def add(ours: Offer, theirs: Offer, block: int = 1) -> Offer:
-    """Combine by adding; commutative bit for bit."""
-    return Offer(merge(ours.vector, theirs.vector))
+Combine = Callable[[Part, Part, int], Part]
 
 
-def folded(offer: Offer, channel: Channel, combine: Combine, core: Callable[[Offer], Steps[Offer]]) -> Steps[Offer]:
-    """Run `core` on the core ranks, a power of two; the ranks beyond fold into it first and hear its result last.
+def add(ours: Part, theirs: Part, block: int = 1) -> Part:
+    """Combine by adding, with the larger count; commutative bit for bit."""
+    return merge(ours[0], theirs[0]), max(ours[1], theirs[1])
+
+
+def folded(part: Part, group: Group, combine: Combine, core: Callable[[Part], Steps[Part]]) -> Steps[Part]:
+    """Run `core` on the core ranks, a power of two; the ranks beyond fold into it first and receive its result last.
 
     Rounds beside those of the core: 2 when P is no power of two, else none.
     """
-    partner = fold_partner(channel.rank, channel.size)
-    if partner is not None and partner < channel.rank:
-        yield from channel.send(offer, partner)
-        return (yield from channel.receive(partner))
+    partner = fold_partner(group.rank, group.size)
+    if partner is not None and partner < group.rank:
+        yield from group.send(part[0], partner, part[1])
+        return (yield from group.receive(partner))
     if partner is not None:
-        offer = combine(offer, (yield from channel.receive(partner)), 1)
-    offer = yield from core(offer)
+        part = combine(part, (yield from group.receive(partner)), 1)
+    part = yield from core(part)
     if partner is not None:
-        yield from channel.send(offer, partner)
-    return offer
+        yield from group.send(part[0], partner, part[1])
+    return part
 
 
-def doubling(offer: Offer, channel: Channel, combine: Combine) -> Steps[Offer]:
+def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
     """Exchange over doubling distances and combine, and return the result of all core ranks. lg(core) rounds.
 
     combine(ours, theirs, block): `block` consecutive core ranks, this one among them, do the same at the same time.
     Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is commutative bit for bit.
     """
     block = 1
-    for partner in butterfly(channel.rank, channel.core):
+    for partner in butterfly(group.rank, group.core):
         block *= 2
-        offer = combine(offer, (yield from channel.exchange(offer, partner)), block)
-    return offer
+        part = combine(part, (yield from group.exchange(part[0], partner, part[1])), block)
+    return part
 
 
-def agreed(channel: Channel) -> Steps[None]:
-    """Compare the terms over the schedule of recursive doubling.
+def agreed(group: Group) -> Steps[None]:
+    """Compare the call signatures over the schedule of recursive doubling.
 
     So ranks that take recursive doubling as the default meet those that named another algorithm.
     """
 
-    def heard(ours: Offer, theirs: Offer, block: int) -> Offer:
+    def received(ours: Part, theirs: Part, block: int) -> Part:
         return ours
 
-    core = partial(doubling, channel=channel, combine=heard)
-    yield from folded(Offer(channel.nothing), channel, heard, core)
+    core = partial(doubling, group=group, combine=received)
+    yield from folded((group.nothing, 0), group, received, core)
 
 
-def reduce_up(offer: Offer, channel: Channel, combine: Combine, root: int = 0) -> Steps[Offer]:
+def reduce_up(part: Part, group: Group, combine: Combine, root: int = 0) -> Steps[Part]:
     """Combine towards the root of a binomial tree; what the root returns is the whole. ceil(lg P) rounds."""
-    for child in tree_children(channel.rank, channel.size, root):
-        offer = combine(offer, (yield from channel.receive(child)), 1)
-    parent = tree_parent(channel.rank, channel.size, root)
+    for child in tree_children(group.rank, group.size, root):
+        part = combine(part, (yield from group.receive(child)), 1)
+    parent = tree_parent(group.rank, group.size, root)
     if parent is not None:
-        yield from channel.send(offer, parent)
-    return offer
+        yield from group.send(part[0], parent, part[1])
+    return part
 
 
-def hand_down(offer: Offer, channel: Channel, root: int = 0) -> Steps[Offer]:
-    """Return the root's offer on every rank, down a binomial tree. ceil(lg P) rounds."""
-    parent = tree_parent(channel.rank, channel.size, root)
+def hand_down(vector: SparseVector, group: Group, root: int = 0) -> Steps[SparseVector]:
+    """Return the root's vector on every rank, down a binomial tree. ceil(lg P) rounds."""
+    parent = tree_parent(group.rank, group.size, root)
     if parent is not None:
-        offer = yield from channel.receive(parent)
-    for child in reversed(list(tree_children(channel.rank, channel.size, root))):
-        yield from channel.send(offer, child)
-    return offer
+        vector, _ = yield from group.receive(parent)
+    for child in reversed(list(tree_children(group.rank, group.size, root))):
+        yield from group.send(vector, child)
+    return vector

@@ -1,135 +1,163 @@
-"""Shared supports: agree on the indices once, then sum many sets of values that stand at them.
+"""Shared supports: agree on the indices once, then sum many sets of values at them.
 
-Sources: ScaleCom (C.-Y. Chen et al., NeurIPS 2020, arXiv 2104.11125) for a leader's support; random-k with a shared
-seed as in S. U. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018 (arXiv 1809.07599).
+Sources: ScaleCom (C.-Y. Chen, J. Ni, S. Lu, X. Cui et al., NeurIPS 2020, arXiv 2104.11125) for a leader's support;
+random-k with a shared seed as in S. U. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018 (arXiv 1809.07599).
 
 To make a plan costs an exact sum of rows of width 0 (union), a broadcast of the indices (leader), or a round of small
 messages (random). An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K indices with v bytes each, after
 ceil(lg P) small messages in which the plans are compared.
 
 Differences from the papers: any number of ranks; rows; ranks whose plans differ raise instead of adding up what does
-not belong together.
+not belong together. `CyclicLeader` selects the exact Top-k, not one in chunks, and has no low-pass filter of the
+residual; where the leader's vector is zero, no rank sends an entry in that step.
 """
 
 import math
+from collections.abc import Callable
+from copy import copy
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import allreduce, dense, rooted
-from collectives.channel import Channel, Offer
-from collectives.messages import Steps
-from collectives.operation import begin, sound
-from collectives.progress import Request
-from mpicomp.arrays import like, read_only, to_array, to_numpy
+from collectives import allreduce, rooted
+from collectives.collective import Call, collective, on_every_rank, sound
+from collectives.dense import mpi, outlined
+from collectives.runtime.engine import Request
+from collectives.runtime.group import Group
+from collectives.runtime.link import check_communicator
+from collectives.runtime.messages import Steps
+from mpicomp.arrays import Array, beside, kernels_for, like, read_only, to_array, to_numpy
+from mpicomp.compressors import TopK, expect_integer
+from mpicomp.compressors.common import Density, all_at, finite_vector
 from mpicomp.vector import SparseVector
+
+
+def bare(call: Call[Any], size: int) -> SparseVector:
+    """Return the support of a vector: its values are ignored."""
+    if isinstance(call.contribution, SparseVector):
+        call.contribution = call.contribution.support()
+    return sound(call, size)
+
+
+@collective()
+def _union(vector: SparseVector, comm: Any) -> "Call[SupportPlan]":
+    plan = partial(SupportPlan, comm=comm)
+    return Call(vector, comm, arguments={"partition": "auto"}, prepare=bare, finish=plan, operation="SupportPlan.union")
+
+
+_union.algorithm(partial(allreduce.run_chosen, allreduce.choose_freely), name="union", meets=True)
+
+
+@collective()
+def _leader(vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "Call[SupportPlan]":
+    name, plan = "SupportPlan.leader", partial(SupportPlan, comm=comm)
+    return Call(vector, comm, arguments={"root": root}, prepare=bare, finish=plan, follow=True, operation=name)
+
+
+_leader.algorithm(rooted.bcast)
+
+
+@collective()
+def _random(length: int, k: int, comm: Any, seed: int = 0) -> "Call[SupportPlan]":
+    def prepare(call: Call[Any], size: int) -> SparseVector:
+        vector = SparseVector.empty(length)
+        if call.arguments["k"] > vector.length:
+            raise ValueError(f"k is {call.arguments['k']}: expected at most the length, {vector.length}")
+        return vector
+
+    arguments, plan = {"k": k, "seed": seed}, partial(SupportPlan, comm=comm)
+    return Call(None, comm, arguments=arguments, prepare=prepare, finish=plan, operation="SupportPlan.random")
+
+
+@_random.algorithm(meets=True)
+def _draw(vector: SparseVector, group: Group, k: int, seed: int) -> Steps[SparseVector]:
+    yield from group.agree()
+    chosen = np.sort(np.random.default_rng(seed).choice(vector.length, k, replace=False, shuffle=False))
+    return SparseVector(chosen, np.empty((k, 0), np.float32), vector.length)
+
+
+@collective(on_every_rank)
+def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
+    entries = plan.indices.size
+
+    def prepare(call: Call[Any], size: int) -> SparseVector:
+        array = to_array(values)
+        if array.ndim not in (1, 2) or len(array) != entries:
+            raise ValueError(f"values have shape {array.shape}: expected ({entries},) or ({entries}, width)")
+        outline = SparseVector.empty(entries, array.dtype, array.shape[1] if array.ndim == 2 else None)
+        return outlined(call, array, outline)
+
+    name, finish = "SupportPlan.allreduce", partial(like, original=values)
+    return Call(values, plan.comm, arguments={"support": plan.digest}, prepare=prepare, finish=finish, operation=name)
+
+
+_sum_at.algorithm(mpi, meets=True)
 
 
 class SupportPlan:
     """Indices that all ranks of a communicator agreed on; made by `union`, `leader` or `random`.
 
     indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in numbers or in rows. comm: the
-    communicator. Each way to make a plan, and `allreduce`, has a nonblocking twin with MPI's `i`.
+    communicator. digest: of the indices. Each way to make a plan, and `allreduce`, has a nonblocking form with MPI's
+    `i`, which returns a `Request`.
     """
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
         """Make a plan of a support that is the same on all ranks: `union`, `leader` and `random` see to that."""
         self.indices, self.length, self.comm = read_only(support.indices.copy()), support.length, comm
-        self._digest = _digest(support)
+        self.digest = _digest(support)
 
-    @classmethod
-    def union(cls, vector: SparseVector, comm: Any) -> "SupportPlan":
-        """Take every index that a rank brings: the union of the supports.
+    @staticmethod
+    def union(vector: SparseVector, comm: Any) -> "SupportPlan":
+        """Take every index that a rank contributes: the union of the supports.
 
-        vector: of one length on all ranks; its values are not looked at. Raises what `sparse_allreduce` does.
+        vector: of one length on all ranks; its values are ignored. Raises what `sparse_allreduce` does.
         """
-        return cls.iunion(vector, comm).wait()
+        return _union(vector, comm)
 
-    @classmethod
-    def iunion(cls, vector: SparseVector, comm: Any) -> "Request[SupportPlan]":
-        """Start `union` and return its Request."""
+    @staticmethod
+    def leader(vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "SupportPlan":
+        """Take the indices of the root.
 
-        def union(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
-            return cls((yield from allreduce.auto(offer, channel)), comm)
-
-        return begin("SupportPlan.union", {"auto": union}, vector, comm, "auto", prepare=_bare)
-
-    @classmethod
-    def leader(cls, vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "SupportPlan":
-        """Take the indices that the root brings.
-
-        vector: on the root; its values are not looked at, nor is what the others give. Raises what `sparse_bcast` does.
+        vector: on the root; its values are ignored, and so are the others' vectors. Raises what `sparse_bcast` does.
         """
-        return cls.ileader(vector, comm, root).wait()
+        return _leader(vector, comm, root)
 
-    @classmethod
-    def ileader(cls, vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "Request[SupportPlan]":
-        """Start `leader` and return its Request."""
-
-        def leader(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
-            return cls((yield from rooted.bcast(offer, channel)), comm)
-
-        steps = {"tree": leader}
-        return begin("SupportPlan.leader", steps, vector, comm, "auto", prepare=_bare, root=root, follow=True)
-
-    @classmethod
-    def random(cls, length: int, k: int, comm: Any, seed: int = 0) -> "SupportPlan":
+    @staticmethod
+    def random(length: int, k: int, comm: Any, seed: int = 0) -> "SupportPlan":
         """Draw `k` of `length` indices, each set as likely as another, from a seed that all ranks share.
 
         length, k, seed: the same on all ranks; k at most length, seed below 2^63. Raises ValueError or TypeError on a
         rank whose arguments are bad, and CollectiveError on the others; CollectiveError where they differ.
         """
-        return cls.irandom(length, k, comm, seed).wait()
+        return _random(length, k, comm, seed)
 
-    @classmethod
-    def irandom(cls, length: int, k: int, comm: Any, seed: int = 0) -> "Request[SupportPlan]":
-        """Start `random` and return its Request."""
-
-        def blank(nothing: None, terms: dict[str, Any], size: int) -> SparseVector:
-            vector = SparseVector.empty(length)
-            if terms["k"] > vector.length:
-                raise ValueError(f"k is {terms['k']}: expected at most the length, {vector.length}")
-            return vector
-
-        def draw(offer: Offer, channel: Channel) -> Steps[SupportPlan]:
-            yield from channel.agree()
-            rng, whole = np.random.default_rng(channel.terms.seed), offer.vector.length
-            chosen = np.sort(rng.choice(whole, offer.k, replace=False, shuffle=False))
-            return cls(SparseVector(chosen, np.empty((offer.k, 0), np.float32), whole), comm)
-
-        return begin("SupportPlan.random", {"draw": draw}, None, comm, "auto", prepare=blank, k=k, seed=seed)
+    iunion = staticmethod(_union.nonblocking)
+    ileader = staticmethod(_leader.nonblocking)
+    irandom = staticmethod(_random.nonblocking)
 
     def allreduce(self, values: Any) -> Any:
-        """Sum values that stand at the plan's indices over all ranks, by MPI's own allreduce.
+        """Sum values at the plan's indices over all ranks, by MPI's own allreduce.
 
         values: an array of shape (entries,), or (entries, width) for rows, where entries is the number of indices;
-        float16, float32 or float64; see `mpicomp.arrays` for the kinds.
+        float16, float32 or float64; see `mpicomp.arrays` for the kinds. They are copied first.
 
         Returns the sums as a new array of the same kind, shape and dtype.
 
         Raises ValueError or TypeError on a rank whose array is bad, and CollectiveError on the others; CollectiveError
         on every rank when the shape, the dtype or the plans differ.
         """
-        return self.iallreduce(values).wait()
+        return _sum_at(self, values)
 
     def iallreduce(self, values: Any) -> Request[Any]:
-        """Start `allreduce` and return its Request; the values are copied first and may be changed at once."""
-        entries = self.indices.size
-
-        def look(values: Any, terms: dict[str, Any]) -> dense.Brought:
-            array = to_array(values)
-            if array.ndim not in (1, 2) or len(array) != entries:
-                raise ValueError(f"values have shape {array.shape}: expected ({entries},) or ({entries}, width)")
-            return array, SparseVector.empty(entries, array.dtype, array.shape[1] if array.ndim == 2 else None)
-
-        name, back = "SupportPlan.allreduce", partial(like, original=values)
-        return dense.begin_reduction(name, values, self.comm, look, back, support=self._digest)
+        """Start `allreduce` and return its Request."""
+        return _sum_at.nonblocking(self, values)
 
     def take(self, array: Any) -> Any:
-        """Return what stands at the plan's indices in a dense array.
+        """Return the values of a dense array at the plan's indices.
 
         array: of shape (length, width) for rows; of any other shape with `length` values, taken in C order. Raises
         ValueError for another one.
@@ -148,41 +176,108 @@ class SupportPlan:
         return f"SupportPlan({self.indices.size} of {self.length} indices, {self.comm.size} ranks)"
 
 
-def aligned_allreduce(vector: SparseVector, comm: Any) -> SparseVector:
-    """Sum vectors that have their entries at the same indices on all ranks, by MPI's own allreduce: no index travels.
+@collective(gives_sum=True)
+def aligned_allreduce(vector: SparseVector, comm: Any) -> Call[SparseVector]:
+    """Sum vectors that have their entries at the same indices on all ranks, by MPI's own allreduce: no index is sent.
 
     vector: of numbers or of rows, of one support, length, width and dtype on all ranks: from `CyclicLeader`, say, or
-    `RandomK(..., aligned=True)`. comm: an mpi4py intracommunicator.
+    `RandomK(..., aligned=True)`.
 
     Returns the sum, with the same indices.
-
-    Raises ValueError or TypeError on a rank whose vector is bad, and CollectiveError on the others; CollectiveError on
-    every rank when the supports differ, or what else must be the same. TypeError at once for a bad `comm`.
     """
-    return aligned_iallreduce(vector, comm).wait()
 
+    def prepare(call: Call[Any], size: int) -> SparseVector:
+        values = sound(call, size).values
+        call.arguments["support"] = _digest(vector)
+        return outlined(call, values, SparseVector.empty(vector.length, vector.dtype, vector.width))
 
-def aligned_iallreduce(vector: SparseVector, comm: Any) -> Request[SparseVector]:
-    """Start `aligned_allreduce` and return its Request; do not change the vector's indices before it has ended."""
-
-    def look(vector: Any, terms: dict[str, Any]) -> dense.Brought:
-        values = sound(vector, terms, comm.size).values
-        terms["support"] = _digest(vector)
-        return values, SparseVector.empty(vector.length, vector.dtype, vector.width)
-
-    def back(total: NDArray[Any]) -> SparseVector:
+    def finish(total: NDArray[Any]) -> SparseVector:
         return SparseVector(vector.indices, total, vector.length)
 
-    return dense.begin_reduction("aligned_allreduce", vector, comm, look, back)
+    return Call(vector, comm, prepare=prepare, finish=finish)
+
+
+aligned_iallreduce = aligned_allreduce.nonblocking
+aligned_allreduce.algorithm(mpi, meets=True)
 
 
 def _digest(support: SparseVector) -> int:
-    """Return where the entries stand as 64 bits."""
+    """Return the indices of a support as 64 bits."""
     digest = blake2b(support.length.to_bytes(8, "little"), digest_size=8)
     digest.update(to_numpy(support.indices).data)
     return int.from_bytes(digest.digest(), "little")
 
 
-def _bare(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
-    """Return the support of a vector: its values are not looked at."""
-    return sound(vector.support() if isinstance(vector, SparseVector) else vector, terms, size)
+class CyclicLeader(Density):
+    """Select the indices of a leader's largest entries; each rank leads in turn.
+
+    comm: the communicator of the exchange; an mpi4py intracommunicator, else TypeError. density or k: see `Density`.
+
+    `compress` is a collective call over `comm`: all ranks call it, in the same order, and it raises on all or on none.
+    `step` counts the calls that all ranks completed.
+    """
+
+    state = {"step": expect_integer(0)}
+    communicates = True
+
+    def __init__(self, comm: Any, density: float | None = None, *, k: int | None = None) -> None:
+        check_communicator(comm)
+        super().__init__(density, k=k)
+        self.comm, self.step = comm, 0
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the entries at the leader's indices, exact zeros too; see `Compressor.compress`.
+
+        corrected: as everywhere, or an exception that stands for a rank whose step failed before: it is raised here.
+        Raises ValueError or TypeError on a rank whose vector is bad, and `CollectiveError` on the others.
+        """
+        if not isinstance(corrected, Exception):
+            return self._selected(partial(finite_vector, corrected))
+        try:
+            return self._failed(corrected)
+        finally:
+            del corrected  # else the error, its traceback and this frame hold each other
+
+    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
+        """See `Compressor.compress_sum`."""
+        return self._selected(partial(_finite_sum, residual, gradient, out))
+
+    def _selected(self, make: Callable[[], Array]) -> SparseVector:
+        """Return the entries of what `make` returns at the leader's indices; what it raises, the other ranks learn."""
+        root = self.step % self.comm.size
+        try:
+            dense = make()
+            selected = TopK(self.density, k=self.k).compress(dense) if self.comm.rank == root else None
+        except Exception as error:  # whatever it is: the other ranks wait for this one
+            return self._failed(error)
+        plan = SupportPlan.leader(selected, self.comm, root)
+        self.step += 1
+        return self.reported(_entries(dense, plan.indices))
+
+    def _failed(self, error: Exception) -> NoReturn:
+        """Take part as a rank that failed: `error` is raised here, and `CollectiveError` on the others."""
+        try:
+            SupportPlan.leader(error, self.comm, self.step % self.comm.size)
+            raise error
+        finally:
+            del error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CyclicLeader":
+        """Copy all but the communicator, which the copy shares."""
+        return copy(self)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings that ranks compare: all but the communicator."""
+        return {name: value for name, value in super()._settings().items() if name != "comm"}
+
+
+def _finite_sum(residual: Array, gradient: Array, out: Array) -> Array:
+    """Write a sum to `out` and return it; ValueError naming its first value that is not finite."""
+    kernels_for(out).add(residual, gradient, out)
+    return finite_vector(out)
+
+
+def _entries(dense: Array, indices: Array) -> SparseVector:
+    """Return the entries of a dense vector at a leader's indices."""
+    there = beside(indices, dense)
+    return all_at(dense, there[there < dense.size])  # all, unless lengths differ: the collective raises then

@@ -12,14 +12,19 @@ shares are ranges of equal length, hashed blocks, or the caller's own ranges.
 from collections.abc import Sequence
 from typing import Any
 
-from collectives.channel import Channel, Offer
-from collectives.messages import Steps
-from collectives.operation import begin, sound
-from collectives.partition import Partition, Ranges, equal_ranges, given_ranges, hashed_blocks
-from collectives.progress import Request
+from collectives.collective import Call, collective, sound
+from collectives.partition import Blocks, Ranges, equal_ranges, given_ranges, hashed_blocks
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
 
 
+def shares_of_the_sum(share: SparseVector) -> tuple[list[Any], list[Any]]:
+    """Promise that the ranks' results together are the sum."""
+    return [], [share]
+
+
+@collective(shares_of_the_sum)
 def sparse_reduce_scatter(
     vector: SparseVector,
     comm: Any,
@@ -27,72 +32,56 @@ def sparse_reduce_scatter(
     algorithm: str = "auto",
     partition: str | Sequence[int] = "equal",
     codec: str = "auto",
-) -> SparseVector:
+) -> Call[SparseVector]:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    comm: an mpi4py intracommunicator.
     algorithm: "auto" or "split". partition: who owns what, the same on all ranks: "equal": rank r of P has
     n r // P <= index < n (r + 1) // P; "hashed": short blocks, so that no rank gets all of a hot stretch
-    (`collectives.partition.hashed_blocks(n, P).owners(indices)` tells whose they are); or P + 1 bounds from 0 to n:
-    rank r has bounds[r] <= index < bounds[r + 1].
-    codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
-    (all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest".
+    (`collectives.partition.hashed_blocks(n, P).owners(indices)` returns the owner of each index); or P + 1 bounds from
+    0 to n: rank r has bounds[r] <= index < bounds[r + 1].
 
     Returns a vector of the same length with the entries of this rank's share only, at their own indices.
-
-    Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError
-    on every rank when what must be the same differs. TypeError at once when `comm` is no intracommunicator.
     """
-    return sparse_ireduce_scatter(vector, comm, algorithm=algorithm, partition=partition, codec=codec).wait()
+    return Call(vector, comm, algorithm, codec, {"partition": partition}, prepare=divided)
 
 
-def sparse_ireduce_scatter(
-    vector: SparseVector,
-    comm: Any,
-    *,
-    algorithm: str = "auto",
-    partition: str | Sequence[int] = "equal",
-    codec: str = "auto",
-) -> Request[SparseVector]:
-    """Start `sparse_reduce_scatter` and return its Request; leave the vector's arrays alone before it has ended."""
-    steps = {"split": reduce_scatter}
-    terms: dict[str, Any] = {"partition": partition}
-    return begin("sparse_reduce_scatter", steps, vector, comm, algorithm, codec=codec, prepare=divided, **terms)
+sparse_ireduce_scatter = sparse_reduce_scatter.nonblocking
 
 
-def divided(vector: Any, terms: dict[str, Any], size: int) -> SparseVector:
-    """Return the vector if it is sound, and write the partition that the caller asked for as text in the terms."""
-    checked = sound(vector, terms, size)
-    if not isinstance(terms["partition"], str):
-        ranges = given_ranges(terms["partition"], checked.length, size)
-        terms["partition"] = " ".join(map(str, ranges.bounds))
-    elif terms["partition"] not in ("equal", "hashed"):
-        raise ValueError(f"partition is {terms['partition']!r}: expected 'equal', 'hashed' or {size + 1} bounds")
-    return checked
+def divided(call: Call[Any], size: int) -> SparseVector:
+    """Return the vector if it is sound, and write the partition that the caller asked for as text in the arguments."""
+    vector, partition = sound(call, size), call.arguments["partition"]
+    if not isinstance(partition, str):
+        call.arguments["partition"] = " ".join(map(str, given_ranges(partition, vector.length, size).bounds))
+    elif partition not in ("equal", "hashed"):
+        raise ValueError(f"partition is {partition!r}: expected 'equal', 'hashed' or {size + 1} bounds")
+    return vector
 
 
-def reduce_scatter(offer: Offer, channel: Channel) -> Steps[SparseVector]:
+@sparse_reduce_scatter.algorithm(meets=True)
+def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Let every rank add up its share; see the head of this file."""
-    asked, length = channel.terms.partition or "equal", offer.vector.length
-    if asked == "hashed":
-        shares: Partition = hashed_blocks(length, channel.size)
+    if partition == "hashed":
+        shares: Ranges | Blocks = hashed_blocks(vector.length, group.size)
+    elif partition == "equal":
+        shares = equal_ranges(vector.length, group.size)
     else:
-        shares = equal_ranges(length, channel.size) if asked == "equal" else Ranges(tuple(map(int, asked.split())))
-    return (yield from split(offer, channel, shares))
+        shares = Ranges(tuple(map(int, partition.split())))
+    return (yield from sum_of_share(vector, group, shares))
 
 
-def split(offer: Offer, channel: Channel, partition: Partition) -> Steps[SparseVector]:
+def sum_of_share(vector: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[SparseVector]:
     """Send every owner its part, and add up what the ranks hold of this rank's."""
-    parts = yield from scatter(offer, channel, partition)
-    return add_up([theirs.vector for theirs in parts])
+    parts = yield from scatter(vector, group, shares)
+    return add_up([theirs for theirs, _ in parts])
 
 
-def scatter(offer: Offer, channel: Channel, partition: Partition) -> Steps[list[Offer]]:
-    """Send every owner its part with the count of the whole, and return what the ranks hold of this rank's.
+def scatter(vector: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[list[Part]]:
+    """Send every owner its part, and return what the ranks hold of this rank's, each with the entries of the whole.
 
     Where there are fewer shares than ranks, the last ranks own nothing.
     """
-    parts = partition.cut(offer.vector)
-    parts += [channel.nothing] * (channel.size - len(parts))
-    return (yield from channel.all_to_all([Offer(part, offer.k) for part in parts]))
+    parts = shares.cut(vector)
+    parts += [group.nothing] * (group.size - len(parts))
+    return (yield from group.all_to_all(parts, vector.nnz))

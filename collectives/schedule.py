@@ -6,7 +6,6 @@ rank before the butterfly and get the result from it afterwards.
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 
 def core_size(size: int) -> int:
@@ -95,20 +94,14 @@ def hearing(rank: int, size: int) -> tuple[int, ...]:
     return (*first, *(source for _, source in rotation(rank, size) if source not in first))
 
 
-class Hop(NamedTuple):
-    """A round of the dissemination: the first `blocks` held go to `dest`, and as many come from `source`."""
-
-    dest: int
-    source: int
-    blocks: int
-
-
-def dissemination(rank: int, size: int) -> Iterator[Hop]:
+def dissemination(rank: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield the ceil(lg size) rounds after which every rank holds every rank's block (Bruck et al., 1997).
+
+    A round is (dest, source, blocks): the first `blocks` held go to `dest`, and as many come from `source`.
 
     Before round j a rank holds the blocks of rank, rank + 1, ..., rank + 2^j - 1 (modulo size), in this order.
     """
     distance = 1
     while distance < size:
-        yield Hop((rank - distance) % size, (rank + distance) % size, min(distance, size - distance))
+        yield (rank - distance) % size, (rank + distance) % size, min(distance, size - distance)
         distance *= 2

@@ -1,54 +1,33 @@
-"""Votes: how many ranks brought each entry of a sum.
+"""Votes: how many ranks contributed each entry of a sum.
 
-A value travels as the row (value, 1), so that a sum of rows counts as it adds, in whatever algorithm. It costs the
-bytes of one more value an entry. Counts are exact up to 2^11 ranks in float16, 2^24 in float32, 2^53 in float64.
+They are counted where the vectors of all ranks meet: on every rank, or on the owner of a share, which then sends them
+in a byte each, with their positions in its share. For sums by other schedules the ranks send the owners the indices
+alone. So the values are coded as without votes. Counts are exact up to 2^24 ranks.
 """
-
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
 import numpy as np
 
-from collectives.channel import Channel, Offer
-from collectives.messages import Steps
-from collectives.operation import Algorithm, Prepare
-from mpicomp.arrays import namespace
+from collectives.partition import Blocks, Ranges
+from collectives.runtime.group import Group
+from collectives.runtime.messages import Steps
+from mpicomp.arrays import Array, namespace
 from mpicomp.vector import SparseVector
 
 
-def counting(algorithms: Mapping[str, Algorithm[Any]]) -> dict[str, Algorithm[Any]]:
-    """Return algorithms that return the sum and its votes where the terms ask for them, from ones that sum rows."""
-    return {name: partial(_counted, algorithm) for name, algorithm in algorithms.items()}
+def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blocks, group: Group) -> Steps[Array]:
+    """Return the votes for each entry of a sum that all ranks have, as int64, from what the owners of shares counted.
 
-
-def with_votes(prepare: Prepare) -> Prepare:
-    """Return a `prepare` that also looks at the term `votes`, and adds a column of ones where it is true."""
-
-    def prepared(brings: Any, terms: dict[str, Any], size: int) -> SparseVector:
-        vector, votes = prepare(brings, terms, size), terms["votes"]
-        if not isinstance(votes, bool):
-            raise TypeError(f"votes is {votes!r}: expected True or False")
-        terms["votes"] = ("of numbers" if vector.width is None else "of rows") if votes else False
-        return _with_ones(vector, size) if votes else vector
-
-    return prepared
-
-
-def _with_ones(vector: SparseVector, size: int) -> SparseVector:
-    exact = 2 ** (np.finfo(vector.dtype).nmant + 1)
-    if size > exact:
-        raise ValueError(f"got votes of {size} ranks in {vector.dtype}: expected at most {exact}; use a wider dtype")
-    rows = vector.values.reshape(vector.nnz, 1 if vector.width is None else vector.width)
-    counted = np.concatenate([rows, namespace(rows).ones((vector.nnz, 1), vector.dtype)], axis=1)
-    return SparseVector(vector.indices, counted, vector.length)
-
-
-def _counted(algorithm: Algorithm[Any], offer: Offer, channel: Channel) -> Steps[Any]:
-    total = yield from algorithm(offer, channel)
-    if total is None or not channel.terms.votes:
-        return total
-    values, votes = total.values[:, :-1], total.values[:, -1].astype(np.int64)
-    if channel.terms.votes == "of numbers":
-        values = values[:, 0]
-    return SparseVector(total.indices, values.copy(), total.length), votes
+    counts: for this rank's share, float32. Of the most frequent count, an owner sends only how much it is.
+    """
+    supports = shares.cut(total)
+    own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)
+    own[np.searchsorted(supports[group.rank].indices, counts.indices)] = counts.values
+    usual = int(np.bincount(own).argmax()) if own.size else 0
+    others = np.flatnonzero(own != usual)
+    sent = SparseVector(others, own[others].astype(np.float32), own.size)
+    parts = []
+    for support, (theirs, count) in zip(supports, (yield from group.gather(sent, usual)), strict=True):
+        votes = namespace(total.values).full(support.nnz, count, np.float32)
+        votes[theirs.indices] = theirs.values.reshape(-1)  # no entries: of the shape of the sum
+        parts.append(SparseVector(support.indices, votes, support.length))
+    return shares.unite(parts).values.astype(np.int64)

@@ -6,9 +6,9 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from collectives.messages import Sending
-from collectives.progress import wait_for
-from collectives.transport import endpoint_of
+from collectives.collective import link_of
+from collectives.runtime.engine import wait_for
+from collectives.runtime.messages import Sending
 
 NOTICE = "mpicomp: compiling kernels, once on each node; Numba's cache keeps them"
 
@@ -23,10 +23,10 @@ def warm_up(comm: Any, dtypes: Sequence[DTypeLike] = ("float32",), *, long: bool
     comm: an mpi4py intracommunicator, all ranks of which call. dtypes: of the values. long: for vectors longer than
     2^31 - 1 as well. Returns how many kernels were compiled on this rank: 0 with a warm cache.
     """
-    endpoint = endpoint_of(comm, wait_for)
-    first = endpoint.nodes[endpoint.rank] == endpoint.rank
-    compiled = _run(dtypes, long, say=endpoint.rank == 0) if first else 0
-    wait_for(Sending(endpoint.comm.Ibarrier()))
+    link = link_of(comm)
+    first = link.nodes[link.rank] == link.rank
+    compiled = _run(dtypes, long, say=link.rank == 0) if first else 0
+    wait_for(Sending(link.comm.Ibarrier()), "called warm_up")
     return compiled if first else _run(dtypes, long, say=False)
 
 

@@ -1,4 +1,4 @@
-"""Transports that do to messages what a network may: put in the place of the library's Endpoint, below the algorithms.
+"""Transports that do to messages what a network may: put in the place of the library's Link, below the algorithms.
 
 `Disordered` holds messages back for a random number of looks, so that those to different peers, and of different
 operations, overtake each other; and it cuts them into pieces that travel in any order. What MPI promises stays: between
@@ -13,20 +13,21 @@ from contextlib import contextmanager
 import numpy as np
 from mpi4py import MPI
 
-from collectives import transport
-from collectives.messages import LINE, Arrival
-from collectives.transport import Endpoint
+from collectives.collective import link_of
+from collectives.runtime import link as runtime
+from collectives.runtime.link import Link
+from collectives.runtime.messages import LINE, Arrival
 
 PIECES, LOOKS = 4, 12  # at most
 
 
-class Disordered(Endpoint):
-    """An endpoint whose messages come late, out of order and in pieces; `seed` and the rank fix how."""
+class Disordered(Link):
+    """An link whose messages come late, out of order and in pieces; `seed` and the rank fix how."""
 
     seed = 0
 
-    def __init__(self, comm, duplicate):
-        super().__init__(comm, duplicate)
+    def __init__(self, comm, duplicate, agree):
+        super().__init__(comm, duplicate, agree)
         self.rng = np.random.default_rng([self.seed, comm.rank])
         self.outbox = []  # [looks left, piece, dest, tag, its message]
         self.sent, self.awaited = defaultdict(int), defaultdict(int)  # messages so far, by peer and tag
@@ -70,11 +71,11 @@ class Disordered(Endpoint):
 class Message:
     """A message on its way out: complete when all of its pieces have left."""
 
-    def __init__(self, endpoint, count):
-        self.endpoint, self.count, self.requests = endpoint, count, []
+    def __init__(self, link, count):
+        self.link, self.count, self.requests = link, count, []
 
     def test(self):
-        self.endpoint.look()
+        self.link.look()
         return len(self.requests) == self.count and all([request.Test() for request, _ in self.requests])
 
     def wait(self):
@@ -84,31 +85,31 @@ class Message:
 class Pieces(Arrival):
     """A message on its way in, in pieces, which may be those of a later one."""
 
-    def __init__(self, endpoint, source, tag, number):
-        super().__init__(endpoint.comm, source, tag)
-        self.endpoint, self.key = endpoint, (source, tag, number)
+    def __init__(self, link, source, tag, number):
+        super().__init__(link.comm, source, tag)
+        self.link, self.key = link, (source, tag, number)
         self.done = False
 
     def test(self):
-        self.endpoint.look()
+        self.link.look()
         if not self.done:
             self.take()
-            pieces = self.endpoint.heard.get(self.key, {})
+            pieces = self.link.heard.get(self.key, {})
             if pieces and len(pieces) == next(iter(pieces.values()))[0]:
                 self.buffer = np.concatenate([pieces[place][1] for place in sorted(pieces)])
                 self.done = True
-                del self.endpoint.heard[self.key]
+                del self.link.heard[self.key]
         return self.done
 
     def take(self):
         """Take in every piece from this source and operation that is there."""
         source, tag, _ = self.key
         status = MPI.Status()
-        while (message := self.endpoint.comm.Improbe(source, tag, status)) is not None:
+        while (message := self.link.comm.Improbe(source, tag, status)) is not None:
             piece = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv([piece, MPI.BYTE])
             number, place, count = piece[:24].view(np.int64).tolist()
-            self.endpoint.heard.setdefault((source, tag, number), {})[place] = count, piece[LINE:]
+            self.link.heard.setdefault((source, tag, number), {})[place] = count, piece[LINE:]
 
     def wait(self):
         wait(self)
@@ -119,8 +120,8 @@ def wait(pending):
         time.sleep(2e-5)
 
 
-class Damaging(Endpoint):
-    """An endpoint that hands the `which`-th message to `change` before it leaves; on the rank `culprit` only."""
+class Damaging(Link):
+    """An link that hands the `which`-th message to `change` before it leaves; on the rank `culprit` only."""
 
     culprit, which = 0, 0
 
@@ -136,17 +137,12 @@ class Damaging(Endpoint):
 
 @contextmanager
 def over(kind, comm, **settings):
-    """Return a duplicate of a communicator whose endpoint is of a kind, with these settings, for a while."""
+    """Return a duplicate of a communicator whose link is of a kind, with these settings, for a while."""
     duplicate = comm.Dup()
-    sound, transport.Endpoint = transport.Endpoint, type(kind.__name__, (kind,), settings)
+    sound, runtime.Link = runtime.Link, type(kind.__name__, (kind,), settings)
     try:
-        transport.endpoint_of(duplicate, lambda pending: pending.wait())
+        link_of(duplicate)
     finally:
-        transport.Endpoint = sound
+        runtime.Link = sound
     yield duplicate
     duplicate.Free()
-
-
-def endpoint(comm):
-    """Return the library's endpoint of a communicator that has one."""
-    return comm.Get_attr(transport._endpoint_key())

@@ -14,8 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from collectives import GradientExchange, recovery
-from collectives.rounds import Rounds
+from collectives import GradientExchange
+from collectives.faults import recovery
 from mpicomp import ErrorFeedback, RankFailedError, TopK
 
 
@@ -25,13 +25,13 @@ def die(*given):
 
 def dies(me, exchange):
     """Have this rank die where it is its turn."""
-    meet = Rounds.meet
+    meet = recovery.Agreements.meet
     if me == 5:
         die()
     elif me == 4:
-        Rounds.meet = lambda *given: (meet(*given), die())
+        recovery.Agreements.meet = lambda *given: (meet(*given), die())
     elif me == 3:
-        recovery._tried = lambda comm: (comm.Shrink(), die())
+        recovery._survivors = lambda comm: (comm.Shrink(), die())
     elif me == 2:
         exchange.continue_on = die
 

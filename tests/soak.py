@@ -27,7 +27,7 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from collectives.progress import _engine
+from collectives.runtime.engine import _engine
 from mpicomp import CollectiveError, ErrorFeedback, TopK
 
 LENGTH = 200

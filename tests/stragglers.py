@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 4 python -m mpi4py tests/stragglers.py
 
-Without the rounds of `collectives.rounds` the first of these waits for ever in MPI's Shrink, every time.
+Without the rounds of `collectives.faults.recovery` the first of these waits for ever in MPI's Shrink, every time.
 """
 
 import os
@@ -63,7 +63,7 @@ def given_up_in_a_step(comm):
 
 def gives_up(comm, call):
     collectives.configure(timeout=DEADLINE)
-    with pytest.raises(CollectiveTimeoutError, match="a rank that lives did not come to"):
+    with pytest.raises(CollectiveTimeoutError, match="not all live ranks called"):
         call(comm)
     collectives.configure(timeout=None)
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import GradientExchange
-from collectives.recovery import endpoint_if_any
+from collectives.runtime.link import link_if_any
 from mpicomp import ErrorFeedback, RankFailedError, TopK
 
 LENGTH, STEPS = 600, 12
@@ -35,17 +35,17 @@ def die(exchange, me, step):
 
 def dies_at_its_second_message(comm, exchange, me, step):
     """Have this rank die in the middle of the schedule."""
-    endpoint, owed = endpoint_if_any(comm), exchange.feedback.residual.copy()
-    send = endpoint.send
+    link, owed = link_if_any(comm), exchange.feedback.residual.copy()
+    send = link.send
 
     def last(*message):
-        endpoint.send = lambda *message: (
+        link.send = lambda *message: (
             np.save(pathlib.Path(sys.argv[1], f"{me}-{step}.npy"), owed),
             os.kill(os.getpid(), 9),
         )
         return send(*message)
 
-    endpoint.send = last
+    link.send = last
 
 
 def main():

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -137,6 +138,32 @@ def test_a_training_does_not_continue_what_is_another_one(tmp_path):
     assert (status, "that is beyond --steps 4" in printed) == (2, True)
     assert "is of another number of ranks than 1" in train(cwd=tmp_path, size=1)[2]
     assert "trained with --seed 0: expected 1" in train("--seed", "1", cwd=tmp_path)[2]
+
+
+def test_what_ranks_saved_when_one_was_lost_is_a_whole_step_and_continues(tmp_path):
+    done = run(2, "save_on_failure.py", "--stop", "1", cwd=tmp_path)
+    assert done.returncode != 0
+    assert re.search("rank 0 saved step 10: .*; rank 1 did not respond within 1", done.stdout)
+    (tmp_path / "saved" / "rank-1.npz").unlink(missing_ok=True)  # it may have saved when the launcher ended it
+    checked("save_on_failure.py", cwd=tmp_path, checks=3)
+
+
+def test_saving_on_sigterm_and_on_nothing_else(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from save_on_failure import saving
+
+    saved = []
+    with saving(saved.append):
+        pass
+    with pytest.raises(KeyError), saving(saved.append):
+        raise KeyError("another one's")
+    with pytest.raises(SystemExit), saving(saved.append):
+        sys.exit(1)
+    assert not saved
+    with pytest.raises(SystemExit) as caught, saving(saved.append):
+        signal.raise_signal(signal.SIGTERM)
+    assert (caught.value.code, saved) == (143, [caught.value])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

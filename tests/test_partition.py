@@ -17,7 +17,6 @@ from collectives.partition import (
     quantile_ranges,
     sample,
 )
-from collectives.tuning import choose_allreduce, expected_union
 from mpicomp import SparseVector
 
 
@@ -149,40 +148,6 @@ def test_the_callers_own_bounds():
     assert given_ranges(np.array([0, 0, 7, 10]), 10, 3) == Ranges((0, 0, 7, 10))
     with pytest.raises(TypeError):
         given_ranges([0, 2.5, 10], 10, 2)
-
-
-def test_the_expected_union_of_independent_supports():
-    assert expected_union(1000, [10] * 4) == pytest.approx(1000 * (1 - 0.99**4))
-    assert expected_union(10, [10, 3]) == 10
-    assert expected_union(0, [0, 0]) == 0
-
-
-@pytest.mark.parametrize(
-    ("length", "counts", "algorithm"),
-    [
-        (10**6, [1000], "recursive_doubling"),
-        (10**6, [1000] * 2, "recursive_doubling"),
-        (10**6, [511] * 8, "allgather"),
-        (10**6, [512] * 8, "split_allgather"),
-        (100, [100] * 3, "allgather"),
-        (10**6, [0] * 8, "allgather"),
-        (10**6, [60_000] * 8, "split_allgather"),
-        (10**6, [10_000] * 65, "recursive_halving"),
-        (10**6, [300_000] * 5, "dense"),
-        (10**6, [10**6, 0, 0, 0, 0], "dense"),
-        (10**6, [300_000] * 4, "recursive_doubling"),
-        (10**6, [300_000] * 3, "allgather"),
-    ],
-)
-def test_the_rule_of_auto(length, counts, algorithm):
-    assert choose_allreduce(length, counts) == algorithm
-
-
-@pytest.mark.parametrize(
-    ("value_nbytes", "algorithm"), [(2, "dense"), (4, "dense"), (8, "split_allgather"), (256, "split_allgather")]
-)
-def test_auto_goes_dense_where_that_is_smaller(value_nbytes, algorithm):
-    assert choose_allreduce(10**6, [130_000] * 5, value_nbytes) == algorithm
 
 
 @pytest.mark.parametrize("size", [2, 8, 64, 1024])

@@ -64,11 +64,11 @@ def test_dissemination_brings_every_block_to_every_rank_once_and_in_order():
         ranks, held = np.arange(size), 1  # the blocks from a rank's own on
         rounds = list(dissemination(ranks, size))
         assert len(rounds) == math.ceil(math.log2(size))
-        for hop in rounds:
-            np.testing.assert_array_equal(hop.dest[hop.source], ranks)  # every message has a receiver
-            np.testing.assert_array_equal(hop.source, (ranks + held) % size)  # and begins where this rank's end
-            assert hop.blocks <= held
-            held += hop.blocks
+        for dest, source, blocks in rounds:
+            np.testing.assert_array_equal(dest[source], ranks)  # every message has a receiver
+            np.testing.assert_array_equal(source, (ranks + held) % size)  # and begins where this rank's end
+            assert blocks <= held
+            held += blocks
         assert held == size
 
 

@@ -6,15 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 from cases import select
-from simulated import Network
 
-from collectives import allgather, allreduce, gtopk, reduce_scatter, rooted
-from collectives.agreement import all_or_none
-from collectives.channel import Channel, Offer
-from collectives.partition import equal_ranges, likely
-from collectives.survey import Survey, look_around
-from collectives.terms import Terms
+from collectives import allgather, allreduce, gtopk, gtopk_allreduce, reduce_scatter, rooted, sparse_allreduce
+from collectives.faults.notification import all_or_none
+from collectives.partition import likely
+from collectives.runtime.group import Group
 from mpicomp import CollectiveError, SparseVector, TopK
+from mpicomp_bench.network import Network
 
 SIZES = [*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128]
 LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
@@ -31,9 +29,9 @@ def dense_sum(size):
     return sum(brings(rank, size).to_dense() for rank in range(size))
 
 
-def check_sum(results, size):
-    """Check that all ranks have the sum, and the same bits of it."""
-    np.testing.assert_array_equal(results[0].to_dense(), dense_sum(size))
+def check_sum(results, size, expected=None):
+    """Check that all ranks have the sum, or what is expected, and the same bits of it."""
+    np.testing.assert_array_equal(results[0].to_dense(), dense_sum(size) if expected is None else expected)
     assert all(result.indices.tobytes() == results[0].indices.tobytes() for result in results)
     assert all(result.values.tobytes() == results[0].values.tobytes() for result in results)
 
@@ -51,8 +49,8 @@ def fold(size):
     return 0 if size & (size - 1) == 0 else 2
 
 
-def survey_of(size, partition="equal"):
-    return Survey([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1, partition)
+def metadata_of(size, partition="equal"):
+    return allreduce.Metadata([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1, partition)
 
 
 ROUNDS = {
@@ -77,23 +75,30 @@ def test_an_exact_sum_has_every_contribution_once_and_the_rounds_of_the_table(na
         network = Network(size)
         steps = allreduce.ALGORITHMS[name]
 
-        def run(rank, channel, size=size, steps=steps):
-            return steps(Offer(brings(rank, size)), channel, survey_of(size))
+        def run(rank, group, size=size, steps=steps):
+            return steps(brings(rank, size), group, metadata_of(size))
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64")
         assert rounds == ROUNDS[name](size), size
         check_sum(results, size)
-        assert max(endpoint.traffic.messages for endpoint in network.endpoints) <= math.ceil(MESSAGES[name](size))
+        assert max(link.traffic.messages for link in network.links) <= math.ceil(MESSAGES[name](size))
 
 
-@pytest.mark.parametrize("per_node", [1, 2, 3, 8])
+NODES = {  # the first rank of the node of each rank
+    **{f"of {each}": lambda size, each=each: [rank // each * each for rank in range(size)] for each in (1, 2, 3, 8)},
+    "one alone": lambda size: [min(rank, 1) for rank in range(size)],
+    "in turns": lambda size: [rank % 3 for rank in range(size)],
+}
+
+
+@pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("name", ["node_leaders", "node_lanes"])
-def test_sums_over_nodes(name, per_node):
+def test_sums_over_nodes(name, nodes):
     for size in SIZES:
-        network = Network(size, nodes=[rank // per_node * per_node for rank in range(size)])
+        network = Network(size, NODES[nodes](size))
 
-        def run(rank, channel, size=size):
-            return allreduce.ALGORITHMS[name](Offer(brings(rank, size)), channel, survey_of(size))
+        def run(rank, group, size=size):
+            return allreduce.ALGORITHMS[name](brings(rank, size), group, metadata_of(size))
 
         results, _ = network.run(run, length=2 * size + 1, dtype="float64")
         check_sum(results, size)
@@ -104,18 +109,20 @@ GTOPK_ROUNDS = {
     "tree": lambda size: lower(size) + fold(size) + 2 * upper(size),
     "exact": lambda size: (size > 1) + upper(size) * (upper(size) + 2),
     "exact_doubling": lambda size: lower(size) + fold(size),
+    "node_leaders": lambda size: lower(size) + fold(size) + 2 * upper(size),
 }
 
 
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
 def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
-    """`tree` compares the terms first, over the schedule of recursive doubling; `exact` gathers once at least."""
-    fewer = {"tree": upper, "exact": lambda size: upper(size) * (upper(size) + 1)}.get(name, lambda size: 0)
+    """`tree` and, here on one node, `node_leaders` compare the call signatures first; `exact` gathers once at least."""
+    fewer = {"tree": upper, "node_leaders": upper, "exact": lambda size: upper(size) * (upper(size) + 1)}
+    fewer = fewer.get(name, lambda size: 0)
     for size in SIZES + LARGE * (not name.startswith("exact")):
         network = Network(size)
 
-        def run(rank, channel):
-            return gtopk.ALGORITHMS[name](Offer(brings(rank, channel.size), 5), channel)
+        def run(rank, group):
+            return gtopk_allreduce.algorithms[name](brings(rank, group.size), group, k=5)
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
         assert rounds <= GTOPK_ROUNDS[name](size), size
@@ -127,26 +134,65 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
         np.testing.assert_array_equal(total, dense_sum(size))
 
 
+@pytest.mark.parametrize("nodes", NODES)
+def test_gtopk_over_nodes_is_exact(nodes):
+    for size in SIZES[:20]:
+        network, k = Network(size, NODES[nodes](size), seed=size), (5, size, None)[size % 3]
+
+        def run(rank, group, k=k):
+            return gtopk_allreduce.algorithms["node_leaders"](brings(rank, group.size), group, k=k)
+
+        results, _ = network.run(run, length=2 * size + 1, dtype="float64", k=k)
+        check_sum([result for result, _ in results], size, select(dense_sum(size), k or brings(0, size).nnz))
+        total = sum(rejected.to_dense() for _, rejected in results) + results[0][0].to_dense()
+        np.testing.assert_array_equal(total, dense_sum(size))
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01])
+def test_gtopk_sends_few_bytes_between_nodes(density):
+    """Against the flat algorithms that "auto" knows; the tree sends as few where neighbours share a node."""
+    k, nodes, sent = 3000, [0, 0, 0, 0, 4, 4, 4, 4], {}
+    rng = np.random.default_rng(8)
+    held = [TopK(k=k).compress(rng.standard_normal(round(k / density), np.float32)) for _ in nodes]
+    for name in ("recursive_doubling", "exact", "exact_doubling", "node_leaders"):
+        network = Network(len(nodes), nodes)
+        sending = []
+        for link in network.links:
+            link.send = partial(send_counted, link, link.send, sending)
+
+        def run(rank, group, name=name):
+            return gtopk_allreduce.algorithms[name](held[rank], group, k=k)
+
+        network.run(run, length=held[0].length, dtype="float32", k=k)
+        sent[name] = sum(sending)
+    assert sent.pop("node_leaders") <= 0.3 * min(sent.values())
+
+
+def send_counted(link, send, between, buffer, dest, tag, arrival=None):
+    if link.nodes[dest] != link.nodes[link.rank]:
+        between.append(buffer.size)
+    return send(buffer, dest, tag, arrival)
+
+
 def test_the_others():
     for size in SIZES:
         terms = {"length": 2 * size + 1, "dtype": "float64"}
 
-        def gather(rank, channel):
-            return allgather.dissemination(Offer(brings(rank, channel.size)), channel)
+        def gather(rank, group):
+            return allgather.dissemination(brings(rank, group.size), group)
 
-        def split(rank, channel):
-            offer = Offer(brings(rank, channel.size))
-            return reduce_scatter.split(offer, channel, equal_ranges(offer.vector.length, channel.size))
+        def split(rank, group):
+            return reduce_scatter.split(brings(rank, group.size), group, "equal")
 
-        def reduce(rank, channel):
-            return rooted.reduce(Offer(brings(rank, channel.size)), channel)
+        def reduce(rank, group):
+            return rooted.tree(brings(rank, group.size), group, group.size // 2)
 
-        def bcast(rank, channel):
-            root = channel.size - 1
-            return rooted.bcast(Offer(brings(root, channel.size) if rank == root else channel.nothing), channel)
+        def bcast(rank, group):
+            root = group.size - 1
+            return rooted.bcast(brings(root, group.size) if rank == root else group.nothing, group, root)
 
-        def survey(rank, channel):
-            return look_around(Offer(brings(rank, channel.size)), channel)
+        def metadata(rank, group):
+            return allreduce.exchange_metadata(brings(rank, group.size), group, "auto")
 
         parts, rounds = Network(size).run(gather, **terms)
         assert rounds == upper(size)
@@ -160,9 +206,9 @@ def test_the_others():
         handed, rounds = Network(size).run(bcast, root=size - 1, **terms)
         assert rounds <= 2 * upper(size)
         assert all(vector.values.tobytes() == brings(size - 1, size).values.tobytes() for vector in handed)
-        surveys, rounds = Network(size).run(survey, **terms)
+        exchanged, rounds = Network(size).run(metadata, **terms)
         assert rounds == upper(size)
-        assert all(each.counts == [brings(r, size).nnz for r in range(size)] for each in surveys)
+        assert all(each.counts == [brings(r, size).nnz for r in range(size)] for each in exchanged)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -172,15 +218,16 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
     values = np.random.default_rng(7).standard_normal((size, 50)).astype(np.float32)
 
     def run(steps):
-        def start(rank, channel):
-            return steps(Offer(SparseVector(np.arange(50), values[rank], 50), 20), channel)
+        def start(rank, group):
+            return steps(SparseVector(np.arange(50), values[rank], 50), group)
 
         return start
 
     def exact(name):
-        return lambda offer, channel: allreduce.ALGORITHMS[name](offer, channel, Survey([50] * size, [], 50, "equal"))
+        metadata = allreduce.Metadata([50] * size, [], 50, "equal")
+        return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
-    for steps in [*map(exact, ROUNDS), *gtopk.ALGORITHMS.values()]:
+    for steps in [*map(exact, ROUNDS), *(partial(steps, k=20) for steps in gtopk_allreduce.algorithms.values())]:
         outcomes = [
             Network(size, seed=order).run(run(steps), length=50, dtype="float32", k=20)[0][0] for order in (0, 1 + seed)
         ]
@@ -190,15 +237,23 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
 
 
 NAMED = {
-    "sparse_allreduce": {"auto": allreduce.auto, **{name: partial(allreduce.named, name) for name in ROUNDS}},
-    "gtopk_allreduce": gtopk.ALGORITHMS,
+    "sparse_allreduce": {
+        name: partial(steps, partition="auto")
+        for name, steps in [("auto", sparse_allreduce.automatic), *sparse_allreduce.algorithms.items()]
+        if name in ("auto", *ROUNDS)
+    },
+    "gtopk_allreduce": {"auto": gtopk_allreduce.automatic, **gtopk_allreduce.algorithms},
 }
 
 
 @pytest.mark.parametrize("operation", NAMED)
 @pytest.mark.parametrize("rendezvous", [False, True])
-def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operation, rendezvous):
-    """Also where one has an error of its own. `run` finds ranks that wait for ever, and messages that are left."""
+def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operation, rendezvous, monkeypatch):
+    """Also where one has an error of its own. `run` finds ranks that wait for ever, and messages that are left.
+
+    Of gTop-k without k "auto" asks for the counts of long vectors: here that is all of them.
+    """
+    monkeypatch.setattr(gtopk, "LONG", 50)
     algorithms = NAMED[operation]
     for size in range(2, 20):
         for seed in range(5):
@@ -207,10 +262,11 @@ def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operati
             names = [str(name) for name in [*few, *rng.choice(few, size)][:size]]
             alone = ValueError("alone") if rng.random() < 0.2 or len(set(names)) == 1 else None
 
-            def run(rank, channel, names=names, alone=alone):
+            def run(rank, group, names=names, alone=alone):
                 error = alone if rank == 1 else None
-                name = next(iter(algorithms)) if error else names[rank]  # as `begin` does
-                own = Channel(channel.endpoint, Terms(operation, name, length=100, dtype="float64"), error)
+                name = next(iter(algorithms)) if error else names[rank]  # as a collective does
+                signature = {"operation": operation, "algorithm": name, "length": 100, "dtype": "float64"}
+                own = Group(group.link, signature, error)
                 try:
                     yield from all_or_none(own, algorithms[name](brought_to(rank, error), own))
                 except (CollectiveError, ValueError) as error:
@@ -226,16 +282,17 @@ def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operati
 
 
 def brought_to(rank, error):
-    vector = SparseVector.empty(0) if error else SparseVector(np.arange(100), np.arange(1.0, 101) + rank, 100)
-    return Offer(vector, vector.nnz)
+    return SparseVector.empty(0) if error else SparseVector(np.arange(100), np.arange(1.0, 101) + rank, 100)
 
 
-@pytest.mark.parametrize("name", gtopk.ALGORITHMS)
+@pytest.mark.parametrize("name", gtopk_allreduce.algorithms)
 def test_gtopk_where_messages_leave_when_they_are_received(name):
     for size in range(1, 20):
         network = Network(size, rendezvous=True)
         results, _ = network.run(
-            lambda rank, channel: gtopk.ALGORITHMS[name](brought_to(rank, None), channel), length=100, dtype="float64"
+            lambda rank, group: gtopk_allreduce.algorithms[name](brought_to(rank, None), group),
+            length=100,
+            dtype="float64",
         )
         total = results[0][0].to_dense() + sum(rejected.to_dense() for _, rejected in results)
         np.testing.assert_array_equal(total, size * np.arange(1.0, 101) + size * (size - 1) / 2)
@@ -251,15 +308,19 @@ def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypa
     length, looked = 10**6, []
     rng = np.random.default_rng(1)
     hot = [np.sort(rng.choice(length // 20, count, replace=False)) for count in counts]  # in a twentieth of the length
-    vectors = [SparseVector(indices, np.ones(indices.size), length) for indices in hot]
+    vectors = [SparseVector(indices, rng.integers(1, 2**20, indices.size) / 8, length) for indices in hot]
 
-    def seen(offer, channel, *, sampling):
+    exchange = allreduce.exchange_metadata
+
+    def seen(vector, group, partition, *, sampling, **more):
         looked.append(sampling)
-        return look_around(offer, channel, sampling=sampling)
+        return exchange(vector, group, partition, sampling=sampling, **more)
 
-    monkeypatch.setattr(allreduce, "look_around", seen)
-    network = Network(8)
-    results, _ = network.run(lambda rank, channel: allreduce.auto(Offer(vectors[rank]), channel), length=length)
+    monkeypatch.setattr(allreduce, "exchange_metadata", seen)
+    network = Network(8, nodes=range(8))
+    results, _ = network.run(
+        lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
+    )
     assert sum(looked) == sampling
     expected = sum(vector.to_dense() for vector in vectors)
     assert all(np.array_equal(result.to_dense(), expected) for result in results)
@@ -293,8 +354,8 @@ def test_the_exact_gtopk_wherever_the_largest_are(family, size):
             order = np.argsort(places)
             held.append(SparseVector(places[order], np.float64(drawn)[order], length))
 
-        def steps(rank, channel, held=held, k=k):
-            return gtopk.exact(Offer(held[rank], k), channel)
+        def steps(rank, group, held=held, k=k):
+            return gtopk.exact(held[rank], group, k=k)
 
         results, rounds = Network(size, seed=k).run(steps, length=length, dtype="float64", k=k)
         total = sum(vector.to_dense() for vector in held)
@@ -322,17 +383,15 @@ def test_of_gradients_in_layers_the_exact_gtopk_gathers_little_more_than_k(
 
 def entries_gathered(monkeypatch, held, k):
     """Return how many entries all ranks together send in each gathering of an exact gTop-k of these vectors."""
-    gathered, gather = [[] for _ in held], Channel.gather
+    gathered, gather = [[] for _ in held], Group.gather
 
-    def counted(channel, offer):
-        gathered[channel.rank].append(offer.vector.nnz)
-        return gather(channel, offer)
+    def counted(group, vector, count=0):
+        gathered[group.rank].append(vector.nnz)
+        return gather(group, vector, count)
 
-    monkeypatch.setattr(Channel, "gather", counted)
+    monkeypatch.setattr(Group, "gather", counted)
     network, length = Network(len(held)), held[0].length
-    results, _ = network.run(
-        lambda rank, channel: gtopk.exact(Offer(held[rank], k), channel), length=length, dtype="float64", k=k
-    )
+    results, _ = network.run(lambda rank, group: gtopk.exact(held[rank], group, k), length=length, dtype="float64", k=k)
     np.testing.assert_array_equal(results[0][0].to_dense(), select(sum(vector.to_dense() for vector in held), k))
     return np.sum(gathered, axis=0).tolist()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from devices import real_cupy
 
-from collectives import cuda_aware
-from collectives.cli import info
+from collectives.runtime import cuda_aware
+from mpicomp_bench import info
 
 TESTS = Path(__file__).parent
 ON_THE_STAND_IN = pytest.mark.skipif(real_cupy() is not None, reason="a real device has no memory that tells")
@@ -20,11 +20,15 @@ import sys, numpy as np
 from devices import assert_same, cupy_for_tests, there
 cupy = cupy_for_tests()
 from mpi4py import MPI
-from collectives import cuda_aware, sparse_allreduce, staging, traffic
+from collectives import sparse_allreduce, traffic
+from collectives.runtime import cuda_aware
+from collectives.runtime import staging
 from mpicomp import SparseVector
+length = 4000
 {prepare}
 comm = MPI.COMM_WORLD
-mine = SparseVector(np.arange(comm.rank, 4000, 3), np.arange(comm.rank, 4000, 3).astype(np.float32), 4000)
+indices = np.arange(comm.rank, length, 3)
+mine = SparseVector(indices, indices.astype(np.float32), length)
 total = sparse_allreduce(there(mine, cupy), comm)
 assert_same(total, sparse_allreduce(mine, comm))
 assert comm.size == 1 or traffic(comm).messages
@@ -33,8 +37,8 @@ if comm.rank == 0:
 """
 CLAIM = "cuda_aware.query = lambda: True\n"
 LONG = """
-from collectives import messages
-messages.CROSSING, messages.PIECE = 64, 4096
+from collectives.runtime import messages
+messages.BIDIRECTIONAL, messages.PIECE = 64, 4096
 """
 NO_STREAM = """
 from types import SimpleNamespace
@@ -43,6 +47,7 @@ staging._stream = lambda: SimpleNamespace(synchronize=lambda: None)
 NO_EVENTS = """
 from cupy.cuda import Event
 Event.synchronize = lambda self: None
+length = 900  # so short that MPI takes the message at once: of a longer one it may read what was copied meanwhile
 """
 
 

@@ -7,15 +7,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.agreement import gather_objects
 from collectives.allreduce import sparse_allreduce
-from collectives.consensus import gather_objects
-from collectives.cyclic_leader import CyclicLeader
+from collectives.collective import nonblocking_sum
 from collectives.exchange.layout import Layout, Parts
+from collectives.exchange.statistics import Statistics, report
 from collectives.exchange.step import OPERATION, Bucket, Step
-from collectives.ledger import accounts, balance, name_step
-from collectives.statistics import Statistics, report
-from collectives.sums import Collective, nonblocking_sum
-from collectives.transport import check_communicator, traffic
+from collectives.faults.ledger import accounts, balance, name_step
+from collectives.plan import CyclicLeader
+from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_compressor
@@ -23,9 +23,8 @@ from mpicomp.compressors.common import check_number
 from mpicomp.errors import CollectiveError
 from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
 from mpicomp.feedback.base import check_feedback
-from mpicomp.pipeline import Pipeline
-from mpicomp.state import restored_on_error
-from mpicomp.tensors import Form
+from mpicomp.pipeline import Pipeline, restored_on_error
+from mpicomp.tensors import DICT, by_name, check_same_form, form_of, in_form, outs_by_name
 
 
 class GradientExchange:
@@ -55,7 +54,7 @@ class GradientExchange:
         comm: Any,
         compressor: Compressor,
         feedback: Feedback | None = None,
-        collective: Collective = sparse_allreduce,
+        collective: Callable[[Any, Any], Any] = sparse_allreduce,
         *,
         average: bool = True,
         downlink: TwoWay | None = None,
@@ -79,7 +78,7 @@ class GradientExchange:
         self._total: Statistics | None = None  # of all steps
         self._layout = Layout(compressor, feedback, downlink, collective, choose, small, bucket_nbytes, average)
         self._checked = checking.asked()
-        self._form: Form | None = None  # of the gradients, once it is known
+        self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
         self._buckets: list[Bucket] = []
         self._step: Step | None = None  # that is under way
@@ -100,18 +99,18 @@ class GradientExchange:
         `CollectiveError` on the other ranks; OverflowError on all of them when the sum leaves the range of the dtype.
         The residual, the gradient and `out` are then as they were before the call.
         """
-        form = Form.of(gradient)
+        form = form_of(gradient)
         try:
             self._check_between_steps()
-            arrays = form.by_name(gradient)
+            arrays = by_name(gradient)
             if self._form is not None:
-                form.check(arrays, self._form, self._names)
-            outs = form.outs_by_name(out, arrays)
+                check_same_form(form, arrays, self._form, self._names)
+            outs = outs_by_name(out, gradient)
         except Exception as error:
             self._fail(error)
         step = self._begin()
         step.arrays, step.outs = arrays, outs
-        return form.back(self._run(form, sparse), arrays)
+        return in_form(form, self._run(form, sparse), arrays)
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Say which tensors there are, in the order in which their gradients will come; all ranks call it, once.
@@ -126,7 +125,7 @@ class GradientExchange:
             raise RuntimeError("the tensors are registered: expected one call, before the first step")
         if self._step is not None:
             self._fail(RuntimeError("a step is under way: register the tensors before the first of them is started"))
-        self._register(Form.DICT, tensors)
+        self._register(DICT, tensors)
 
     def start(self, name: str, array: Any, *, out: Any = None) -> None:
         """Give a tensor's gradient; its bucket is sent once it is full and those before it were sent.
@@ -141,7 +140,7 @@ class GradientExchange:
         if self._step is not None and name in self._step.arrays:
             raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
         if self._form is not None:
-            Form.DICT.check({name: array}, self._form, self._names)
+            check_same_form(DICT, {name: array}, self._form, self._names)
         step = self._begin()
         step.arrays[name] = array
         step.outs[name] = out
@@ -166,7 +165,7 @@ class GradientExchange:
         Raises what a call does; the residuals of all tensors are then as they were, on all ranks.
         """
         self._begin()
-        return self._run(Form.DICT, sparse)
+        return self._run(DICT, sparse)
 
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.
@@ -175,10 +174,9 @@ class GradientExchange:
         """
         if not self._buckets:
             return parameters
-        form = Form.of(parameters)
-        arrays = form.by_name(parameters)
+        arrays = by_name(parameters)
         points = {name: point for pipeline in self._pipelines() for name, point in pipeline.ahead(arrays).items()}
-        return form.back(points, arrays)
+        return in_form(form_of(parameters), points, arrays)
 
     @property
     def residual_norm(self) -> float:
@@ -261,7 +259,7 @@ class GradientExchange:
             self._step = Step(self._buckets, self.comm, average=self._layout.average, checked=self._checked)
         return self._step
 
-    def _run(self, form: Form, sparse: bool) -> dict[str, Any]:
+    def _run(self, form: str, sparse: bool) -> dict[str, Any]:
         """Complete the step that is under way."""
         step = self._begin()
         try:
@@ -278,7 +276,7 @@ class GradientExchange:
         self._end_step(step)
         return means
 
-    def _register(self, form: Form, arrays: Mapping[str, Any]) -> list[Bucket]:
+    def _register(self, form: str, arrays: Mapping[str, Any]) -> list[Bucket]:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         self._form, self._names = form, {name for bucket in self._buckets for name in bucket.names}
         return self._buckets

@@ -16,16 +16,15 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.consensus import check_same, gather_objects
+from collectives.agreement import check_same, gather_objects
 from collectives.dense import dense_iallreduce
 from collectives.exchange.step import OPERATION, Bucket
-from collectives.sums import Collective
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback, TwoWay
 from mpicomp.feedback.base import check_feedback
 from mpicomp.pipeline import Pipeline
-from mpicomp.tensors import ALONE, Form, Tensor
+from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
 
 Parts = tuple[Compressor, Feedback]
 
@@ -37,13 +36,13 @@ class Layout:
     compressor: Compressor
     feedback: Feedback
     downlink: TwoWay | None
-    collective: Collective
+    collective: Callable[[Any, Any], Any]
     choose: Callable[[str, Any], Parts] | None
     small: int
     bucket_nbytes: int
     average: bool
 
-    def buckets(self, form: Form, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
+    def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
 
         The ranks compare tensors and settings first. Raises this rank's error here, and CollectiveError on the others;
@@ -51,9 +50,9 @@ class Layout:
         """
         statement: Any
         try:
-            tensors = form.described(arrays)
-            parts = self._parts(tensors, arrays) if form is Form.DICT else {}
-            statement = {"tensors": form.kinds(tensors), "settings": self._settings(form)}
+            tensors = describe(arrays, form)
+            parts = self._parts(tensors, arrays) if form == DICT else {}
+            statement = {"tensors": signatures(tensors, form), "settings": self._settings(form)}
         except Exception as raised:  # whatever it is: the other ranks must learn of it
             statement = raised
         try:
@@ -62,7 +61,7 @@ class Layout:
             del statement  # else an error, its traceback and this frame hold each other
         check_same("settings", [each["settings"] for each in everyone])
         check_same("tensors", [each["tensors"] for each in everyone])
-        if form is not Form.DICT:
+        if form != DICT:
             return [Bucket([self.alone(tensors)], self.collective)]
         here = {tensor.name: tensor for tensor in tensors}
         return self._named([here[name] for name in everyone[0]["tensors"]], parts)
@@ -71,10 +70,10 @@ class Layout:
         """Return the pipeline of tensors that are one vector, served by the very parts that the caller gave."""
         return Pipeline(ALONE, tensors, self.compressor, self.feedback, self.downlink)
 
-    def _settings(self, form: Form) -> dict[str, str]:
+    def _settings(self, form: str) -> dict[str, str]:
         """Return what all ranks must have set alike, as text; what they send may differ."""
         names = "average", "small", "bucket_nbytes", "downlink"
-        return {"gradients": form.value} | {name: repr(vars(self)[name]) for name in names}
+        return {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
 
     def _parts(self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]) -> dict[str, Parts]:
         """Return the compressor and the feedback of each named tensor."""

@@ -6,7 +6,7 @@ and in `settle` all that is done with the sums. What follows, `commit`, cannot f
 off meanwhile, as they may be set differently by rank; values that leave their range are looked for instead.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives.consensus import agree_to_keep, note_failure, raise_together
+from collectives.agreement import agree_to_keep, note_failure, raise_together
+from collectives.collective import unpack_sum
 from collectives.dense import dense_iallreduce
 from collectives.exchange.transfer import Transfer
-from collectives.ledger import CheckedTransfer
-from collectives.progress import Request
-from collectives.sums import Collective, unpack_sum
-from collectives.transport import traffic
+from collectives.faults.ledger import CheckedTransfer
+from collectives.runtime.engine import Request
+from collectives.runtime.link import traffic
 from mpicomp.arrays import check_apart
 from mpicomp.feedback.base import check_range
 from mpicomp.pipeline import Pipeline
@@ -36,7 +36,7 @@ class Bucket:
     """Pipelines whose vectors, of one dtype, are sent in one message; dense: as an array, by a sum of arrays."""
 
     pipelines: Sequence[Pipeline]
-    collective: Collective
+    collective: Callable[[Any, Any], Any]
     dense: bool = False
 
     @cached_property

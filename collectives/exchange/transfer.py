@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, set_to_zero
+from mpicomp.arrays import kernels_for
 from mpicomp.compressors.base import check_selected
 from mpicomp.pipeline import Pipeline
 from mpicomp.tensors import ALONE
@@ -112,5 +112,5 @@ class Transfer:
                 np.copyto(out, result[first:end], casting="same_kind")
                 continue
             if self._given[place] is not None:  # a new one is zero
-                set_to_zero(out)
+                kernels_for(out).clear(out)
             kernels_for(out).scatter(out, self._means[place].indices, self._means[place].values)

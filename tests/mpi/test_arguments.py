@@ -17,7 +17,6 @@ from collectives import (
     SupportPlan,
     allreduce,
     dense_allreduce,
-    gtopk,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -53,7 +52,7 @@ BAD_VECTORS = {
     "SciPy's sparse matrix": (
         scipy.sparse.csr_array(np.eye(1, 9)),
         TypeError,
-        "take SparseVector(m.indices, m.data, m.sh",
+        "use SparseVector(m.indices, m.data, m.sh",
     ),
     "nothing": (None, TypeError, "vector is NoneType: expected a SparseVector"),
     "failed before": (OverflowError("the loss scaler overflowed"), OverflowError, "the loss scaler overflowed"),
@@ -108,7 +107,7 @@ def test_a_bad_vector_on_one_rank(comm, row, collective):
 
 EVERY = {
     **{f"allreduce {name}": partial(sparse_allreduce, algorithm=name) for name in ("auto", *allreduce.ALGORITHMS)},
-    **{f"gtopk {name}": partial(gtopk_allreduce, algorithm=name) for name in gtopk.ALGORITHMS},
+    **{f"gtopk {name}": partial(gtopk_allreduce, algorithm=name) for name in gtopk_allreduce.algorithms},
     "allgather": sparse_allgather,
     "reduce": sparse_reduce,
     "reduce_scatter": sparse_reduce_scatter,
@@ -221,7 +220,7 @@ def test_ranks_that_call_different_collectives_of_one_schedule_all_raise(comm):
         sparse_reduce(SOUND, comm) if comm.rank == 0 else sparse_bcast(SOUND, comm)
 
 
-@pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_a_sum_that_overflows_on_the_way_is_infinite_on_every_rank_and_nobody_hangs(comm, algorithm, dtype):
     large = np.finfo(dtype).max * 0.9

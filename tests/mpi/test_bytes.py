@@ -17,8 +17,8 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
+from collectives.choice import Case
 from collectives.partition import likely
-from collectives.tuning import expected_union
 from mpicomp import SparseVector
 
 LENGTH, K = 2_000_000, 4000  # thin enough for plain indices
@@ -173,7 +173,7 @@ def test_split_allgather_is_near_the_lower_bound(comm):
     union = np.unique(np.concatenate([vector.indices for vector in vectors])).size
     sent = sent_by_all(comm, lambda: sparse_allreduce(vectors[comm.rank], comm, algorithm="split_allgather"))
     assert np.mean(sent) <= 1.15 * 8 * (k + union * (comm.size - 2) / comm.size)
-    assert union == pytest.approx(expected_union(length, [k] * comm.size), rel=0.01)
+    assert union == pytest.approx(Case(comm.size, length, k).union(comm.size), rel=0.01)
 
 
 @pytest.mark.at_least(2)

@@ -15,7 +15,6 @@ from collectives import (
     allreduce,
     dense_allreduce,
     dense_iallreduce,
-    gtopk,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -69,7 +68,7 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
         checked = sparse_allreduce(vector, watched, algorithm=name)
         assert bits(checked) == bits(sparse_allreduce(vector, comm, algorithm=name))
         np.testing.assert_array_equal(window(checked), total)
-    for name in gtopk.ALGORITHMS:
+    for name in gtopk_allreduce.algorithms:
         assert bits(gtopk_allreduce(vector, watched, 7, algorithm=name)[0]) == bits(
             gtopk_allreduce(vector, comm, 7, algorithm=name)[0]
         )
@@ -115,23 +114,23 @@ def test_several_in_flight_keep_the_order_in_which_mpi_is_called(comm, watched):
     assert sums[0].wait().nnz
 
 
-def _lossy(offer, channel, survey):
-    total = yield from _sound(offer, channel, survey)
+def _lossy(vector, group, metadata):
+    total = yield from _sound(vector, group, metadata)
     return SparseVector(total.indices[1:], total.values[1:], total.length)
 
 
-def _astray(offer, channel, survey):
-    total = yield from _sound(offer, channel, survey)
+def _astray(vector, group, metadata):
+    total = yield from _sound(vector, group, metadata)
     return SparseVector(total.indices + 1, total.values, total.length)
 
 
-def _apart(offer, channel, survey):
-    total = yield from _sound(offer, channel, survey)
-    return SparseVector(total.indices, total.values * (1 + (channel.rank == 1)), total.length)
+def _apart(vector, group, metadata):
+    total = yield from _sound(vector, group, metadata)
+    return SparseVector(total.indices, total.values * (1 + (group.rank == 1)), total.length)
 
 
-def _disordered(offer, channel, survey):
-    total = yield from _sound(offer, channel, survey)
+def _disordered(vector, group, metadata):
+    total = yield from _sound(vector, group, metadata)
     return SparseVector(total.indices[[0, 2, 1, 3]], total.values[:4], total.length)
 
 
@@ -142,10 +141,10 @@ _sound = allreduce.allgather
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (_lossy, "sparse_allreduce: mass is not conserved: the ranks brought"),
+        (_lossy, "sparse_allreduce: mass is not conserved: the ranks contributed"),
         (_astray, "mass is not conserved"),
         (_apart, "the ranks hold different bits: one result on rank"),
-        (_disordered, r"rank 0: what it gets: indices\[2\] is \d+ and follows \d+"),
+        (_disordered, r"rank 0: its result: indices\[2\] is \d+ and follows \d+"),
     ],
 )
 def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watched, monkeypatch, broken, said):
@@ -159,9 +158,9 @@ def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watch
 
 def test_a_sum_that_overflows_is_found(comm, watched):
     if comm.size > 1:
-        with pytest.raises(CheckError, match=r"rank 0: what it gets: values\[0\] is inf"):
+        with pytest.raises(CheckError, match=r"rank 0: its result: values\[0\] is inf"):
             sparse_allreduce(SparseVector([1], np.array([3e38], np.float32), 4), watched)
-        with pytest.raises(CheckError, match="rank 1: what it brings: value 2 is nan: expected finite values"):
+        with pytest.raises(CheckError, match="rank 1: its contribution: value 2 is nan: expected finite values"):
             dense_allreduce(np.array([1.0, 2.0, np.nan if comm.rank == 1 else 3.0]), watched)
 
 
@@ -290,7 +289,7 @@ def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
             try:
                 run(vector, own)
             except DamagedMessageError as error:
-                heard = "a message arrived damaged" in str(error)
+                heard = "received a damaged message" in str(error)
             else:
                 heard = False
             found = comm.allgather(heard)

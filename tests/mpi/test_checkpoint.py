@@ -115,7 +115,7 @@ def test_the_state_of_tensors_of_other_lengths_changes_nothing(comm):
     first, second = (MAKERS["error feedback"](comm) for _ in range(2))
     first({"weight": gradient(comm.rank, 0)[:39]})
     second.register({"weight": gradient(0, 0)})
-    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 numbers: expected 2000"):
+    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 values: expected 2000"):
         second.load_state_dict(first.state_dict())
     assert second.residual_norm == 0
     second({"weight": gradient(comm.rank, 0)})
@@ -176,7 +176,7 @@ def test_the_length_of_every_state_is_looked_at(comm, maker):
     first, second = (MAKERS[maker](comm) for _ in range(2))
     first({"weight": gradient(comm.rank, 0)[:39]})
     second.register({"weight": gradient(0, 0)})
-    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 numbers: expected 2000"):
+    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 values: expected 2000"):
         second.load_state_dict(first.state_dict())
 
 

@@ -226,11 +226,11 @@ class Case:
 
 
 def cases(comm):
-    """Yield combinations: each pair of a feedback, a compressor and a collective, at each P a third of all of them."""
+    """Yield combinations: each pair of a feedback, a compressor and a collective, at each P a quarter of all of them."""
     three = itertools.product(enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES))
     for number, ((f, feedback), (k, compressor), (c, collective)) in enumerate(three):
         refused = feedback == "in place" and compressor == "AdaComp"
-        if (f + k + c) % 3 == comm.size % 3 and not refused:
+        if (f + k + c) % 4 == comm.size % 4 and not refused:
             yield Case(comm, number, (feedback, compressor, collective))
 
 

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from cases import LENGTH, assert_equal, bits, bring, bring_all, window
 
-from collectives import allreduce, gtopk, gtopk_iallreduce, messages, sparse_allgather, sparse_iallreduce, traffic
-from collectives.progress import wait_for
-from collectives.transport import endpoint_of
+from collectives import allreduce, gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallreduce, traffic
+from collectives.collective import link_of
+from collectives.runtime import messages
 from mpicomp import DamagedMessageError
 
 SUMS = tuple(allreduce.ALGORITHMS)
-SELECTIONS = tuple(gtopk.ALGORITHMS)
+SELECTIONS = tuple(gtopk_allreduce.algorithms)
 CALLED_LONG = pytest.mark.parametrize("long", [(64, 1 << 23), (64, 64), (128, 192), (1 << 17, 64)])
 
 
 def call_long(monkeypatch, long):
-    monkeypatch.setattr(messages, "CROSSING", long[0])
+    monkeypatch.setattr(messages, "BIDIRECTIONAL", long[0])
     monkeypatch.setattr(messages, "PIECE", long[1])
 
 
@@ -75,17 +75,17 @@ class Watched:
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("lines", [(2, 3), (2, 1), (1, 2), (1, 1)])
 def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received(comm, lines, polls, monkeypatch):
-    monkeypatch.setattr(messages, "CROSSING", 64)
+    monkeypatch.setattr(messages, "BIDIRECTIONAL", 64)
     own = comm.Dup()
-    endpoint, peer = endpoint_of(own, wait_for), 1 - comm.rank
-    duplicate, endpoint.comm = endpoint.comm, Watched(endpoint.comm)
-    arrival = endpoint.receive(peer, 5)
-    sending = endpoint.send(np.full(64 * lines[comm.rank], comm.rank, np.uint8), peer, 5, arrival)
+    link, peer = link_of(own), 1 - comm.rank
+    duplicate, link.comm = link.comm, Watched(link.comm)
+    arrival = link.receive(peer, 5)
+    sending = link.send(np.full(64 * lines[comm.rank], comm.rank, np.uint8), peer, 5, arrival)
     while polls and not (arrival.test() and sending.test()):
         pass
     arrival.wait()
     sending.wait()
-    watched, endpoint.comm = endpoint.comm, duplicate
+    watched, link.comm = link.comm, duplicate
     own.Free()
     assert arrival.buffer.tolist() == [peer] * 64 * lines[peer]
     leaves, received = ["Isend"] * (lines[comm.rank] > 1), ["Irecv"] * (lines[peer] > 1)
@@ -96,9 +96,9 @@ def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received
 @pytest.mark.parametrize("said", [-64, 0, 100])
 def test_an_announcement_that_no_message_has_is_damage(comm, said):
     own = comm.Dup()
-    endpoint, peer = endpoint_of(own, wait_for), 1 - comm.rank
-    sending = endpoint.comm.Isend(np.array([said]), peer, 5)
-    with pytest.raises(DamagedMessageError, match=f"announced with {said} bytes"):
-        endpoint.receive(peer, 5).wait()
+    link, peer = link_of(own), 1 - comm.rank
+    sending = link.comm.Isend(np.array([said]), peer, 5)
+    with pytest.raises(DamagedMessageError, match=f"a size header of {said} bytes"):
+        link.receive(peer, 5).wait()
     sending.Wait()
     own.Free()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from collectives import dense_allreduce, dense_iallreduce, traffic
-from collectives.transport import Reduction
+from collectives.runtime import link
 
 
 def brought(rank, shape, dtype):
@@ -47,6 +47,6 @@ def test_the_traffic_is_what_the_best_algorithm_sends(comm):
 
 
 def test_a_long_array_travels_in_several_pieces(comm, monkeypatch):
-    monkeypatch.setattr(Reduction, "PIECE", 7)
+    monkeypatch.setattr(link, "_PIECE", 7)
     total = dense_allreduce(brought(comm.rank, 100, np.float32), comm)
     np.testing.assert_array_equal(total, sum(brought(rank, 100, np.float64) for rank in range(comm.size)))

@@ -15,10 +15,8 @@ from collectives import (
     aligned_allreduce,
     allreduce,
     dense_allreduce,
-    gtopk,
     gtopk_allreduce,
     gtopk_iallreduce,
-    messages,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
@@ -26,7 +24,8 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from collectives.transport import endpoint_if_any
+from collectives.runtime import messages
+from collectives.runtime.link import link_if_any
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.codec import CODECS
 
@@ -55,7 +54,7 @@ def test_codecs_and_dtypes(comm, cupy, codec, dtype):
     assert_same(total, sparse_allreduce(mine, comm, partition="hashed"))
 
 
-@pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 @for_each(pattern=SOME)
 def test_gtopk(comm, cupy, algorithm, pattern):
     mine = bring(pattern, comm.rank, comm.size)
@@ -69,11 +68,11 @@ def test_gtopk(comm, cupy, algorithm, pattern):
 def test_ranks_that_name_different_algorithms_raise_and_leave_nothing_in_flight(comm, cupy, entries):
     vector = there(SparseVector(np.arange(entries), np.arange(1.0, 1.0 + entries), entries), cupy)
     for first in range(4):
-        name = [*gtopk.ALGORITHMS][(comm.rank + first) % 4]
+        name = [*gtopk_allreduce.algorithms][(comm.rank + first) % 4]
         with pytest.raises(CollectiveError, match="algorithm must be the same"):
             gtopk_allreduce(vector, comm, algorithm=name)
         comm.Barrier()
-        assert not endpoint_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        assert not link_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         comm.Barrier()
 
 
@@ -165,7 +164,7 @@ def test_lengths_that_differ(comm, cupy):
 
 @pytest.mark.parametrize("setting", ["1", "yes"])
 def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, setting, monkeypatch):
-    if MPI.COMM_WORLD.size and collectives.cuda_aware.query():
+    if MPI.COMM_WORLD.size and collectives.runtime.cuda_aware.query():
         pytest.skip("this MPI is CUDA-aware")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from cases import assert_equal, bits, bring, bring_all, butterfly_sum, select, window
-from disorder import Disordered, endpoint, over
+from disorder import Disordered, over
 
 from collectives import (
     GradientExchange,
@@ -15,7 +15,6 @@ from collectives import (
     configure,
     dense_allreduce,
     dense_iallreduce,
-    gtopk,
     gtopk_allreduce,
     gtopk_iallreduce,
     sparse_allgather,
@@ -26,6 +25,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
+from collectives.runtime.link import link_if_any
 from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
 
 K = 12
@@ -64,7 +64,7 @@ def test_every_gtopk_is_that_of_the_oracle_and_loses_nothing(comm, pattern):
     expected = {"recursive_doubling": butterfly_sum(dense, [K] * comm.size), "exact": select(sum(dense), K)}
     expected["exact_doubling"] = expected["exact"]
     with over(Disordered, comm, seed=comm.size) as rough:
-        for name in gtopk.ALGORITHMS:
+        for name in gtopk_allreduce.algorithms:
             result, rejected = gtopk_allreduce(vector, rough, K, algorithm=name)
             assert bits(result) == bits(gtopk_allreduce(vector, comm, K, algorithm=name)[0])
             if name in expected:
@@ -90,7 +90,7 @@ def test_several_in_flight_overtake_each_other(comm):
             for request in requests[:-3]:
                 assert_equal(request.wait(), total)
             np.testing.assert_array_equal(requests[-1].wait(), total)
-        mine = endpoint(rough)
+        mine = link_if_any(rough)
         assert not mine.outbox
         assert not mine.heard, "messages that nobody received"
         assert mine.cut, "no message was split"

@@ -24,8 +24,8 @@ from collectives import (
     sparse_ireduce_scatter,
     traffic,
 )
-from collectives.progress import _engine, wait_for
-from collectives.transport import endpoint_of
+from collectives.collective import link_of
+from collectives.runtime.engine import _engine
 from mpicomp import CollectiveError
 
 
@@ -141,16 +141,16 @@ def test_the_librarys_duplicate_goes_with_the_communicator(comm):
     for _ in range(10):
         fresh = comm.Dup()
         gtopk_allreduce(bring("empty", comm.rank, comm.size), fresh)
-        endpoint = endpoint_of(fresh, wait_for)
-        assert endpoint.comm != MPI.COMM_NULL
+        link = link_of(fresh)
+        assert link.comm != MPI.COMM_NULL
         fresh.Free()
-        assert endpoint.comm == MPI.COMM_NULL
+        assert link.comm == MPI.COMM_NULL
 
 
 @pytest.mark.at_least(2)
 def test_a_communicator_that_is_freed_with_an_operation_in_flight_takes_no_other_one_with_it(comm):
     doomed, vector = comm.Dup(), bring("random", comm.rank, comm.size)
-    endpoint_of(doomed, wait_for)
+    link_of(doomed)
     left = [sparse_iallreduce(vector, doomed, algorithm="recursive_doubling"), gtopk_iallreduce(vector, doomed)]
     doomed.Free()
     assert_same_bits(comm, gtopk_allreduce(vector, comm)[0])
@@ -189,7 +189,7 @@ def test_a_second_thread_is_told_to_stay_out(comm):
             gtopk_iallreduce(bring("random", comm.rank, comm.size), fresh)
         said.append(True)
 
-    endpoint_of(fresh, wait_for)  # so that the intruder does not stop in the middle of making one
+    link_of(fresh)  # so that the intruder does not stop in the middle of making one
     with engine._one_thread:
         thread = threading.Thread(target=intrude)
         thread.start()
@@ -245,7 +245,28 @@ def test_a_thousand_rounds_in_flight_leave_memory_flat_and_nothing_open(comm):
     rounds(800)
     assert resident_bytes() - before < 4 << 20
     assert not _engine()._in_flight
-    assert not endpoint_of(comm, wait_for).turns
+    assert not link_of(comm).turns
+
+
+@pytest.mark.at_least(2)
+def test_an_interrupt_between_two_rounds_leaves_the_operations_as_they_were(comm, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    link_of(comm)
+    if comm.rank == 0:
+        requests = [sparse_iallgather(bring("random", comm.rank, comm.size), comm) for _ in range(2)]
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "sched_yield", interrupted)
+            patched.setattr(time, "sleep", interrupted)  # where a look took long
+            with pytest.raises(KeyboardInterrupt):
+                requests[0].wait()
+        comm.Barrier()
+    else:
+        comm.Barrier()
+        requests = [sparse_iallgather(bring("random", comm.rank, comm.size), comm) for _ in range(2)]
+    for request in requests:
+        assert [bits(part) for part in request.wait()] == [bits(each) for each in bring_all("random", comm.size)]
 
 
 @pytest.mark.at_least(2)

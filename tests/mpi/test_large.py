@@ -8,8 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import sparse_bcast, traffic
-from collectives.progress import wait_for
-from collectives.transport import endpoint_of
+from collectives.collective import link_of
 from mpicomp import SparseVector
 
 NEEDED = 12 << 30  # bytes: the row, its message, what arrives, and room for the copies on the way
@@ -44,21 +43,21 @@ def test_a_message_above_two_gibibytes(comm):
 
 
 def test_a_message_goes_in_pieces_whose_counts_fit_a_c_int_after_its_length(comm):
-    endpoint = endpoint_of(comm, wait_for)
+    link = link_of(comm)
     sent = []
 
     class Recorder:
         def Isend(self, message, dest, tag):  # noqa: N802
             sent.append(int(message[0]) if isinstance(message, np.ndarray) else message[0].size)
 
-    endpoint_comm, endpoint.comm = endpoint.comm, Recorder()
-    before = endpoint.traffic.nbytes
+    endpoint_comm, link.comm = link.comm, Recorder()
+    before = link.traffic.nbytes
     try:
         huge = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), (127 << 30,), (0,))  # takes no memory
-        endpoint.send(huge, 0, 0)
+        link.send(huge, 0, 0)
     finally:
-        endpoint.comm = endpoint_comm
-        endpoint.traffic.nbytes = before
-        endpoint.traffic.messages -= 1
+        link.comm = endpoint_comm
+        link.traffic.nbytes = before
+        link.traffic.messages -= 1
     assert sent[0] == sum(sent[1:]) == 127 << 30
     assert max(sent[1:]) < 2**31

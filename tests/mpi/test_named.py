@@ -17,7 +17,7 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from collectives.progress import Engine
+from collectives.runtime.engine import Engine
 from mpicomp import CollectiveError, Compressor, ErrorFeedback, NoFeedback, RandomK, SparseVector, TopK
 
 COLLECTIVES = [gtopk_iallreduce, sparse_allgather, sparse_allreduce]  # blocking or not: the exchange runs the latter

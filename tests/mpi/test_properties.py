@@ -10,7 +10,6 @@ from strategies import DTYPES
 from collectives import (
     SupportPlan,
     allreduce,
-    gtopk,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -18,7 +17,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from collectives.survey import PARTITIONS
+from collectives.allreduce import PARTITIONS
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 
@@ -111,7 +110,7 @@ def test_an_exact_sum(comm, algorithm):
     holds()
 
 
-@pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 def test_gtopk(comm, algorithm):
     @together
     @given(contributions(comm.size), st.sampled_from([None, 1, 2, 5, 10**6]), st.sampled_from(["auto", *CODECS]))

@@ -13,15 +13,15 @@ import pytest
 from cases import assert_equal, assert_same_bits, bits, bring, bring_all, select, window
 
 import collectives
-from collectives import GradientExchange, allreduce, gtopk, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
-from collectives.progress import _engine, wait_for
-from collectives.transport import endpoint_of
+from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
+from collectives.collective import link_of
+from collectives.runtime.engine import _engine
 from mpicomp import ErrorFeedback, SparseVector, TopK
 from mpicomp.vector import merge, top_k
 
 DENSE = ("dense", "dense_mpi")  # of a large length they have no room
 SUMS = pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
-SELECTIONS = pytest.mark.parametrize("algorithm", gtopk.ALGORITHMS)
+SELECTIONS = pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 
 
 @SELECTIONS
@@ -35,7 +35,7 @@ def test_powers_of_two_only_and_an_index_past_a_list_at_three(comm, algorithm):
 def calls_in(package, name):
     """Return where the sources of a package call a method of this name."""
     root = pathlib.Path(package.__file__).parent
-    tools = {root / "warming.py", *root.glob("cli/**/*.py")}  # before there is a collective, and to time one, one may
+    tools = {root / "warming.py"}  # before there is a collective, one may
     for path in set(root.rglob("*.py")) - tools:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr.lower() == name:
@@ -50,13 +50,13 @@ def test_a_barrier_every_round():
 @pytest.mark.exactly(4)
 def test_ranks_that_need_nothing_of_a_late_one_do_not_wait_for_it(comm):
     """In the first round of a butterfly ranks 2 and 3 meet each other only; rank 0 comes late."""
-    endpoint = endpoint_of(comm, wait_for)
+    link = link_of(comm)
     if comm.rank == 0:
         comm.recv(source=2)  # comes only when rank 2 is in its second round
-    before = endpoint.traffic.messages
+    before = link.traffic.messages
     request = collectives.gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 9)
     if comm.rank == 2:
-        while endpoint.traffic.messages - before < 2:
+        while link.traffic.messages - before < 2:
             assert not request.test()
         comm.send(None, 0)
     request.wait()
@@ -129,14 +129,14 @@ def test_the_world_in_place_of_the_communicator(comm):
 @SUMS
 def test_sends_that_nobody_waits_for(comm, algorithm, monkeypatch):
     """Every request of MPI's that a collective makes has ended when it returns."""
-    endpoint, made = endpoint_of(comm, wait_for), []
-    send = endpoint.send
+    link, made = link_of(comm), []
+    send = link.send
 
     def recording(*message):
         made.append(send(*message))
         return made[-1]
 
-    monkeypatch.setattr(endpoint, "send", recording)
+    monkeypatch.setattr(link, "send", recording)
     sparse_allreduce(bring("random", comm.rank, comm.size), comm, algorithm=algorithm)
     assert comm.size == 1 or made
     assert not any(

@@ -4,9 +4,9 @@ import pytest
 from cases import assert_same_bits, bits, bring
 from mpi4py import MPI
 
-from collectives import gtopk_allreduce, sparse_allreduce, waiting
-from collectives.progress import wait_for
-from collectives.transport import endpoint_of
+from collectives import gtopk_allreduce, sparse_allreduce
+from collectives.collective import link_of
+from collectives.runtime import waiting
 
 
 def asking(comm, monkeypatch, setting, cores, *, gives=False):
@@ -15,7 +15,7 @@ def asking(comm, monkeypatch, setting, cores, *, gives=False):
     monkeypatch.setattr(waiting, "cores", lambda: cores)
     monkeypatch.setattr(waiting, "gives_the_core_away", lambda: gives)
     own = comm.Dup()
-    return own, endpoint_of(own, wait_for).naps
+    return own, link_of(own).naps
 
 
 @pytest.mark.parametrize(("setting", "cores", "expected"), [

@@ -1,0 +1,252 @@
+"""Which algorithm a collective takes, and how its messages are coded, when the caller leaves that open.
+
+Pure functions of what all ranks know, so that all ranks choose alike. A closed formula gives rounds, messages, bytes
+and merged entries of each algorithm, by the number and the coded size of the entries; typical constants turn these into
+seconds, and the fastest algorithm is taken. Where `mpicomp tune` has measured these ranks, the winner in the nearest
+place of its table is taken instead: by the logarithms of length, density and bits of a value.
+
+The union of j supports is between that of independent ones, n (1 - (1 - k/n)^j), and the extremes: j k for disjoint
+supports, k for equal ones. How far it is from independent is one number, `overlap`, from -1 to 1.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import mul
+from typing import Any
+
+from collectives.partition import likely
+from collectives.schedule import core_size
+from mpicomp.codec import CODECS, Coding
+from mpicomp.vector import SparseVector, index_dtype
+
+Cost = tuple[float, float, float, float]  # rounds, messages, bytes and merged entries of the busiest rank
+
+# Seconds of a round, of a further message of a round, of a byte and of a merged entry.
+INSIDE: Cost = (100e-6, 50e-6, 3e-10, 3e-9)  # a node, whose cores the ranks may have to share
+BETWEEN: Cost = (30e-6, 4e-6, 1 / 118e6, 1.5e-9)  # nodes, over 1 Gbit/s
+FEW = 64  # entries for each rank of a node: below, messages cost their latency, and fewer are better
+TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
+LINE = 64  # bytes: the header of a message, and what it is padded to
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is summed: `ranks` vectors of `length` with `entries` entries each.
+
+    overlap: of the supports, see the head of this file. value_nbytes: of an entry as an array. bits: of the values of
+    an entry as coded; None for float values that were selected by magnitude. coded: by `smallest`, as between nodes;
+    else by `quick`.
+    """
+
+    ranks: int
+    length: int
+    entries: float
+    overlap: float = 0.0
+    value_nbytes: int = 4
+    bits: float | None = None
+    coded: bool = True
+
+    def union(self, ranks: float) -> float:
+        """Return the expected entries of the sum of so many ranks."""
+        density = min(1.0, self.entries / self.length) if self.length else 1.0
+        independent = self.length * -math.expm1(ranks * math.log1p(-density)) if density < 1 else float(self.length)
+        extreme = self.entries if self.overlap > 0 else min(ranks * self.entries, self.length)
+        return independent + abs(self.overlap) * (extreme - independent)
+
+    def value_bits(self, *, summed: bool = False) -> float:
+        """Return the bits of the values of an entry.
+
+        Sums of rounded values need a sign and a fraction, or fit a short format by chance; those of disjoint supports
+        are the values of the ranks, of which each may have a magnitude of its own.
+        """
+        plain = 8.0 * self.value_nbytes
+        own = plain if not self.coded else 0.8 * plain if self.bits is None else min(plain, self.bits)
+        if not summed or not self.coded:
+            return own
+        if self.overlap < -0.95:
+            return max(own, 0.62 * plain) if own < 0.4 * plain else own
+        return max(own, (0.55 if 0.4 * plain < own < 0.6 * plain else 0.87) * plain)
+
+    def message(self, entries: float, share: float = 1.0, *, summed: bool = False) -> float:
+        """Return the bytes of a message with so many entries in a share of the index space."""
+        span, indices = share * self.length, index_dtype(self.length).itemsize * entries
+        values = entries * self.value_bits(summed=summed) / 8
+        if entries > span - 0.5 and self.value_nbytes:
+            indices, values = 8, span * self.value_nbytes
+        elif entries >= 1:
+            found = span * (entries - 1) / (entries + 1) + 1  # from the first entry to the last one
+            bitmap, low = 16 + found / 8, max(0, int(found / entries).bit_length() - 1)
+            if self.coded:
+                elias_fano, blocks = 28 + (entries * (low + 1) + found / 2**low) / 8, 24 + found / 16384 + 2 * entries
+                indices = min(indices, bitmap, elias_fano, blocks)
+            elif 4 * bitmap <= indices:
+                indices = bitmap
+        return LINE * math.ceil((LINE + indices + values) / LINE)
+
+
+def both(first: Cost, second: Cost) -> Cost:
+    """Return the cost of one after the other."""
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]
+
+
+def gather(case: Case, nbytes: float, merged: float) -> Cost:
+    """Return the cost of gathering a message of so many bytes of each rank, and of merging what arrives."""
+    rounds = (case.ranks - 1).bit_length()
+    return rounds, rounds, (case.ranks - 1) * nbytes, merged
+
+
+def allgather(case: Case) -> Cost:
+    """See `collectives.allreduce.allgather`; to merge many lists takes longer than two."""
+    return gather(case, case.message(case.entries), 1.6 * case.ranks * case.entries)
+
+
+def recursive_doubling(case: Case, most: float = math.inf) -> Cost:
+    """See `collectives.allreduce.recursive_doubling`; of gTop-k a vector has at most so many entries.
+
+    Rank 0 is the busiest: one of the ranks beyond the core ranks, the largest power of two, folds into it.
+    """
+    core = core_size(case.ranks)
+    beyond, rounds, nbytes, merged = case.ranks - core, core.bit_length() - 1, 0.0, 0.0
+    for block in [1 << step for step in range(rounds)]:
+        held = min(most, case.union(block + min(block, beyond)))
+        nbytes, merged = nbytes + case.message(held, summed=block + beyond > 1), merged + 2 * held
+    if beyond:
+        nbytes += case.message(min(most, case.union(case.ranks)), summed=True)
+        return rounds + 2, rounds + 2, nbytes, merged + 2 * case.entries
+    return rounds, rounds, nbytes, merged
+
+
+def split(case: Case) -> Cost:
+    """See `collectives.reduce_scatter.split`."""
+    others, part = case.ranks - 1, case.message(case.entries / case.ranks, 1 / case.ranks)
+    return min(1, others), others, others * part, case.entries
+
+
+def split_allgather(case: Case) -> Cost:
+    """See `collectives.allreduce.split_allgather`."""
+    union = case.union(case.ranks)
+    return both(split(case), gather(case, case.message(union / case.ranks, 1 / case.ranks, summed=True), union))
+
+
+def recursive_halving(case: Case) -> Cost:
+    """See `collectives.allreduce.recursive_halving`; rank 0 is the busiest."""
+    core, union = core_size(case.ranks), case.union(case.ranks)
+    beyond = case.ranks - core
+    cost: Cost = (2, 2, case.message(union, summed=True), 2 * case.entries) if beyond else (0, 0, 0, 0)
+    for parts in [1 << step for step in range(core.bit_length() - 1)]:
+        held = case.union(parts + min(parts, -(-beyond * parts // core))) / parts
+        half = case.message(held / 2, 1 / (2 * parts), summed=parts + beyond > 1)
+        doubled = case.message(union * parts / core, parts / core, summed=True)
+        cost = both(cost, (2, 2, half + doubled, held + 2 * union * parts / core))
+    return cost
+
+
+def dense(case: Case) -> Cost:
+    """See `collectives.allreduce.dense`."""
+    return both(split(case), gather(case, case.message(case.length / case.ranks, 1 / case.ranks), case.length / 4))
+
+
+def dense_mpi(case: Case) -> Cost:
+    """See `collectives.allreduce.dense_mpi`: the least bytes that MPI's own allreduce can send."""
+    return gather(case, 2 * case.length / case.ranks * max(case.value_nbytes, 4), case.length / 8)
+
+
+def gtopk_exact(case: Case) -> Cost:
+    """See `collectives.gtopk.exact`, which gathers once where the largest entries are spread evenly."""
+    share = case.union(case.ranks) / case.ranks
+    sent = min(likely(case.entries / case.ranks, case.ranks), share)
+    message = case.message(sent, 1 / case.ranks, summed=True)
+    return both(split(case), gather(case, message, share + 2 * case.ranks * sent))
+
+
+def gtopk_exact_doubling(case: Case) -> Cost:
+    """See `collectives.gtopk.exact_doubling`, which selects from the whole sum."""
+    return both(recursive_doubling(case), (0, 0, 0, 5 * case.union(case.ranks)))
+
+
+def gtopk_doubling(case: Case) -> Cost:
+    """See `collectives.gtopk.recursive_doubling`, which selects from each sum."""
+    rounds, messages, nbytes, merged = recursive_doubling(case, case.entries)
+    return rounds, messages, nbytes, 2.5 * merged
+
+
+FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
+    "sparse_allreduce": {
+        each.__name__: each
+        for each in (recursive_doubling, allgather, split_allgather, recursive_halving, dense, dense_mpi)
+    },
+    "gtopk_allreduce": {  # of equally fast ones the first
+        "exact": gtopk_exact,
+        "exact_doubling": gtopk_exact_doubling,
+        "recursive_doubling": gtopk_doubling,
+    },
+}
+ON_NODES = ("node_lanes", "node_leaders")  # gTop-k has the second one
+
+
+def seconds(cost: Cost, constants: Cost) -> float:
+    """Return what a cost takes by constants such as `INSIDE`."""
+    return float(sum(map(mul, constants, (cost[0], cost[1] - cost[0], *cost[2:]))))
+
+
+@lru_cache(maxsize=1024)
+def fastest(collective: str, case: Case, *, whole: bool = True) -> str:
+    """Return the algorithm that takes the least by the formulas: between nodes where the case is coded.
+
+    whole: these are all ranks of the communicator. Inside a node MPI's own allreduce is then one of the algorithms.
+    """
+    formulas, constants = FORMULAS[collective], BETWEEN if case.coded else INSIDE
+    names = [name for name in formulas if name != "dense_mpi" or (whole and not case.coded)]
+    names = [name for name in names if case.value_nbytes or not name.startswith("dense")]
+    return min(names, key=lambda name: seconds(formulas[name](case), constants))
+
+
+class Choice:
+    """Chooses for one communicator, alike on all of its ranks.
+
+    table: what `mpicomp tune` measured there: "ranks", "nodes", and in "winners" by collective a list of places, each
+    of length, density, bits of a value, and the fastest algorithm. None goes by the formulas.
+    """
+
+    def __init__(self, table: Mapping[str, Any] | None = None) -> None:
+        self.table = table
+
+    def coding(self, vector: SparseVector, *, apart: bool) -> Coding:
+        """Return how a message is coded: `smallest` between nodes, `quick` inside one, where copying is faster."""
+        return CODECS["smallest" if apart else "quick"](vector)
+
+    def measured(self, collective: str, nodes: Sequence[int]) -> Sequence[Sequence[Any]]:
+        """Return the places of the table, none where it is of other ranks. nodes: the number of ranks on each."""
+        if self.table is None or (self.table["ranks"], self.table["nodes"]) != (sum(nodes), len(nodes)):
+            return ()
+        return self.table["winners"].get(collective, ())  # type: ignore[no-any-return]
+
+    def algorithm(self, collective: str, case: Case, nodes: Sequence[int], *, whole: bool = True) -> str:
+        """Return the algorithm for a case over ranks on nodes; entries count in steps of 9 %. whole: see `fastest`."""
+        entries = min(case.length, 2 ** (round(8 * math.log2(case.entries)) / 8)) if case.entries > 0 else 0.0
+        if whole and (places := self.measured(collective, nodes)):
+            here = _coordinates(case.length, entries / max(1, case.length), case.value_bits())
+            return str(min(places, key=lambda place: math.dist(here, _coordinates(*place[:3])))[3])
+        few, several = case.entries < FEW * min(nodes), 1 < len(nodes) < sum(nodes)
+        if several and collective == "sparse_allreduce":
+            return ON_NODES[few]
+        if several and not few:
+            return "node_leaders"  # of few entries of gTop-k, fewer rounds between nodes are faster
+        bits = case.bits and float(round(case.bits))
+        rounded = replace(case, entries=entries, overlap=round(16 * case.overlap) / 16, bits=bits)
+        return fastest(collective, rounded, whole=whole)
+
+    def gtopk(self, length: int, k: int | None, value_nbytes: int, nodes: Sequence[int]) -> str:
+        """Return the algorithm of `gtopk_allreduce` for the k of the call; None stands for a thousandth of the length.
+
+        All ranks know of no other counts. Where the formulas decide, all links of several nodes count as between nodes.
+        """
+        entries = min(length, max(1, round(TYPICAL_DENSITY * length)) if k is None else k)
+        case = Case(sum(nodes), length, entries, value_nbytes=value_nbytes, coded=len(nodes) > 1)
+        return self.algorithm("gtopk_allreduce", case, nodes)
+
+
+def _coordinates(length: float, density: float, bits: float) -> tuple[float, float, float]:
+    return math.log2(max(1, length)), math.log2(max(1e-18, density)), math.log2(1 + bits)

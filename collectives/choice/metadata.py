@@ -1,0 +1,144 @@
+"""The metadata exchange before an exact sum: how many entries each rank contributes, and where.
+
+One allgather of small messages, in which the call signatures are compared as well. From it all ranks choose alike.
+
+A message has the number of entries and the bits of a value as coded, in one integer, and indices: a *digest*, all that
+pass a rule common to all ranks, so that an index of several ranks is seen on each of them; and, where the index space
+may be cut, evenly spaced samples. A rank with few entries sends all of its vector instead: if all ranks do, the
+metadata exchange is the allgather.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.partition import (
+    Blocks,
+    Ranges,
+    balanced_ranges,
+    equal_ranges,
+    hashed_blocks,
+    quantile_ranges,
+    sample,
+)
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
+from mpicomp.arrays import to_numpy
+from mpicomp.vector import SparseVector
+
+WHOLE_NBYTES = (1 << 16, 1 << 13)  # of all other ranks' vectors, inside a node and between nodes: as long as a round
+MOST_BITS = 2**15 - 1
+FEW = 4  # equal indices that independent supports would have in the digests
+_MIX = np.uint32(0x9E37_79B1)  # a prime near 2^32 over the golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
+PARTITIONS = ("auto", "equal", "sampled", "hashed")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What all ranks contribute: entries of each, samples of their indices, the length, and the partition asked for.
+
+    overlap: of the supports, see `collectives.choice`. bits: of the values of an entry as coded, the mean. vectors: of
+    all ranks where each is small, else none.
+    """
+
+    counts: list[int]
+    samples: list[NDArray[np.integer]]
+    length: int
+    partition: str = "auto"
+    overlap: float = 0.0
+    bits: float = 0.0
+    vectors: tuple[SparseVector, ...] = ()
+
+    def shares(self, size: int) -> Ranges | Blocks:
+        """Return the shares of `size` owners."""
+        return hashed_blocks(self.length, size) if self.partition == "hashed" else self.ranges(size)
+
+    def ranges(self, size: int) -> Ranges:
+        """Return the contiguous shares of `size` owners; sampled quantiles where hashed blocks were asked for."""
+        if self.partition == "equal":
+            return equal_ranges(self.length, size)
+        choose = balanced_ranges if self.partition == "auto" else quantile_ranges
+        return choose(self.samples, self.counts, self.length, size)
+
+
+def exchange_metadata(
+    vector: SparseVector, group: Group, partition: str, *, sampling: bool = True, bits: float | None = None
+) -> Steps[Metadata]:
+    """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
+
+    sampling: send samples for a partition. bits: of the values of an entry as coded, where an algorithm is to be chosen
+    by the metadata: then with a digest between nodes, or with all of a small vector; None for neither.
+    """
+    sent = vector
+    apart = len(group.nodes()) > 1  # inside a node bytes count for little, and a digest is not worth making
+    whole = bits is not None and is_short(vector, group)
+    digests = bits is not None and apart
+    if not whole:
+        chosen = sample(vector.indices, group.rank, group.size) if sampling and partition != "equal" else None
+        if digests:
+            passes = in_digest(vector.indices, level := level_of(vector.nnz))
+            others = vector.indices[:0] if chosen is None else chosen[~in_digest(chosen, level)]
+            chosen = np.sort(np.concatenate([vector.indices[passes], others]))
+        sent = group.nothing
+        if chosen is not None and chosen.size:
+            sent = SparseVector(chosen, vector.support().values[: chosen.size], vector.length)
+    metadata = vector.nnz << 16 | min(round(bits or 0), MOST_BITS) << 1 | whole
+    received = yield from group.gather(sent, metadata)
+    return metadata_of(received, vector.length, partition, digests=digests)
+
+
+def is_short(vector: SparseVector, group: Group) -> bool:
+    """Return whether to send so short a vector to all ranks takes no longer than to send metadata."""
+    return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES[len(group.nodes()) > 1]
+
+
+def metadata_of(received: Sequence[Part], length: int, partition: str, *, digests: bool) -> Metadata:
+    """Return what the messages of all ranks say. digests: they have some."""
+    counts, whole = [said >> 16 for _, said in received], [bool(said & 1) for _, said in received]
+    coded = sum([count * (said >> 1 & MOST_BITS) for count, (_, said) in zip(counts, received, strict=True)])
+    bits = coded / max(1, sum(counts))
+    if all(whole):
+        return Metadata(counts, [], length, partition, bits=bits, vectors=tuple([vector for vector, _ in received]))
+    found = [to_numpy(vector.indices) for vector, _ in received]
+    if not digests:
+        samples = [sample(each, rank, len(found)) if whole[rank] else each for rank, each in enumerate(found)]
+        return Metadata(counts, samples, length, partition, bits=bits)
+    samples = [
+        sample(each, rank, len(found)) if whole[rank] else each[~in_digest(each, level_of(counts[rank]))]
+        for rank, each in enumerate(found)
+    ]
+    return Metadata(counts, samples, length, partition, overlap_of(found, counts, length), bits)
+
+
+def level_of(entries: int) -> int:
+    """Return the level of the digest of so many entries: one index of 2^level, at most about 64 of them."""
+    return max(6, (entries >> 6).bit_length())
+
+
+def in_digest(indices: NDArray[Any], level: int) -> NDArray[np.bool_]:
+    """Return which indices are in a digest: those whose multiplicative hash begins with `level` zero bits.
+
+    An index that is in the digest of a level is in those of all lower ones.
+    """
+    chosen: NDArray[np.bool_] = (indices.astype(np.uint32) * _MIX) < np.uint32((1 << (32 - level)) - 1)
+    return chosen
+
+
+def overlap_of(digests: Sequence[NDArray[Any]], counts: Sequence[int], length: int) -> float:
+    """Return the overlap of supports, by what is in the digests of all ranks at the level of the largest one."""
+    entries = np.concatenate(digests)
+    entries = entries[in_digest(entries, level_of(max(counts)))]
+    if not entries.size:
+        return 0.0
+    mean, total = sum(counts) / len(counts), sum(counts)
+    union = total * np.unique(entries).size / entries.size
+    independent = length * (1 - math.prod([1 - count / length for count in counts]))
+    if union >= independent and entries.size * (1 - independent / total) < FEW:
+        return 0.0  # that no index is seen twice says nothing
+    other = mean if union < independent else min(total, length)
+    overlap = min(1.0, abs(union - independent) / max(1.0, abs(other - independent)))
+    return overlap if union < independent else -overlap

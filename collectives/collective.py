@@ -1,0 +1,327 @@
+"""A collective, declared once: its algorithms, its two forms, what it promises, and what is checked before it starts.
+
+    @collective(promise=...)
+    def name_of_it(vector, comm, *, algorithm="auto", codec="auto") -> Call[Result]:
+        '''Say what it does.'''
+        return Call(vector, comm, algorithm, codec)
+
+    @name_of_it.algorithm
+    def an_algorithm(vector, group):
+        ...
+
+declares the blocking form; `name_of_it.nonblocking` is the other one. `algorithms` has what was declared, by name, and
+`COLLECTIVES` all collectives: benchmarks and `mpicomp explain` iterate over them; the debug mode checks `promise`.
+
+Whatever looks at the caller's arguments runs in one `try`, before any message: if it raises, the rank does not start,
+but notifies the others, and `all_or_none` raises on every rank. Only a bad `comm` is raised at once, as there is nobody
+to notify.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial, update_wrapper
+from inspect import cleandoc, signature
+from operator import index
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.choice.winners import agreed_choice
+from collectives.faults import debug
+from collectives.faults.notification import all_or_none
+from collectives.runtime import engine
+from collectives.runtime import link as runtime_link
+from collectives.runtime.engine import Request
+from collectives.runtime.group import Group
+from collectives.runtime.link import Link
+from collectives.runtime.messages import Steps
+from mpicomp.arrays import DTYPE_NAMES, is_array, kernels_for, on_device, sparse_remedy
+from mpicomp.codec import CODECS
+from mpicomp.vector import SparseVector, add_up, count_up, index_dtype
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+Algorithm = Callable[..., Steps[Any]]  # (vector, group, and the collective's own arguments by name)
+Promise = Callable[[Any], tuple[list[Any], list[Any]]]
+Meet = Callable[[Group], Steps[None]]
+Prepare = Callable[["Call[Any]", int], SparseVector]
+
+NOTHING = SparseVector.empty(0)
+COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
+
+_COMM = "comm: an mpi4py intracommunicator; all its ranks call, in the same order."
+_CODEC = """
+codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
+(all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest". Ranks
+may choose different codecs."""
+_RAISES = """
+Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError on
+every rank where what must be the same differs. TypeError at once when `comm` is no intracommunicator.
+"""
+
+
+def sound(call: "Call[Any]", size: int) -> SparseVector:
+    """Return the vector if it is a SparseVector whose entries are in order, in range and finite; raise otherwise."""
+    vector = call.contribution
+    if not isinstance(vector, SparseVector):
+        raise TypeError(f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}")
+    vector.validate()
+    return vector
+
+
+def _remedy(vector: Any) -> str:
+    """Return how to make a SparseVector of what is none."""
+    if remedy := sparse_remedy(vector):
+        return f"; {remedy}"
+    if is_array(vector):
+        return ", not a dense array; compress it first: TopK(density=0.01).compress(array)"
+    return " (see SparseVector.from_dense)"
+
+
+def on_every_rank(result: Any) -> tuple[list[Any], list[Any]]:
+    """Promise that all of a result, one or a list, or one with votes, is the same on every rank; see `collective`."""
+    result = result[:1] if isinstance(result, tuple) else result
+    return (list(result) if isinstance(result, list | tuple) else [result]), []
+
+
+@dataclass
+class Call(Generic[T]):
+    """What a rank calls a collective with.
+
+    contribution: what it contributes: `prepare` makes the vector of it. An exception stands for a rank whose own step
+    before the collective failed: it is raised here, and CollectiveError on the others. arguments: further ones, which
+    must be the same on all ranks, by name; algorithms get them. Integers and votes are checked. own: arguments of this
+    rank for the algorithm, which are not compared. prepare: is given the call, whose arguments it may change, and the
+    number of ranks; returns the vector, or raises. finish: makes what the caller gets of what the algorithm returns.
+    follow: length and dtype are the root's; other ranks' contribution is ignored except for its device. least_k: the
+    smallest k that is valid. operation: what it is called in errors, if not by the collective's name.
+    """
+
+    contribution: Any
+    comm: Any
+    algorithm: Any = "auto"
+    codec: Any = "auto"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    prepare: Prepare = sound
+    finish: Callable[[Any], Any] | None = None
+    follow: bool = False
+    least_k: int = 0
+    operation: str = ""
+
+
+class Collective(Generic[P, T]):
+    """A collective of this library: a function, its nonblocking form, and its algorithms by name.
+
+    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: it gives every rank the sum of the
+    vectors, in some form, so that `GradientExchange` can use it.
+    """
+
+    def __init__(self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool) -> None:
+        self.promise, self.gives_sum, self._meet = promise, gives_sum, meet
+        self.algorithms: dict[str, Algorithm] = {}
+        self.automatic: Algorithm | None = None
+        update_wrapper(self, call)
+        self.name = call.__name__
+        codec = [_CODEC] if "codec" in signature(call).parameters else []
+        self.__doc__ = "\n".join([cleandoc(call.__doc__ or ""), "", _COMM, *codec, _RAISES])
+        (result,) = get_args(signature(call).return_annotation) or (Any,)
+        self.__signature__ = signature(call).replace(return_annotation=result)
+
+        def nonblocking(*args: P.args, **kwargs: P.kwargs) -> Request[T]:
+            return self._start(call(*args, **kwargs))
+
+        head, _, tail = self.name.partition("_")
+        self.nonblocking = update_wrapper(nonblocking, call)
+        vars(nonblocking)["__signature__"] = signature(call).replace(return_annotation=Request)
+        vars(nonblocking)["collective"] = self
+        nonblocking.__name__ = nonblocking.__qualname__ = f"{head}_i{tail}"
+        nonblocking.__doc__ = (
+            f"Start `{self.name}` with these arguments and return its Request.\n\n"
+            "Do not change the arrays that were given before it has ended.\n"
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the collective to its end."""
+        return self.nonblocking(*args, **kwargs).wait()
+
+    def __get__(self, owner: Any, kind: Any = None) -> "Collective[P, T]":
+        """Be a function, for `help` too, but none that binds to an object."""
+        return self
+
+    def __reduce__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<collective {self.name}>"
+
+    @overload
+    def algorithm(self, function: F, *, name: str = "", meets: bool = False) -> F: ...
+
+    @overload
+    def algorithm(self, *, name: str = "", meets: bool = False) -> Callable[[F], F]: ...
+
+    def algorithm(self, function: Any = None, *, name: str = "", meets: bool = False) -> Any:
+        """Declare an algorithm, a decorator. "auto" is the first one, unless `auto` declares what it does.
+
+        name: that of the function by default. meets: ranks that named different algorithms, or have different
+        arguments, detect it in the schedule of this one itself; otherwise the ranks compare their calls first.
+        """
+        if function is None:
+            return partial(self.algorithm, name=name, meets=meets)
+        self.algorithms[name or function.__name__] = function if meets else partial(_after, self._meet, function)
+        return function
+
+    def auto(self, function: Algorithm) -> Algorithm:
+        """Declare what "auto" does."""
+        self.automatic = function
+        return function
+
+    def _start(self, call: Call[T]) -> Request[T]:
+        link = link_of(call.comm)
+        vector, error = NOTHING, call.contribution if isinstance(call.contribution, Exception) else None
+        name, codec = call.algorithm, call.codec
+        try:
+            _check_known("algorithm", name, self.algorithms)
+            _check_known("codec", codec, CODECS)
+            _check_arguments(call.arguments, link.size, call.least_k)
+            if error is None and not (call.follow and link.rank != call.arguments["root"]):
+                vector = call.prepare(call, link.size)
+        except Exception as raised:  # whatever it is: the other ranks must be notified
+            error = raised.with_traceback(None) if error is None else error  # its frames would hold the vector
+        if error is not None:
+            vector, name, codec, call.arguments, call.own = NOTHING, "auto", "auto", {}, {}
+        if name == "auto" and self.automatic is None:
+            name = next(iter(self.algorithms))
+        compared = {"operation": call.operation or self.name, "algorithm": name, **call.arguments}
+        if not call.follow:
+            compared |= {"length": vector.length, "dtype": DTYPE_NAMES[vector.dtype], "width": vector.width}
+        given = call.contribution if call.follow and isinstance(call.contribution, SparseVector) else vector
+        group = Group(link, compared, error, codec=codec, beside=given.values)
+        run = self.automatic if name == "auto" and self.automatic is not None else self.algorithms[name]
+        steps = run(vector, group, **call.arguments, **call.own) if error is None else _no_steps()
+        if link.checked:
+            steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
+        else:
+            steps = all_or_none(group, steps)
+        return engine.start(_finished(steps, call), group)
+
+
+def collective(
+    promise: Promise = on_every_rank, *, meet: Meet = Group.agree, gives_sum: bool = False
+) -> Callable[[Callable[P, Call[T]]], Collective[P, T]]:
+    """Return a decorator that makes a collective of the function that packs its arguments in a `Call`.
+
+    promise: a function of what an algorithm returns: to two lists, of what all ranks have alike, and of what is this
+    rank's share of the sum; the debug mode checks both. meet: how ranks compare their calls before an algorithm that
+    needs it: over the schedule with which "auto" begins, so that both meet. gives_sum: see `Collective`.
+    """
+
+    def declare(call: Callable[P, Call[T]]) -> Collective[P, T]:
+        declared = Collective(call, promise, meet, gives_sum=gives_sum)
+        if not declared.name.startswith("_"):
+            COLLECTIVES[declared.name] = declared
+        return declared
+
+    return declare
+
+
+def nonblocking_sum(given: Any) -> Callable[[Any, Any], Any]:
+    """Return the nonblocking form of a collective of this library, bound arguments included; another function as it is.
+
+    Raises TypeError for what is no function, and for a collective that does not give every rank the sum.
+    """
+    if isinstance(given, partial):
+        return partial(nonblocking_sum(given.func), *given.args, **given.keywords)
+    if not callable(given) or isinstance(given, type):
+        raise TypeError(f"collective is {given!r}: expected a collective such as sparse_allreduce")
+    known = given if isinstance(given, Collective) else getattr(given, "collective", None)
+    if not isinstance(known, Collective):
+        function: Callable[[Any, Any], Any] = given
+        return function
+    if not known.gives_sum:
+        raise TypeError(
+            f"collective is {given.__name__}, which does not give every rank the sum of sparse vectors: expected "
+            "sparse_allreduce, gtopk_allreduce or sparse_allgather (for a dense sum: sparse_allreduce with Dense())"
+        )
+    return known.nonblocking
+
+
+def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, SparseVector | None, NDArray[Any] | None]:
+    """Return the sum, the number of entries received, what was rejected, and the votes, of what a collective returned.
+
+    outcome: a SparseVector; (sum, rejected) or (sum, votes); a list of every rank's vector, which are added up in rank
+    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 becomes float32 first, so
+    that it is rounded once, and a mean may be in range where the sum is not. Raises TypeError for anything else.
+    """
+    result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
+    if isinstance(result, np.ndarray) or on_device(result):
+        result = SparseVector(
+            kernels_for(result).consecutive(0, result.size, index_dtype(result.size)), result, result.size
+        )
+    parts = result if isinstance(result, list) else [result]
+    if not all(isinstance(part, SparseVector) for part in parts):
+        raise TypeError(
+            f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or the "
+            "votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
+        )
+    rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
+    if counting and isinstance(result, list):
+        votes = count_up(parts).values
+    wide = np.promote_types(parts[0].dtype, np.float32)
+    if len(parts) > 1 or parts[0].dtype != wide:
+        parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
+    return add_up(parts), sum(part.nnz for part in parts), rejected, votes
+
+
+def link_of(comm: Any) -> Link:
+    """Return the link of a communicator, made if need be: then it is a collective call. See `runtime.link.link_of`."""
+    return runtime_link.link_of(comm, engine.wait_for, agreed_choice)
+
+
+def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:
+    """Run an algorithm after the ranks have compared their calls."""
+    yield from meet(group)
+    return (yield from algorithm(vector, group, **arguments))
+
+
+def _finished(steps: Steps[Any], call: Call[T]) -> Steps[T]:
+    try:
+        result = yield from steps
+        return result if call.finish is None else call.finish(result)  # type: ignore[no-any-return]
+    finally:
+        del call, steps  # else the traceback of an error would hold the vector
+
+
+def _no_steps() -> Steps[Any]:
+    """Stand for the steps of a rank that has an error: it does not begin."""
+    yield from ()
+
+
+def _check_known(what: str, name: Any, names: Mapping[str, Any]) -> None:
+    if not (isinstance(name, str) and (name == "auto" or name in names)):
+        raise ValueError(f"{what} is {name!r}: expected one of {['auto', *names]}")
+
+
+def _check_arguments(arguments: dict[str, Any], size: int, least_k: int) -> None:
+    """Make the integers among the arguments Python's; TypeError or ValueError for what is none, or out of range."""
+    if not isinstance(arguments.get("votes", False), bool):
+        raise TypeError(f"votes is {arguments['votes']!r}: expected True or False")
+    for name, least, end in (("k", least_k, 2**63), ("root", 0, size), ("seed", 0, 2**63)):
+        if name in arguments:
+            arguments[name] = _integer(name, arguments[name], least, end)
+
+
+def _integer(name: str, value: Any, least: int, end: int) -> int:
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if not least <= number < end:
+        remedy = "; from a density take max(1, round(density * length))" if least else ""
+        raise ValueError(f"{name} is {number}: expected {least} <= {name} < {end}{remedy}")
+    return number

@@ -1,0 +1,1 @@
+"""What happens when ranks do not agree, fall silent or die."""

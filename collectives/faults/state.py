@@ -1,0 +1,215 @@
+"""What faults mean for operations and communicators: events in, notices and errors out. No MPI, no clock, no I/O.
+
+Some faults end one operation, on all of its ranks, and the communicator stays usable: a bad argument or arguments that
+differ (`report`, `disagreement`), an interrupt (`interruption`). The others finish the communicator (`Faults`): the
+library no longer uses it.
+
+    usable --give_up--> notices are awaited --error--> finished
+    usable --die, shrink, free-----------------------> finished
+
+* `give_up`: a deadline passed, a message arrived damaged, or a notice of another rank says so. The notice returned is
+  sent to every other rank; those send theirs, if they can. `awaited` are the ranks that still may.
+* `die`: MPI reported the death of a rank; `shrink`: the ranks continue without the dead; `free`: the communicator is
+  freed with operations in flight. After `die` and `shrink` MPI's Revoke is called (`revoked`): all ranks get an error.
+
+Invariants: the first event on a rank decides which error it raises, and later ones change nothing. All operations in
+flight and all later ones raise one text, made once, from the notices that have arrived when it is first raised.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError, RankFailedError
+
+_REMEDY = "The library no longer uses this communicator: end the job, or continue on another communicator"
+_ALIGNED = (
+    "; aligned supports come from CyclicLeader, and from RandomK and BlockRandomK with aligned=True and the same "
+    "seed and step on all ranks; for another compressor take sparse_allreduce"
+)
+
+
+class Faults:
+    """The faults of one communicator on one rank; the only writer of this state.
+
+    rank, size: this rank, and the number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._others = rank, set(range(size)) - {rank}
+        self._raised_as: type[CollectiveError] | None = None
+        self._text = ""  # what is raised; empty as long as notices may change it
+        self._notices: dict[int, dict[str, Any]] = {}  # of the ranks that gave up, by rank, and this rank's own
+        self._doing, self._dead = "", set[int]()
+        self.revoked = False  # whether MPI's Revoke is due, or was called
+
+    @property
+    def finished(self) -> bool:
+        """Whether operations in flight and later ones raise `error`."""
+        return self._raised_as is not None
+
+    @property
+    def awaited(self) -> set[int]:
+        """The ranks whose notices may still arrive; none once the error has been raised."""
+        if self._rank not in self._notices or self._text:
+            return set()
+        return self._others - self._notices.keys() - self._dead
+
+    def give_up(
+        self,
+        operation: str,
+        round_number: int,
+        awaiting: Iterable[int],
+        *,
+        waited: float = 0.0,
+        damage: str | None = None,
+    ) -> str | None:
+        """Stop using the communicator; return the notice for every other rank, None where it is finished already.
+
+        round_number: of the operation in which this rank is; 0 before its first message. awaiting: the ranks whose
+        messages it waits for. waited: seconds, where this is a deadline. damage: how a message is damaged, if one is.
+        """
+        if self.finished:
+            return None
+        self._raised_as = CollectiveTimeoutError
+        mine = {"operation": operation, "round": round_number, "for": sorted(awaiting), "waited": waited}
+        self._notices[self._rank] = {**mine, "damage": damage}
+        return json.dumps(self._notices[self._rank])
+
+    def receive(self, source: int, notice: str) -> None:
+        """Take the notice of another rank."""
+        self._notices[source] = json.loads(notice)
+
+    def die(self, doing: str) -> None:
+        """Stop using the communicator, as a rank died; `doing`, the beginning of the text: what that interrupted."""
+        if not self.finished:
+            self._raised_as, self._doing, self.revoked = RankFailedError, doing, True
+
+    def identify(self, dead: Iterable[int]) -> None:
+        """Take the ranks of which MPI reports that they died: they send no notice."""
+        self._dead |= set(dead)
+
+    def shrink(self) -> None:
+        """Stop using the communicator, as the ranks go on with another one."""
+        self.revoked = True
+        if not self.finished:
+            self._raised_as = RankFailedError
+            self._text = "the communicator was shrunk: use the one that shrink returned"
+
+    def free(self, operation: str) -> None:
+        """Stop using the communicator, as it is freed with `operation` in flight."""
+        if not self.finished:
+            self._raised_as = CollectiveError
+            self._text = f"the communicator was freed with {operation} in flight: complete requests first"
+
+    def error(self) -> CollectiveError:
+        """Return what every operation on the finished communicator raises; it names the ranks at fault."""
+        assert self._raised_as is not None, "the communicator is usable"
+        self._text = self._text or self._described()
+        return self._raised_as(self._text)
+
+    def _described(self) -> str:
+        """Return the text of the error, and decide its type: damage that any rank has found is what all raise."""
+        if self._raised_as is RankFailedError:
+            who = named_ranks(self._dead) if self._dead else "a rank"
+            remedy = "collectives.shrink(comm) returns a communicator of the ranks that live"
+            return f"{self._doing}: {who} died. The library no longer uses this communicator: {remedy}"
+        damage = [f"rank {rank}: {each['damage']}" for rank, each in sorted(self._notices.items()) if each["damage"]]
+        if not damage:
+            return f"{self._reason()}; {self._absent()}. {_REMEDY}"
+        self._raised_as, mine = DamagedMessageError, self._notices[self._rank]
+        return f"{mine['operation']} stopped in round {mine['round']}. {'; '.join(damage)}. {_REMEDY}"
+
+    def _reason(self) -> str:
+        """Return why this rank gave up: it waited too long itself, or other ranks did, for this rank or for another."""
+        mine = self._notices[self._rank]
+        operation, where = mine["operation"], f"in round {mine['round']}, waiting for {_named(mine['for'])}"
+        if mine["waited"]:
+            return f"{operation} timed out after {mine['waited']:.3g} s {where}"
+        expired = [rank for rank, each in self._notices.items() if each["waited"]]
+        for_this = [rank for rank in expired if self._rank in self._notices[rank]["for"]]
+        others = (named_ranks(for_this or expired) if expired else "another rank") + f" timed out{self._after('after')}"
+        others += f", waiting for rank {self._rank}" if for_this else ""
+        if mine["round"]:
+            return f"{operation} stopped {where}: {others}"
+        return f"{operation} was called too late on rank {self._rank}: {others}"
+
+    def _absent(self) -> str:
+        """Return which ranks sent no notice; where all did, who waits for whom."""
+        said = [f"{named_ranks(self._dead)} died"] if self._dead else []
+        if absent := self._others - self._notices.keys() - self._dead:
+            said.append(f"{named_ranks(absent)} did not respond{self._after('within')}")
+        return ", ".join(said) or "all ranks responded: " + "; ".join(
+            f"rank {rank} waits in round {each['round']} of {each['operation']} for {_named(each['for'])}"
+            for rank, each in sorted(self._notices.items())
+        )
+
+    def _after(self, word: str) -> str:
+        longest = max(each["waited"] for each in self._notices.values())
+        return f" {word} {longest:.3g} s" if longest else ""
+
+
+def report(call: Mapping[str, Any], error: Exception | None) -> str:
+    """Return what a rank tells all others of an operation that cannot be done: its arguments, or its own error."""
+    return json.dumps({"call": dict(call), "error": None if error is None else _words(error)})
+
+
+def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
+    """Return what ranks without an error of their own raise: it names who contributed what.
+
+    reports: those of all ranks, in rank order. Arguments are compared in their order: where the first ones differ, so
+    do those that follow.
+    """
+    contents = [json.loads(each) for each in reports]
+    faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(contents) if each["error"]]
+    sound = {rank: each["call"] for rank, each in enumerate(contents) if not each["error"]}
+    for name in {name: None for call in sound.values() for name in call}:
+        given: dict[Any, list[int]] = {}
+        for rank, call in sound.items():
+            given.setdefault(call.get(name), []).append(rank)
+        if len(given) > 1 and name == "support":
+            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, given.values()))
+            faults.append(differ + (_ALIGNED if operation == "aligned_allreduce" else ""))
+        elif len(given) > 1:
+            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in given.items())
+            faults.append(f"{name} must be the same on all ranks, got {who}")
+            if name == "operation":
+                break
+    text = f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
+    return CollectiveError(text)
+
+
+def interruption(operation: str, round_number: int) -> CollectiveError:
+    """Return what an operation raises that an interrupt (Ctrl-C) has ended on this rank."""
+    return CollectiveError(
+        f"{operation} was interrupted in round {round_number} on this rank and cannot continue: "
+        "other ranks may wait for it"
+    )
+
+
+def absence(call: str, waited: float) -> CollectiveTimeoutError:
+    """Return what is raised where not all ranks come to a call that has no operation of this library behind it."""
+    return CollectiveTimeoutError(f"not all live ranks {call} within {waited:.3g} s")
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 3", "ranks 0-2" or "ranks 0, 2, 5": runs of three and more are joined."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ("rank " if [len(run) for run in runs] == [1] else "ranks ") + ", ".join(shown)
+
+
+def _named(ranks: list[int]) -> str:
+    return named_ranks(ranks) if ranks else "MPI"  # a message to be sent, or MPI's own reduction
+
+
+def _words(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own fault must not keep the other ranks waiting
+        return f"{type(error).__name__}: (it cannot be printed)"

@@ -1,0 +1,290 @@
+"""Drive collectives to their end, or leave them in flight.
+
+A collective is a generator that yields the tuple of things it waits on. The driver resumes it when all of them are
+complete. An operation that is alone waits inside MPI, unless ranks share cores (`waiting`); when several are in flight,
+waiting for one drives them all (the peer may wait for another one first), and the core is given away between two rounds
+of polling: ranks that poll without a pause starve each other when there are more ranks than cores.
+
+The operations in flight are a property of the process, as in MPI itself: their list is cached on MPI.COMM_SELF. So is
+the time after which a rank that waits gives up (`deadline`); with one, it polls.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+from inspect import GEN_CLOSED, getgeneratorstate
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+from collectives.faults import deadline, ulfm
+from collectives.faults.state import absence, interruption
+from collectives.runtime.group import Group, Notifications
+from collectives.runtime.link import Link, attached
+from collectives.runtime.messages import Arrival, Pending, Steps
+from collectives.runtime.waiting import asked_timeout, seconds
+from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError
+
+T = TypeVar("T")
+
+_NO_NAP, _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 2e-6, 2e-4  # seconds
+
+
+class Request(Generic[T]):
+    """A collective in flight. Its first messages leave when it is made; `test` and `wait` move it on.
+
+    Requests may be completed in any order, and have to be completed: a peer may depend on this rank's part. They move
+    on inside calls of this library only: complete them before a call of MPI that waits for the other ranks.
+    """
+
+    def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
+        self._steps, self._engine = steps, engine
+        self.link, self.operation, self._round = group.link, group.signature["operation"], 0
+        self._brought = group.error  # this rank's own, which says nothing of the communicator
+        self._pending: tuple[Pending, ...] = ()
+        self._result: T
+        self._error: Exception | None = None
+        self.done = False
+        self.advance()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which `wait` raises."""
+        return self._error is not None
+
+    def test(self) -> bool:
+        """Move every operation in flight on without waiting; return whether this one has ended, well or not."""
+        if not self.done:
+            self._engine.poll()
+        return self.done
+
+    def wait(self) -> T:
+        """Wait for the end and return the result, or raise what the collective raises; may be called again."""
+        if not self.done:
+            self._engine.finish(self)
+        if self._error is None:
+            return self._result
+        try:
+            raise self._error
+        finally:
+            del self  # else the error, its traceback and this frame hold each other
+
+    def advance(self, *, block: bool = False) -> bool:
+        """Resume the collective if what it waits on is complete, or with `block` once it is; return whether it was."""
+        try:
+            if self.done or not self._complete(block):  # another one's fault may have ended it
+                return False
+            self._pending = next(self._steps)
+            self._round += 1
+        except StopIteration as end:
+            self._result, self.done = end.value, True
+        except Exception as error:
+            if isinstance(error, DamagedMessageError) and error is not self._brought:
+                self._engine.give_up(self.link, self.waits(), damage=str(error))
+                if not self.done:
+                    self.fail(self.link.faults.error())
+                return True
+            self._steps.close()
+            if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+                error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
+            if error is not self._brought and ulfm.is_failure(error, self.link.comm):
+                self._engine.abandon(self._pending)
+                doing = f"{self.operation} was interrupted in round {self._round}"
+                error = ulfm.on_death(self.link.faults, doing, self.link.comm)
+            deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
+            self._error, self.done = error.with_traceback(deeper), True
+        except BaseException:  # an interrupt: between two rounds it leaves the operation as it was
+            if getgeneratorstate(self._steps) == GEN_CLOSED:
+                self.fail(interruption(self.operation, self._round))
+            raise
+        return True
+
+    def _complete(self, block: bool) -> bool:
+        """Look at all that it waits on, and so move it on, or wait for it; return whether it is complete."""
+        if block:
+            for one in self._pending:
+                one.wait()
+            return True
+        self._pending = tuple([one for one in self._pending if not one.test()])
+        return not self._pending
+
+    def waits(self) -> tuple[str, int, set[int]]:
+        """Return in which operation and round it waits, and for which ranks."""
+        ranks = {rank for one in self._pending if isinstance(one, Arrival | Notifications) for rank in one.awaited()}
+        return self.operation, self._round, ranks
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, whatever is still in flight."""
+        self._steps.close()
+        self._engine.abandon(self._pending)
+        self._error, self.done = error, True
+
+
+class Engine:
+    """The operations that this process has in flight, over all communicators, in the order of their start.
+
+    timeout: seconds that a rank waits while nothing moves; None for ever.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: list[Request[Any]] = []
+        self._abandoned: list[Pending] = []  # nobody waits for these any more, but MPI may still own their buffers
+        self.timeout = asked_timeout()
+        self._one_thread = Lock()
+
+    def start(self, steps: Steps[T], group: Group) -> Request[T]:
+        """Put a collective in flight; raises the error of a communicator that is finished (`state.Faults`)."""
+        link = group.link
+        if not link.faults.finished and self._listens(link) and deadline.has_notice(link):
+            self.give_up(link, (group.signature["operation"], 0, set()))
+        if link.faults.finished:
+            raise link.faults.error()
+        self._enter()
+        try:
+            request = Request(steps, group, self)
+            if not request.done:
+                self._in_flight.append(request)
+                link.on_free = self.freed
+        finally:
+            self._one_thread.release()
+        return request
+
+    def poll(self) -> bool:
+        """Move every operation on that can move, and return whether one did."""
+        return self._advance(self._in_flight)
+
+    def finish(self, request: Request[Any]) -> None:
+        """Return when `request` has ended."""
+        if self._listens(request.link) or request.link.naps:
+            self.poll_until(lambda: request.done, request.link)
+        while not request.done:
+            if self._in_flight == [request]:
+                self._advance([request], block=True)
+            else:
+                self.poll_until(lambda: request.done or self._in_flight == [request], request.link)
+
+    def wait_for(self, pending: Pending, call: str) -> None:
+        """Return when `pending` is complete; the operations in flight go on meanwhile."""
+        if not self._in_flight and self.timeout is None:
+            pending.wait()
+            return
+        try:
+            self.poll_until(pending.test, call)
+        except CollectiveTimeoutError:
+            self.abandon([pending])
+            raise
+
+    def poll_until(self, reached: Callable[[], bool], where: Link | str) -> None:
+        """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long.
+
+        where: the communicator of what is waited for; or the call that all ranks are to make, in words of the past.
+        The core is yielded first, as most messages come soon and the shortest nap takes longer than a round of polling.
+        """
+        nap, moved = _SHORTEST_NAP, time.monotonic()
+        while not reached():
+            if self.poll():
+                nap, moved = _SHORTEST_NAP, time.monotonic()
+            else:
+                waited = time.monotonic() - moved
+                self._watch(where, waited)
+                if waited < _NO_NAP:
+                    os.sched_yield()
+                else:
+                    time.sleep(nap)
+                    nap = min(2 * nap, _LONGEST_NAP)
+
+    def _listens(self, link: Link) -> bool:
+        """Return whether this rank polls, and so hears when another one gives up."""
+        return self.timeout is not None or link.checked
+
+    def _watch(self, where: Link | str, waited: float) -> None:
+        """Give up where a deadline has passed, or another rank has given up."""
+        late = self.timeout is not None and waited > self.timeout
+        if isinstance(where, str):
+            if late:
+                raise absence(where, waited)
+        elif late or (self._listens(where) and deadline.has_notice(where)):
+            first = next(request for request in self._in_flight if request.link is where)
+            self.give_up(where, first.waits(), waited=waited if late else 0.0)
+
+    def give_up(self, link: Link, waits: tuple[str, int, set[int]], **why: Any) -> None:
+        """Notify the other ranks, receive their notices, and end all operations on a communicator; see `Faults`."""
+        notice = link.faults.give_up(*waits, **why)
+        try:
+            if notice is not None:
+                deadline.exchange_notices(link, notice, self.timeout, self._abandoned)
+        finally:
+            self.end_all(link)
+
+    def abandon(self, pending: Iterable[Pending]) -> None:
+        """Keep what nobody waits for any more, as MPI may still own its buffers."""
+        self._abandoned += pending
+
+    def end_all(self, link: Link) -> None:
+        """End all operations on a communicator that is finished."""
+        for request in [request for request in self._in_flight if request.link is link]:
+            request.fail(link.faults.error())
+        self._in_flight = [request for request in self._in_flight if not request.done]
+
+    def freed(self, link: Link) -> None:
+        """End what is in flight on a communicator that is being freed: MPI frees it later."""
+        left = [request for request in self._in_flight if request.link is link]
+        if left:
+            link.faults.free(left[0].operation)
+            self.end_all(link)
+
+    def _enter(self) -> None:
+        if not self._one_thread.acquire(blocking=False):
+            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
+
+    def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
+        self._enter()
+        try:
+            moved = [request.advance(block=block) for request in requests]
+        finally:
+            self._in_flight = [request for request in self._in_flight if not request.done]
+            self._one_thread.release()
+        return any(moved)
+
+
+def configure(*, timeout: float | None) -> None:
+    """Set how long a rank waits inside the library while nothing moves before it gives up; the same on all ranks.
+
+    timeout: seconds above 0, longer than the longest message takes; None, the default, for ever. The environment
+    variable MPICOMP_TIMEOUT sets it at the start. A rank that gives up raises `CollectiveTimeoutError`, and so do those
+    that wait with it; see `collectives.faults.deadline`. With a timeout a rank polls instead of waiting inside MPI.
+
+    Raises ValueError for another value.
+    """
+    _engine().timeout = seconds(timeout, "timeout")
+
+
+def start(steps: Steps[T], group: Group) -> Request[T]:
+    """Put a collective in flight in this process."""
+    return _engine().start(steps, group)
+
+
+def wait_for(pending: Pending, call: str = "made their first call on the communicator") -> None:
+    """Wait for something of MPI's while the operations of this process go on.
+
+    call: what all ranks have to do, for the `CollectiveTimeoutError` after the deadline.
+    """
+    _engine().wait_for(pending, call)
+
+
+def end_all(link: Link) -> None:
+    """End all operations of this process on a communicator that is finished."""
+    _engine().end_all(link)
+
+
+def _engine() -> Engine:
+    from mpi4py import MPI
+
+    return attached(MPI.COMM_SELF, _engine_key(), Engine)
+
+
+@cache
+def _engine_key() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()

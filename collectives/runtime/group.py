@@ -1,0 +1,347 @@
+"""A group: some ranks of a communicator in one operation. All that an algorithm asks of the network is here.
+
+A message is a header of 64 bytes (`mpicomp.codec`), a payload (the entries of a vector, or text), and zeros up to a
+whole line of 64 bytes; or several of these one after the other. Beside the vector it carries an integer, its count, and
+the digest of the call signature: what all ranks must have in common.
+
+MPI and the layers below it deliver messages whole, so nothing is added for that. A message that is damaged all the same
+is detected where its structure shows it, and always in the debug mode (`collectives.faults.debug`), by a CRC-32. What
+the rank missed cannot be replaced, so it leaves the schedule, and gives up as at a deadline (`DamagedMessageError`).
+
+Another implementation of this protocol, without MPI, is `mpicomp_bench.network`.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property, lru_cache, partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import schedule
+from collectives.runtime.link import Link, Turn
+from collectives.runtime.messages import LINE, Arrival, Buffer, Pending, Sending, Steps
+from mpicomp.arrays import beside as _beside
+from mpicomp.arrays import namespace, on_device, to_numpy
+from mpicomp.codec import (
+    CODECS,
+    CRC_AT,
+    ERROR,
+    HEADER_NBYTES,
+    TEXT,
+    Header,
+    decode,
+    encoded_nbytes,
+    fill,
+    fill_text,
+    plain,
+    read_header,
+)
+from mpicomp.errors import CodecError, DamagedMessageError
+from mpicomp.vector import SparseVector
+
+Part = tuple[SparseVector, int]  # a vector, and the count that is sent with it
+_NAP = 2e-5  # seconds
+
+
+class DisagreementError(Exception):
+    """Say inside an operation that the ranks' call signatures differ, or that a rank has an error."""
+
+
+class Group:
+    """Some ranks of a communicator in one operation, numbered from 0, and this rank's way to them.
+
+    signature: what must be the same on all ranks, by name; "operation" and "algorithm" among it. error: why this rank
+    has no sound contribution. codec: how vectors are written, a name of `mpicomp.codec.CODECS`, or "auto": what the
+    link's `choice` says. beside: an array; received vectors are put where it is, in main memory or on the device.
+
+    rank, size: of this rank in the group, of the group. core: the largest power of two that is at most `size`.
+    """
+
+    turn_reserved: Turn | None = None  # the place in the queue that `turn` is to return
+
+    def __init__(
+        self,
+        link: Link,
+        signature: Mapping[str, Any],
+        error: Exception | None = None,
+        *,
+        codec: str = "auto",
+        beside: Any = None,
+    ) -> None:
+        self.link, self.signature, self.error, self.beside, self.codec = link, signature, error, beside, codec
+        self.notifications = dict[int, Buffer]()  # the error notifications of other ranks
+        self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
+        self._digest = _digest(tuple(signature.items()))
+        self._place(range(link.size), link.nodes)
+
+    def _place(self, ranks: Sequence[int], nodes: tuple[int, ...]) -> None:
+        self._ranks, self._nodes = ranks, nodes
+        self.rank, self.size = ranks.index(self.link.rank), len(ranks)
+        self.core = schedule.core_size(self.size)
+        by_link = partial(self.link.choice.coding, apart=len(self.nodes()) > 1)
+        self.coding = by_link if self.codec == "auto" else CODECS[self.codec]
+
+    def subgroup(self, ranks: Sequence[int]) -> "Group":
+        """Return the group of some of its ranks, numbered in this order; this rank is one of them."""
+        inner = copy(self)
+        inner._place([self._ranks[rank] for rank in ranks], tuple([self._nodes[rank] for rank in ranks]))
+        return inner
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each node (ranks that share memory), in the order of their first ranks."""
+        return schedule.groups(self._nodes)
+
+    def node_sizes(self) -> tuple[int, ...]:
+        """Return the number of ranks on each node."""
+        return schedule.group_sizes(self._nodes)
+
+    @cached_property
+    def nothing(self) -> SparseVector:
+        """The vector of this operation's length, width and dtype that has no entry."""
+        signature = self.signature
+        what = signature.get("length") or 0, signature.get("dtype") or "float32", signature.get("width")
+        return SparseVector.empty(*what, beside=self.beside) if on_device(self.beside) else _nothing(*what)
+
+    def turn(self) -> Turn:
+        """Queue up for MPI's own collectives; call it before the first yield, so that all ranks queue alike."""
+        return self.turn_reserved or Turn(self.link.turns)
+
+    def agree(self) -> Steps[None]:
+        """Compare the call signatures before anything else: ceil(lg P) messages of a line; raises DisagreementError.
+
+        For algorithms in whose schedule ranks with different calls would not detect each other; see
+        `collectives.collective.Collective.algorithm`.
+        """
+        yield from self.gather(self.nothing)
+
+    def exchange(self, vector: SparseVector, partner: int, count: int = 0) -> Steps[Part]:
+        """Send a vector to the partner, and return the partner's."""
+        return (yield from self.shift(vector, partner, partner, count))
+
+    def shift(self, vector: SparseVector, dest: int, source: int, count: int = 0) -> Steps[Part]:
+        """Send a vector to one rank, and return what another one sends, in one step; they may be the same rank."""
+        arrival = self._arrival(source, self.beside)
+        yield arrival, self._sending(self.pack(vector, count), dest, arrival if source == dest else None)
+        return self.unpack(arrival.buffer, arrival.source)
+
+    def send(self, vector: SparseVector, dest: int, count: int = 0) -> Steps[None]:
+        """Send a vector to a rank that receives; it may wait until that does, so ranks in a cycle use `shift`."""
+        yield (self._sending(self.pack(vector, count), dest),)
+
+    def receive(self, source: int) -> Steps[Part]:
+        """Return what a rank sends."""
+        arrival = self._arrival(source, self.beside)
+        yield (arrival,)
+        return self.unpack(arrival.buffer, arrival.source)
+
+    def gather(self, vector: SparseVector, count: int = 0) -> Steps[list[Part]]:
+        """Return every rank's vector, in rank order: ceil(lg P) rounds."""
+        messages = yield from self._gather_messages(self.pack(vector, count))
+        return [self.unpack(message) for message in messages]
+
+    def gather_objects(self, value: Any) -> Steps[list[Any]]:
+        """Return every rank's value, anything that JSON can hold, in rank order: ceil(lg P) rounds."""
+        messages = yield from self._gather_messages(self._pack_text(json.dumps(value), TEXT))
+        for message in messages:
+            self._header(message)
+        return [json.loads(text_of(message)) for message in messages]
+
+    def all_to_all(self, vectors: Sequence[SparseVector], count: int = 0) -> Steps[list[Part]]:
+        """Send the j-th vector to rank j, and return what the ranks send to this one, in rank order. One step."""
+        received = [(vector, count) for vector in vectors]  # its own among them
+        arrivals = {source: self._arrival(source, self.beside) for source in schedule.hearing(self.rank, self.size)}
+        sendings = [
+            self._sending(self.pack(vectors[dest], count), dest, arrivals[dest] if source == dest else None)
+            for dest, source in schedule.rotation(self.rank, self.size)
+        ]
+        yield (*arrivals.values(), *sendings)
+        agreed = True
+        for source, arrival in arrivals.items():
+            try:
+                received[source] = self.unpack(arrival.buffer, arrival.source)
+            except DisagreementError:
+                agreed = False  # among the others there may be error notifications
+        if not agreed:
+            raise DisagreementError
+        return received
+
+    def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Pending:
+        """Start MPI's own Allreduce (sum) from one array to another, in main memory; for a rank that has its `turn`."""
+        return self.link.reduce(array, total)
+
+    def notify(self, text: str) -> Steps[list[str]]:
+        """Send an error notification to every rank, and return that of each, in rank order: all ranks send one.
+
+        Other messages that a rank sent before are received here and dropped: so ranks that were in different rounds, or
+        schedules, end together, and nothing stays in flight.
+        """
+        message = self._pack_text(text, ERROR)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sendings = [self._sending(message, rank) for rank in others]
+        if others:
+            yield Notifications(self, [rank for rank in others if rank not in self.notifications]), *sendings
+        return [text_of(self.notifications.get(rank, message)) for rank in range(self.size)]
+
+    def pack(self, vector: SparseVector, count: int = 0) -> Buffer:
+        """Return the message that carries a vector."""
+        coding = self.coding(vector) if vector.nnz else plain(vector)
+        nbytes = encoded_nbytes(vector, coding)
+        message: Buffer = namespace(vector.values).empty(_whole(nbytes), np.uint8)
+        fill(message[:nbytes], vector, coding, count, self._digest)
+        message[nbytes:] = 0
+        return self._with_checksum(message)
+
+    def unpack(self, message: Buffer, source: int | None = None) -> Part:
+        """Return what a message from `source` carries; DisagreementError where the signature is not this rank's."""
+        header = self._header(message)
+        if source is not None:
+            self._keep_notification(header, message, source)
+        if header.signature != self._digest:
+            raise DisagreementError
+        if _whole(header.nbytes) != message.size:
+            raise DamagedMessageError(f"received a damaged message: {message.size} bytes of {header.nbytes}")
+        if not header.entries and "length" in self.signature:  # and so are dtype and width
+            return self.nothing, header.sender_count
+        try:
+            return decode(message, header), header.sender_count
+        except CodecError as error:
+            raise DamagedMessageError(f"received a damaged message: {error}") from None
+
+    def _gather_messages(self, message: Buffer) -> Steps[list[Buffer]]:
+        """Return every rank's message, in rank order; each is sent to each rank once."""
+        held = [message]
+        for dest, source, count in schedule.dissemination(self.rank, self.size):
+            arrival = self._arrival(source, message)
+            yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival if source == dest else None)
+            came = list(split(arrival.buffer))
+            if came:
+                self._keep_notification(_read_header(came[0]), came[0], arrival.source)
+            if len(came) != count:
+                if any(self._header(each).signature != self._digest for each in came):
+                    raise DisagreementError
+                raise DamagedMessageError(f"received a damaged message: {len(came)} of {count} parts")
+            held += came
+        own = self.size - self.rank  # held starts with this rank's own message
+        return held[own:] + held[:own]
+
+    def _pack_text(self, text: str, kind: int) -> Buffer:
+        encoded = text.encode()
+        message = np.zeros(_whole(HEADER_NBYTES + len(encoded)), np.uint8)
+        return self._with_checksum(fill_text(message, encoded, kind, self._digest))
+
+    def _with_checksum(self, message: Buffer) -> Buffer:
+        """Write the checksum into a complete message, in the debug mode."""
+        if self.link.checked:
+            message[CRC_AT : CRC_AT + 4] = _beside(np.array([_checksum(message)], np.uint32).view(np.uint8), message)
+        return message
+
+    def _keep_notification(self, header: Header, message: Buffer, source: int) -> None:
+        """Keep an error notification of a rank, and raise DisagreementError."""
+        if header.kind == ERROR:
+            self.notifications[source] = self.checked_notification(message)
+            raise DisagreementError
+
+    def checked_notification(self, message: Buffer) -> Buffer:
+        """Return an error notification, in main memory; DamagedMessageError where it can be none."""
+        self._header(message)
+        message = to_numpy(message)
+        try:
+            json.loads(text_of(message))
+        except ValueError:
+            raise DamagedMessageError("received a damaged message: an error notification that is no JSON") from None
+        return message
+
+    def _header(self, message: Buffer) -> Header:
+        """Return the header of a message; DamagedMessageError where the message as a whole shows that it is damaged."""
+        header = _read_header(message)
+        if self.link.checked and header.crc != _checksum(message):
+            raise DamagedMessageError("received a damaged message: its checksum differs")
+        return header
+
+    def _arrival(self, source: int, beside: Any) -> Arrival:
+        return self.link.receive(self._ranks[source], self._tag, beside)
+
+    def _sending(self, message: Buffer, dest: int, arrival: Arrival | None = None) -> Sending:
+        return self.link.send(message, self._ranks[dest], self._tag, arrival)
+
+
+class Notifications:
+    """The error notifications of some ranks, in any order of arrival; other messages of these ranks are dropped."""
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._group = group
+        self._arrivals = {rank: group._arrival(rank, None) for rank in ranks}
+
+    def awaited(self) -> list[int]:
+        """Return the ranks whose notification has not arrived yet."""
+        return list(self._arrivals)
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        for rank, arrival in list(self._arrivals.items()):
+            while arrival.test() and not self._is_last(rank, arrival.buffer):
+                arrival = self._arrivals[rank] = self._group._arrival(rank, None)
+        return not self._arrivals
+
+    def wait(self) -> None:
+        """See `Pending.wait`; it polls: a rank may wait for any of these messages to be received."""
+        while not self.test():
+            time.sleep(_NAP)
+
+    def _is_last(self, rank: int, message: Buffer) -> bool:
+        """Return whether a message is the notification of a rank, and keep it if so."""
+        if message.size < LINE or _read_header(message).kind != ERROR:
+            return False
+        self._group.notifications[rank] = self._group.checked_notification(message)
+        del self._arrivals[rank]
+        return True
+
+
+def split(buffer: Buffer) -> Iterator[Buffer]:
+    """Yield the messages in a buffer one by one; DamagedMessageError where they do not fill it."""
+    while buffer.size:
+        nbytes = _whole(_read_header(buffer).nbytes)
+        if nbytes > buffer.size:
+            raise DamagedMessageError(f"received a damaged message: {buffer.size} bytes of {nbytes}")
+        yield buffer[:nbytes]
+        buffer = buffer[nbytes:]
+
+
+def text_of(message: Buffer) -> str:
+    """Return the text that a message carries."""
+    return to_numpy(message)[HEADER_NBYTES : _read_header(message).nbytes].tobytes().decode()
+
+
+@lru_cache(maxsize=256)
+def _digest(signature: tuple[tuple[str, Any], ...]) -> int:
+    """Return a call signature as 64 bits, signed: what stands for it in a message."""
+    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@lru_cache(maxsize=256)
+def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
+    return SparseVector.empty(length, dtype, width)
+
+
+def _whole(nbytes: int) -> int:
+    """Return the bytes of a message that is filled up to a whole line."""
+    return -(-nbytes // LINE) * LINE
+
+
+def _read_header(message: Buffer) -> Header:
+    try:
+        return read_header(message)
+    except CodecError as error:
+        raise DamagedMessageError(f"received a damaged message: {error}") from None
+
+
+def _checksum(message: Buffer) -> int:
+    """Return the CRC-32 of a message without the field that holds it."""
+    message = to_numpy(message)
+    return zlib.crc32(message[CRC_AT + 4 :].data, zlib.crc32(message[:CRC_AT].data))

@@ -1,0 +1,244 @@
+"""The link of a communicator: the library's duplicate of it, the tags, and what all its ranks agreed on.
+
+Host arrays, arrays on a device of a CUDA-aware MPI and staged ones are told apart here and in `staging` only.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.faults.state import Faults
+from collectives.faults.ulfm import is_failure, on_death
+from collectives.runtime import cuda_aware, messages, staging, waiting
+from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, send_size
+from mpicomp import checking, threads
+from mpicomp.arrays import on_device
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+Agree = Callable[["MPI.Intracomm", tuple[int, ...]], Any]  # (comm, first rank of each rank's node), collective
+
+_PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
+
+
+class Turn:
+    """An operation's place among those that call MPI's own collectives, which every rank must start in one order.
+
+    Used as a context: the next operation has its turn when the context is left.
+    """
+
+    def __init__(self, queue: "deque[Turn]") -> None:
+        self._queue = queue
+        queue.append(self)
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return self._queue[0] is self
+
+    def wait(self) -> None:
+        """Check that it is this operation's turn: with no other in flight it must be."""
+        assert self.test(), "an operation that is in flight alone has to wait for its turn"
+
+    def __enter__(self) -> "Turn":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self in self._queue:  # what reserved the turn leaves it too
+            self._queue.remove(self)
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent over one communicator by this library: messages and their bytes."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+
+class Link:
+    """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it.
+
+    choice: what `agree` returned when the link was made; what it means is up to those who gave that function.
+    """
+
+    def __init__(self, comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> None:
+        from mpi4py import MPI
+
+        _keep_pages()
+        self.comm = duplicate
+        self.nodes = _first_ranks(duplicate)
+        self.naps, sharers = waiting.sleeps_and_sharers(duplicate, self.nodes)
+        threads.share(sharers)
+        self.direct = cuda_aware.agreed(duplicate)
+        self.choice = agree(duplicate, self.nodes)
+        self.checked = _checked(duplicate)  # the debug mode: see `collectives.faults.debug`
+        self.rank, self.size = comm.rank, comm.size
+        self.traffic = Traffic()
+        self.turns: deque[Turn] = deque()
+        self.notice_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)  # MPI promises at least 32767
+        self._next_tag = 0
+        self.faults = Faults(comm.rank, comm.size)
+        self.on_free: Callable[[Link], None] | None = None  # what to do before the communicator is gone
+
+    def take_tag(self) -> int:
+        """Return the tag of the next operation; every rank starts its operations in one order, so the tags agree."""
+        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self.notice_tag
+        return tag
+
+    def send(self, buffer: Buffer, dest: int, tag: int, arrival: Arrival | None = None) -> Sending:
+        """Start to send a buffer of whole lines; from a device, once what was started there on it is done.
+
+        arrival: the message from `dest` in the same step, if there is one; see `messages`, bidirectional exchange.
+        """
+        self.traffic.messages += 1
+        self.traffic.nbytes += buffer.size
+        start = partial(staging.send_pieces, direct=self.direct) if on_device(buffer) else messages.send_pieces
+        if arrival is not None and buffer.size > messages.BIDIRECTIONAL:
+            size = send_size(self.comm, buffer.size, dest, tag)
+            return Sending(size, after=(arrival, partial(start, self.comm, buffer, dest, tag)))
+        sizes = [send_size(self.comm, buffer.size, dest, tag)] if buffer.size > messages.PIECE else []
+        return Sending(*sizes, *start(self.comm, buffer, dest, tag))
+
+    def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
+        """Await a message, in a buffer that lives where the array `beside` does; None is main memory."""
+        if on_device(beside):
+            return staging.DeviceArrival(self.comm, source, tag, direct=self.direct)
+        return Arrival(self.comm, source, tag)
+
+    def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Sending:
+        """Start MPI's own Allreduce (sum) from `array` to `total`; its traffic is counted as the least, 2 f n v bytes.
+
+        Not in place: Open MPI then takes a reduction to one rank and a broadcast, which sends a third more from the
+        busiest rank at P = 4, where it otherwise takes a ring.
+        """
+        self.traffic.messages += 1
+        self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
+        pieces = [slice(start, start + _PIECE) for start in range(0, array.size, _PIECE)]
+        requests = [self.comm.Iallreduce(array[piece], total[piece]) for piece in pieces]  # by default MPI.SUM
+        return Sending(*requests, keeping=(array, total))
+
+
+def _keep_pages() -> None:
+    """Have malloc keep the pages of freed message buffers, up to 64 MiB.
+
+    glibc raises the size from which it maps memory anew, and twice that as what it keeps, to that of the largest block
+    freed so far, up to 32 MiB (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange of
+    250,000 entries.
+    """
+    np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
+
+
+def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
+    """Return, for each rank, the first rank that shares its memory: what tells the nodes apart. Collective, blocks."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    first = np.array([comm.rank], np.int64)
+    node.Bcast(first)
+    node.Free()
+    everywhere = np.empty(comm.size, np.int64)
+    comm.Allgather(first, everywhere)
+    return tuple(everywhere.tolist())
+
+
+def _checked(comm: "MPI.Intracomm") -> bool:
+    """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks where they differ."""
+    mine = np.array([checking.asked()])
+    everywhere = np.empty(comm.size, np.bool_)
+    comm.Allgather(mine, everywhere)
+    if len(set(everywhere.tolist())) > 1:
+        with_it = [rank for rank, on in enumerate(everywhere.tolist()) if on]
+        raise ValueError(
+            f"{checking.VARIABLE} is set on ranks {with_it} and not on the others: set it on all ranks or on none "
+            "(mpirun -x hands a variable to all)"
+        )
+    return bool(mine[0])
+
+
+def check_communicator(comm: Any) -> None:
+    """Raise TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null."""
+    from mpi4py import MPI
+
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:  # mpi4py's constant is a Comm, what Split returns is not
+        raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
+
+
+def link_of(comm: Any, wait_for: Callable[[Pending], None], agree: Agree) -> Link:
+    """Return the link of a communicator. The first call on it is collective, waits by `wait_for`, and calls `agree`.
+
+    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null; ValueError on all ranks for
+    a bad environment variable on any (`waiting`, `checking`), and what `agree` raises on all ranks.
+    """
+    from mpi4py import MPI
+
+    check_communicator(comm)
+
+    def make() -> Link:
+        duplicate = comm  # until there is one
+        try:
+            unmade, request = comm.Idup()
+            wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
+            duplicate = unmade  # to revoke it before would crash Open MPI
+            return _made(comm, duplicate, agree)
+        except MPI.Exception as error:
+            if not is_failure(error, comm):
+                raise
+            doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
+            raise on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
+
+    return attached(comm, _link_key(), make)
+
+
+def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Link:
+    """Return the link of a communicator with a duplicate; without one, that is freed."""
+    try:
+        return Link(comm, duplicate, agree)
+    except ValueError:  # on all ranks: what they were to agree on is broken
+        duplicate.Free()
+        raise
+
+
+def link_if_any(comm: "MPI.Intracomm") -> Link | None:
+    """Return the link of a communicator that has one."""
+    return cast("Link | None", comm.Get_attr(_link_key()))
+
+
+def traffic(comm: Any) -> Traffic:
+    """Return what this rank has sent over `comm` by this library so far, as a copy; not collective.
+
+    Point-to-point messages are counted as they are. MPI's own allreduce (`dense_allreduce`, say) does not tell: it
+    counts as one message of 2 (P-1)/P n v bytes, the least that one of n values of v bytes sends.
+    """
+    link = comm.Get_attr(_link_key())
+    return Traffic() if link is None else replace(link.traffic)
+
+
+def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
+    """Return the object cached on `comm` under `key`, made there first if need be."""
+    there = cast("T | None", comm.Get_attr(key))
+    if there is None:
+        there = make()
+        comm.Set_attr(key, there)
+    return there
+
+
+@cache
+def _link_key() -> int:
+    from mpi4py import MPI
+
+    def free(comm: "MPI.Comm", key: int, link: Link) -> None:
+        if link.on_free is not None:
+            link.on_free(link)
+        if not link.faults.finished:  # else messages may be in flight on it, or ranks be dead
+            link.comm.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)

@@ -1,0 +1,168 @@
+"""A network inside one process: the collectives' own generators, any number of ranks, no MPI.
+
+Messages carry the round in which they were sent: one more than that of what their sender had sent or received before.
+So the number of rounds of an algorithm is counted. Ranks advance in a random order that a seed fixes.
+
+With `rendezvous` a rank waits as it does inside MPI: for one thing after the other; a message of several lines has left
+when it is received, and where it leaves after an arrival (`messages.Sending`) it leaves when that one is known.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.choice import Choice
+from collectives.runtime.group import Group
+from collectives.runtime.link import Traffic, Turn
+from collectives.runtime.messages import LINE, Buffer, Steps
+
+
+class Network:
+    """Ranks and the messages between them; `links` have the traffic of each rank.
+
+    nodes: the first rank of each rank's node, one node by default. choice: what `algorithm="auto"` goes by.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        nodes: Iterable[int] | None = None,
+        seed: int = 0,
+        choice: Choice | None = None,
+        rendezvous: bool = False,
+    ) -> None:
+        self.choice, self.rendezvous = choice or Choice(), rendezvous
+        self.seen = 0  # times that a receiver saw of a message, or took it
+        self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)  # by source, dest and tag
+        self.reductions: list[list[NDArray[Any]]] = []  # the arrays that came so far, for each Allreduce in order
+        self.links = [Link(self, rank, size, tuple(nodes or [0] * size)) for rank in range(size)]
+        self.rng = np.random.default_rng(seed)
+
+    def run(self, steps_of: Callable[[int, Group], Steps[Any]], **signature: Any) -> tuple[list[Any], int]:
+        """Run steps_of(rank, group) on every rank; return their results, and the rounds that it took.
+
+        Raises AssertionError where ranks wait for ever, and where messages are left that nobody received.
+        """
+        own: Any = self.links
+        groups = [Group(link, {"operation": "simulated", **signature}) for link in own]
+        ranks = {rank: steps_of(rank, group) for rank, group in enumerate(groups)}
+        pending: dict[int, deque[Any]] = {rank: deque() for rank in ranks}
+        results: list[Any] = [None] * len(ranks)
+        while ranks:
+            moved, before = False, self.seen
+            for rank in self.rng.permutation(list(ranks)).tolist():
+                if self.complete(pending[rank]):
+                    moved = True
+                    self.links[rank].end_step()
+                    try:
+                        pending[rank] = deque(next(ranks[rank]))
+                    except StopIteration as end:
+                        results[rank] = end.value
+                        del ranks[rank]
+            assert moved or self.seen > before, f"ranks {list(ranks)} wait for ever"
+        assert not any(self.boxes.values()), "messages that nobody received"
+        return results, max(link.clock for link in self.links)
+
+    def complete(self, pending: deque[Any]) -> bool:
+        """Return whether a rank can go on."""
+        if not self.rendezvous:
+            return all([one.test() for one in pending])
+        while pending and pending[0].test():
+            pending.popleft()
+        return not pending
+
+
+class Link:
+    """The network as one rank uses it: what `collectives.runtime.link.Link` is over MPI."""
+
+    def __init__(self, network: Network, rank: int, size: int, nodes: Sequence[int]) -> None:
+        self.network, self.rank, self.size, self.nodes = network, rank, size, nodes
+        self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
+        self.choice, self.checked = network.choice, False
+        self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
+
+    def end_step(self) -> None:
+        """Note that the rank waits for nothing any more."""
+        self.clock = max(self.clock, self.sent)
+
+    def take_tag(self) -> int:
+        """Return the tag of the operation: there is one."""
+        return 0
+
+    def send(self, buffer: Buffer, dest: int, tag: int, arrival: Any = None) -> "Message":
+        """Send a copy of a buffer."""
+        self.sent = self.clock + 1
+        self.traffic.messages += 1
+        self.traffic.nbytes += buffer.size
+        message = Message(buffer, self.sent, arrival, self.network.rendezvous and buffer.size > LINE)
+        self.network.boxes[self.rank, dest, tag].append(message)
+        return message
+
+    def receive(self, source: int, tag: int, beside: Any = None) -> "Arrival":
+        """Await a message."""
+        return Arrival(self, source, self.network.boxes[source, self.rank, tag])
+
+    def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> "Reduction":
+        """Take part in MPI's own allreduce, whose bytes are the least that it can send."""
+        while len(self.network.reductions) <= self.reduced:
+            self.network.reductions.append([])
+        arrays = self.network.reductions[self.reduced]
+        arrays.append(array.copy())
+        self.traffic.messages += 1
+        self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
+        self.reduced += 1
+        return Reduction(arrays, total, self.size)
+
+
+class Message:
+    """A message: complete for its sender at once, or, of several lines with `rendezvous`, when it is received."""
+
+    def __init__(self, buffer: Buffer, sent: int, answered: "Arrival | None", long: bool) -> None:
+        self.buffer, self.sent, self.received = buffer.copy(), sent, False
+        self.answered, self.long = answered if long else None, long
+
+    def left(self) -> bool:
+        """Return whether the message can be received."""
+        return self.answered is None or self.answered.known
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return self.received or not self.long
+
+
+class Arrival:
+    """A message that is awaited."""
+
+    def __init__(self, link: Link, source: int, box: deque[Message]) -> None:
+        self.link, self.source, self.box, self.known = link, source, box, False
+        self.buffer: Buffer | None = None
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        if self.buffer is None and self.box:
+            if not self.known:
+                self.known = True
+                self.link.network.seen += 1
+            if self.box[0].left():
+                message = self.box.popleft()
+                self.link.network.seen += 1
+                message.received, self.buffer = True, message.buffer
+                self.link.clock = max(self.link.clock, message.sent)
+        return self.buffer is not None
+
+
+class Reduction:
+    """The sum of the arrays of all ranks."""
+
+    def __init__(self, arrays: list[NDArray[Any]], total: NDArray[Any], size: int) -> None:
+        self.arrays, self.total, self.size = arrays, total, size
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        if len(self.arrays) < self.size:
+            return False
+        self.total[:] = sum(self.arrays)
+        return True

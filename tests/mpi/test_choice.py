@@ -1,0 +1,137 @@
+"""All ranks choose alike, whoever has which table, and never at the price of a hang."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce
+from collectives.allreduce import ALGORITHMS
+from collectives.choice import winners
+from collectives.choice.winners import agreed_choice
+from collectives.collective import link_of
+from mpicomp import CollectiveError, SparseVector
+from mpicomp.errors import ProfileError
+
+LENGTH = 30_000
+
+
+def contributed(rank, entries, length=LENGTH):
+    rng = np.random.default_rng([rank, entries])
+    indices = np.sort(rng.choice(length, entries, replace=False))
+    return SparseVector(indices, rng.integers(-9, 9, entries).astype(np.float32), length)
+
+
+def check_sums(comm, counts=(0, 1, 40, 9000, LENGTH)):
+    """Check sums of several densities, and one to which the ranks contribute unequal counts."""
+    for entries in (*counts, None):
+        vectors = [contributed(rank, 3000 * (rank % 3) if entries is None else entries) for rank in range(comm.size)]
+        total = sum(vector.to_dense() for vector in vectors)
+        np.testing.assert_array_equal(sparse_allreduce(vectors[comm.rank], comm).to_dense(), total)
+        result, rejected = gtopk_allreduce(vectors[comm.rank], comm, k=500)
+        kept = result.to_dense() + sum(each.to_dense() for each in comm.allgather(rejected))
+        np.testing.assert_array_equal(kept, total)
+    plan = SupportPlan.union(contributed(comm.rank, 50), comm)
+    assert set(plan.indices) == {index for rank in range(comm.size) for index in contributed(rank, 50).indices}
+
+
+@pytest.fixture
+def fresh(comm):
+    """A communicator that the library has not seen: its ranks agree on a table in the first operation."""
+    if comm == MPI.COMM_NULL:
+        yield comm
+        return
+    duplicate = comm.Dup()
+    yield duplicate
+    duplicate.Free()
+
+
+def table(size, algorithm, gtopk="exact"):
+    places = {"sparse_allreduce": [[LENGTH, 0.1, 32, algorithm]], "gtopk_allreduce": [[LENGTH, 0.1, 32, gtopk]]}
+    return {"host": "node", "mpi": "any", "ranks": size, "nodes": 1, "winners": places}
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path, fresh):
+    """Return a function that gives this rank a table with one winner, or a text in place of one, or none."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+    def tell(what):
+        monkeypatch.delenv(winners.VARIABLE, raising=False)
+        if what is not None:
+            path = tmp_path / "profile.json"
+            path.write_text(winners.text_of(table(fresh.size, what)) if what in ALGORITHMS else what)
+            monkeypatch.setenv(winners.VARIABLE, str(path))
+
+    tell(None)
+    return tell
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The algorithms of sparse_allreduce that run, in order."""
+    names = []
+
+    def recorded(name, steps):
+        def run(vector, group, metadata):
+            names.append(name)
+            return steps(vector, group, metadata)
+
+        return run
+
+    for name, steps in list(ALGORITHMS.items()):
+        monkeypatch.setitem(ALGORITHMS, name, recorded(name, steps))
+    return names
+
+
+@pytest.mark.at_least(3)
+@pytest.mark.parametrize("others", ["recursive_halving", None, "broken"])
+def test_the_table_of_rank_0_counts_for_all(fresh, told, taken, others):
+    told("split_allgather" if fresh.rank == 0 else others)
+    sparse_allreduce(contributed(fresh.rank, LENGTH - 1), fresh)
+    assert taken == ["split_allgather"]
+    check_sums(fresh)
+    assert link_of(fresh).choice.table == table(fresh.size, "split_allgather")
+    assert len(set(fresh.allgather(tuple(taken)))) == 1
+
+
+def test_without_a_table_on_rank_0_there_is_none(fresh, told, taken):
+    told(None if fresh.rank == 0 else "dense")
+    check_sums(fresh)
+    assert link_of(fresh).choice.table is None
+    assert len(set(fresh.allgather(tuple(taken)))) == 1
+
+
+def test_a_broken_table_on_rank_0_raises_on_all_ranks(fresh, told):
+    told("broken" if fresh.rank == 0 else "dense")
+    for _ in range(2):
+        with pytest.raises(ProfileError, match=r"is refused: .*Rank 0 read it because MPICOMP_PROFILE names it"):
+            sparse_allreduce(contributed(fresh.rank, 10), fresh)
+    told(None)
+    check_sums(fresh, (40,))
+
+
+def test_the_default_path_is_found_and_none_does_without(fresh, told, monkeypatch):
+    path = winners.default_path(fresh.size, 1)
+    path.parent.mkdir(parents=True)
+    path.write_text(winners.text_of(table(fresh.size, "dense")))
+    assert agreed_choice(fresh, [0] * fresh.size).table is not None
+    monkeypatch.setenv(winners.VARIABLE, "none")
+    assert agreed_choice(fresh, [0] * fresh.size).table is None
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("entries", [10, 9000])
+def test_ranks_with_different_lengths_or_algorithms_meet_and_raise(fresh, told, entries):
+    """A small vector is sent in the metadata exchange, and a large one is not."""
+    for turn in range(fresh.size):
+        mine = fresh.rank == turn
+        with pytest.raises(CollectiveError, match="length must be the same on all ranks"):
+            sparse_allreduce(contributed(fresh.rank, 10 if mine else entries, LENGTH + mine), fresh)
+        with pytest.raises(CollectiveError, match="k must be the same on all ranks"):
+            gtopk_allreduce(contributed(fresh.rank, entries), fresh, k=LENGTH if mine else 1)
+        with pytest.raises(TypeError if mine else CollectiveError):
+            sparse_allreduce(None if mine else contributed(fresh.rank, entries), fresh)
+    for name in ALGORITHMS:
+        with pytest.raises(CollectiveError, match="algorithm must be the same"):
+            sparse_allreduce(contributed(fresh.rank, entries), fresh, algorithm=name if fresh.rank == 0 else "auto")
+    check_sums(fresh, (40,))
