@@ -2,8 +2,8 @@
 
     mpirun -n 2 python -m mpi4py benchmarks/crossing.py          # or on the testbed; --help for the options
 
-"at once" is how messages leave, see the head of `collectives.messages`; "as they come" lets every message leave when it
-is ready. Both take turns in an order drawn anew; a time is that of the slowest rank.
+"at once" is how messages leave, see the head of `collectives.runtime.messages`; "as they come" lets every message
+leave when it is ready. Both take turns in an order drawn anew; a time is that of the slowest rank.
 """
 
 import argparse
@@ -14,26 +14,27 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives import dense_allreduce, messages, sparse_allreduce, warm_up
+from collectives import dense_allreduce, sparse_allreduce, warm_up
 from collectives.allreduce import ALGORITHMS
-from collectives.cli.tune.checking import random_vector, take_turns
-from collectives.cli.tune.measuring import Timed, settled
+from collectives.runtime import messages
+from mpicomp_bench.bench.data import draw_sparse
+from mpicomp_bench.measuring import Contestant, interleave, loops_of
 
-WAYS = {"as they come": 1 << 62, "at once": messages.CROSSING}  # from how many bytes on a message awaits the other
+WAYS = {"as they come": 1 << 62, "at once": messages.BIDIRECTIONAL}  # from how many bytes on a message awaits the other
 HEADER = "| algorithm | as they come, ms | at once, ms | of the time before |\n| --- | --- | --- | --- |"
 
 
 def going(way: str, call: Callable[[], Any]) -> Any:
     """Run a call whose messages leave in one way."""
-    messages.CROSSING = WAYS[way]
+    messages.BIDIRECTIONAL = WAYS[way]
     return call()
 
 
-def lines(timed: dict[tuple[str, str], Timed]) -> Iterator[str]:
+def lines(times: dict[tuple[str, str], Any]) -> Iterator[str]:
     """Yield the table: medians, and quartiles in brackets."""
     yield HEADER
-    for name in dict.fromkeys(name for name, _ in timed):
-        rows = [1e3 * np.percentile(timed[name, way].seconds, [50, 25, 75]) for way in WAYS]
+    for name in dict.fromkeys(name for name, _ in times):
+        rows = [1e3 * np.percentile(times[name, way].max(axis=0), [50, 25, 75]) for way in WAYS]
         cells = [f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in rows]
         yield f"| {name} | {' | '.join(cells)} | {rows[1][0] / rows[0][0]:.2f} |"
 
@@ -48,14 +49,16 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=names, choices=ALGORITHMS)
     options, comm = parser.parse_args(), MPI.COMM_WORLD
     length = int(options.length)
-    vector = random_vector(length, max(1, round(length * options.density)), comm.rank)
+    entries = max(1, round(length * options.density))
+    vector = draw_sparse("independent", comm.rank, comm.size, length, entries, "float32")
     calls = {name: partial(sparse_allreduce, vector, comm, algorithm=name) for name in options.algorithms}
     calls["MPI's Iallreduce"] = partial(dense_allreduce, vector.to_dense(), comm)
     warm_up(comm, ["float32"])
-    timed = {(name, way): settled(comm, partial(going, way, call)) for name, call in calls.items() for way in WAYS}
-    take_turns(comm, list(timed.values()), options.repeats, 0.0)
+    ways = {(name, way): partial(going, way, call) for name, call in calls.items() for way in WAYS}
+    contestants = [Contestant(name, call, before=call, loops=loops_of(call, comm)) for name, call in ways.items()]
+    times = interleave(contestants, options.repeats, comm)
     if comm.rank == 0:
-        print(*lines(timed), sep="\n")
+        print(*lines(dict(zip(ways, times, strict=True))), sep="\n")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def about(cupy: Any) -> dict[str, Any]:
     """Return what the figures depend on."""
     from mpi4py import MPI
 
-    from collectives import cuda_aware
+    from collectives.runtime import cuda_aware
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     dirty = said(["git", "status", "--porcelain", "--untracked-files=no"])
@@ -91,7 +91,7 @@ def tested(command: Sequence[str], report: Path) -> dict[str, int]:
 
 def benchmarks(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the rows of the kernels, and of gTop-k with messages staged and, where MPI takes them, direct."""
-    mpicomp = [sys.executable, "-m", "collectives.cli"]
+    mpicomp = [sys.executable, "-m", "mpicomp_bench"]
     found: dict[str, Any] = {}
     for length in options.lengths:
         bench = ["bench", "kernels", "--device", "gpu", "--length", length]

@@ -3,7 +3,7 @@
 #
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
-#   choice    what "auto" takes on a grid of ranks, lengths, densities and rates, and how far predictions are off, with
+#   choice    what "auto" takes on a grid of ranks, lengths, densities and rates, by a table of winners and without, with
 #             one verdict on all of it                                                      (root; 30 minutes)
 #   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
@@ -43,7 +43,7 @@ keep() {
 links() {
   for rate in $rates; do for length in $lengths; do
     keep "links-$rate-$length" on 8 "$rate" mpicomp bench gtopk --lengths "$length" --densities 0.001 --from-gradient \
-      --repeats "$repeats" --dense-repeats 2 --network "$rate" --codecs ${CODECS:-auto} \
+      --repeats "$repeats" --dense-repeats 2 --codecs ${CODECS:-auto} \
       --json "$out/links-$rate-$length.json"
   done; done
 }

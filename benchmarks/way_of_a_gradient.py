@@ -45,7 +45,7 @@ from mpi4py import MPI
 import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce, warm_up
-from collectives.consensus import agree_to_keep
+from collectives.agreement import agree_to_keep
 from collectives.exchange.step import Flight, Step
 from collectives.exchange.transfer import Transfer
 from mpicomp import ErrorFeedback, SparseVector, TopK

@@ -1,0 +1,88 @@
+"""`mpicomp bench`: the time of each part of a step, beside its baselines, in one run."""
+
+import argparse
+import os
+import platform
+import sys
+from functools import partial
+from importlib import metadata
+from typing import Any, TextIO
+
+from mpicomp import threads
+from mpicomp_bench.bench import collective, compressors, exchange, kernels, overlap, step
+from mpicomp_bench.bench.suite import Suite
+from mpicomp_bench.files import look, new_figure, new_file, settings, write
+from mpicomp_bench.info import library_and_version
+from mpicomp_bench.options import positive
+from mpicomp_bench.output import COMPARISON, as_json, show
+
+__all__ = ["SUITES", "add_to", "run"]
+
+SUITES: dict[str, Suite] = {
+    "kernels": kernels.SUITE,
+    "exchange": exchange.SUITE,
+    "overlap": overlap.SUITE,
+    "compressors": compressors.SUITE,
+    "step": step.SUITE,
+    **collective.SUITES,
+}
+
+EXAMPLES = """
+mpirun -n 4 mpicomp bench gtopk --lengths 1e6 --densities 0.001 0.01
+mpirun -n 4 mpicomp bench exchange
+mpicomp bench kernels --length 1e6
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command and what can be measured to the command line."""
+    about = "time kernels, compressors, or whole steps under mpirun; with baselines"
+    bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
+    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    for name, suite in SUITES.items():
+        parser = subjects.add_parser(name, help=suite.help, description=suite.about, examples=suite.examples)
+        suite.add_options(parser)
+        if suite.length:
+            about = "values of a gradient (%(default)s)"
+            parser.add_argument("--length", type=positive, default=suite.length, help=about)
+        about = "timed turns of each call (%(default)s)"
+        parser.add_argument("--repeats", type=positive, default=suite.repeats, help=about)
+        parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
+    about_plot = "draw the rows that runs of one of these four wrote with --json, at several P"
+    plot = subjects.add_parser("plot", help=about_plot, examples="mpicomp bench plot times.png p2.json p4.json p8.json")
+    plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
+    plot.add_argument("files", type=collective.rows_file, nargs="+", metavar="JSON", help="p2.json p4.json p8.json")
+
+
+def run(options: argparse.Namespace, out: TextIO) -> int:
+    """Measure, print the table on rank 0, and write the files; 2 where the options are refused, 1 without a file."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    look(options, comm)
+    if options.subject == "plot":
+        rows = [row for rows in options.files for row in rows]
+        return write(options, comm, figure=lambda file: collective.plot(rows, file))
+    suite = SUITES[options.subject]
+    if fault := next(filter(None, comm.allgather(suite.refuse(options, comm))), None):
+        sys.stderr.write(f"{options.parser.prog}: {fault}\n" if comm.rank == 0 else "")
+        return 2
+    library = library_and_version(MPI.Get_library_version())
+    if suite.alone and comm.rank:
+        return 0
+    common = None if suite.alone else comm
+    where = f"{library}, {comm.size} rank{'s' if comm.size > 1 else ''}"
+    head = where if suite.columns is COMPARISON and common else ""
+    rows = show(suite.rows(options, common), suite.columns, None if comm.rank else out, head)
+    if comm.rank == 0:
+        out.write(suite.report(options, rows))
+    about = {**machine(), "subject": options.subject, "options": settings(options), "ranks": comm.size, "MPI": library}
+    about |= {"length": options.length} if "length" in options else {}
+    makers = {name: partial(make, rows) for name, make in suite.files.items()}
+    return write(options, common, json=lambda file: file.write_text(as_json(rows, about)), **makers)
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on apart from options and MPI."""
+    versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "numba")}}
+    return {"machine": platform.platform(), "cpus": os.cpu_count(), "threads": threads.count(), **versions}

@@ -1,0 +1,419 @@
+"""`mpicomp bench allreduce | reduce_scatter | allgather | gtopk`: a collective, against its baselines.
+
+Baselines in the same run: MPI's own sum of the dense vector; the gTop-k tree as published (plain indices, to one rank
+and back); Top-k by MPI's Allgatherv of plain indices and values, added up on every rank.
+"""
+
+import argparse
+import importlib
+import io
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives import GradientExchange, dense_allreduce, traffic, warm_up
+from collectives.collective import Collective, link_of
+from mpicomp import SparseVector, TopK
+from mpicomp.arrays import namespace
+from mpicomp.vector import add_up
+from mpicomp_bench.bench import kernels
+from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
+from mpicomp_bench.bench.suite import Options, Suite
+from mpicomp_bench.bounds import dense_nbytes, least_nbytes
+from mpicomp_bench.files import FileType, new_figure
+from mpicomp_bench.measuring import Call, Contestant, Row, interleave, timed
+from mpicomp_bench.options import add_list, positive, share
+from mpicomp_bench.output import Column, Panel, draw, figure, show, text
+
+COLLECTIVES: dict[str, Collective[..., Any]] = {
+    "allreduce": collectives.sparse_allreduce,
+    "reduce_scatter": collectives.sparse_reduce_scatter,
+    "allgather": collectives.sparse_allgather,
+    "gtopk": collectives.gtopk_allreduce,
+}
+
+
+def algorithms() -> dict[str, list[str]]:
+    """Return the names of the algorithms of each collective, as they are declared; "auto" where that chooses."""
+    return {
+        name: ["auto"] * (collective.automatic is not None) + list(collective.algorithms)
+        for name, collective in COLLECTIVES.items()
+    }
+
+
+BASELINES = {
+    "allreduce": ["dense", "tree", "allgather"],
+    "reduce_scatter": ["dense"],
+    "allgather": ["dense", "allgather"],
+    "gtopk": ["dense", "tree", "allgather"],
+}
+CODECS = ["auto", "plain", "quick", "smallest"]
+DTYPES = ["float16", "float32", "float64"]
+EXCHANGED = "allreduce", "gtopk"  # those that GradientExchange accepts
+SELECTION = "selection alone"
+WIRE_CALLS = 5  # whose bytes at the interfaces are counted together
+
+ABOUT = """\
+Every algorithm of a collective on the same sparse vectors, or dense gradients. All that are compared are interleaved; a
+time is that of the slowest rank, from a common start: median and quartiles over the turns. Each timed call but those of
+MPI's dense sum follows an untimed one of the same, as in a loop of steps.
+
+  supports   independent: random indices; shared: the same ones on all ranks; disjoint: no index on two ranks; hot: 9 of
+             10 entries in a twentieth of the length
+  dense /    time of MPI's own sum of the dense vector over this time
+  kB sent    by the busiest rank, as the library counts; for a call of MPI's, the least that it can send
+  / bound    those bytes over the least that a rank has to send on average: signs, fractions, the entropy of indices
+"""
+
+EXAMPLES = """
+mpirun -n 4 mpicomp bench {0}
+mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
+mpirun -n 2 mpicomp bench {0} --device gpu --lengths 25e6
+mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest
+"""
+
+HELP = {
+    "allreduce": "the exact sum on all ranks, against MPI's dense allreduce",
+    "reduce_scatter": "the exact sum, a share on each rank, against MPI's dense reduce-scatter",
+    "allgather": "every rank's vector on every rank, against MPI's dense allreduce",
+    "gtopk": "the largest entries of the sum on all ranks, against MPI's dense allreduce",
+}
+
+COLUMNS: list[Column] = [
+    ("length", ">10", text("length")),
+    ("dtype", "<7", text("dtype")),
+    ("density", ">7", figure("density", "g")),
+    ("supports", "<11", text("pattern")),
+    ("algorithm", "<35", text("algorithm")),
+    ("codec", "<8", text("codec")),
+    ("median ms", ">9", figure("seconds", ".3f", 1e3)),
+    ("quartiles", ">15", lambda row: f"{1e3 * row['low']:.4g}-{1e3 * row['high']:.4g}"),
+    ("dense /", ">7", figure("speedup", ".2f")),
+    ("kB sent", ">10", figure("nbytes", ".1f", 1e-3)),
+    ("/ bound", ">7", figure("over_bound", ".2f")),
+]
+AT_INTERFACES: list[Column] = [
+    *(column for column in COLUMNS if column[0] in ("length", "density", "algorithm", "codec")),
+    ("kB a call", ">10", figure("wire_nbytes", ".1f", 1e-3)),
+    ("/ bound", ">7", figure("wire_over_bound", ".2f")),
+]
+
+
+def cases(options: Options) -> list[Row]:
+    """Return what is given to the contestants of each comparison; entries: of a rank's vector."""
+    asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
+    names = "length", "dtype", "density", "pattern"
+    return [dict(zip(names, each, strict=True)) | {"entries": max(1, round(each[0] * each[2]))} for each in asked]
+
+
+def rows(options: Options, comm: Any) -> Iterator[Row]:
+    """Yield a row for each contestant of every case.
+
+    seconds, low, high: median and quartiles over the turns, of the slowest rank. dense_seconds: the median of MPI's
+    dense sum, None where it did not run. nbytes: sent by the busiest rank; mean_nbytes: the ranks' mean; least_nbytes:
+    the bound. wire_nbytes: at the interfaces of the busiest host, with headers; None where they are not counted.
+    """
+    warm_up(comm, sorted(set(options.dtypes)))
+    for case in cases(options):
+        vector = draw_sparse(case["pattern"], comm.rank, comm.size, case["length"], case["entries"], case["dtype"])
+        union = collectives.sparse_allreduce(vector, comm, algorithm="split_allgather").nnz
+        yield from compared(options, comm, case, union, contestants(options, comm, case, vector))
+
+
+def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) -> list[Contestant]:
+    """Return what is compared in a case, the baselines first. The name of a contestant: its algorithm and its codec."""
+    on_gpu = options.device == "gpu"
+    place = importlib.import_module("cupy").asarray if on_gpu else np.asarray
+    gradient = place(gradient_above(vector, comm.rank)) if options.from_gradient else None
+    vector = SparseVector(place(vector.indices), place(vector.values), vector.length)
+    compressor = TopK(k=case["entries"])
+
+    def own() -> SparseVector:
+        return vector if gradient is None else compressor.compress(gradient)
+
+    def contestant(algorithm: str, codec: str, call: Call, nbytes: float | None = None) -> Contestant:
+        return Contestant((algorithm, codec), call, before=call, nbytes=nbytes)
+
+    def calling(subject: str, **how: Any) -> Call:
+        return lambda: COLLECTIVES[subject](own(), comm, **how)
+
+    found, subject = [], options.subject
+    if "dense" in options.baselines:
+        found.append(dense(options, comm, case, place, gradient))
+    if "tree" in options.baselines:
+        found.append(
+            contestant("gTop-k tree, as published", "plain", calling("gtopk", algorithm="tree", codec="plain"))
+        )
+    if "allgather" in options.baselines and not on_gpu:
+        sent = (comm.size - 1) * own().nbytes
+        gather = partial(gathered, comm=comm, add=subject != "allgather")
+        found.append(contestant("MPI_Allgatherv", "plain", lambda: gather(own()), sent))
+    if gradient is not None:
+        found.append(contestant(SELECTION, "-", own, 0.0))
+    for algorithm, codec in itertools.product(options.algorithms, options.codecs):
+        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec)))
+    if gradient is not None and subject in EXCHANGED:
+        algorithm, codec = options.algorithms[0], options.codecs[0]
+        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec)
+        exchange = GradientExchange(comm, compressor, collective=run)
+        into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
+        found.append(contestant(f"GradientExchange {algorithm}", codec, partial(exchange, gradient, out=into)))
+    if on_gpu:
+        found = [each._replace(call=kernels.until_done(each.call)) for each in found]
+    return found
+
+
+def dense(options: Options, comm: Any, case: Row, place: Any, gradient: Any) -> Contestant:
+    """Return MPI's own sum of dense values, on all ranks or scattered; on a GPU the library's dense allreduce.
+
+    It writes to an existing buffer, so it needs no rehearsal.
+    """
+    every = math.ceil(options.repeats / min(options.dense_repeats or options.repeats, options.repeats))
+    scatter, on_gpu = options.subject == "reduce_scatter", options.device == "gpu"
+    dtype = np.dtype(case["dtype"]) if on_gpu else np.promote_types(case["dtype"], np.float32)  # MPI has no float16
+    values = place(np.ones(case["length"], dtype)) if gradient is None else gradient.astype(dtype, copy=False)
+    sent = dense_nbytes(comm.size, case["length"], dtype.itemsize, scattered=options.subject == "reduce_scatter")
+    if on_gpu:
+        name, call = "dense_allreduce", partial(dense_allreduce, values, comm)
+        return Contestant((name, "-"), call, before=call, every=every, nbytes=sent)
+    if scatter:
+        counts = [len(part) for part in np.array_split(values, comm.size)]
+        into = np.empty(counts[comm.rank], values.dtype)
+        name, call = "MPI_Reduce_scatter", partial(comm.Reduce_scatter, values, into, counts)
+    else:
+        name, call = "MPI_Allreduce", partial(comm.Allreduce, values, np.empty_like(values))
+    return Contestant((name, "-"), call, every=every, nbytes=sent)
+
+
+def gathered(vector: SparseVector, comm: Any, *, add: bool) -> Any:
+    """Return the vectors of all ranks by MPI's Allgatherv, or their sum."""
+    counts = comm.allgather(vector.nnz)
+    ends = list(itertools.accumulate(counts))
+    indices, values = (np.empty(ends[-1], array.dtype) for array in (vector.indices, vector.values))
+    bits = f"u{values.itemsize}"  # MPI has no float16
+    comm.Allgatherv(vector.indices, [indices, counts])
+    comm.Allgatherv(vector.values.view(bits), [values.view(bits), counts])
+    pieces = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    vectors = [SparseVector(indices[piece], values[piece], vector.length) for piece in pieces]
+    return add_up(vectors) if add else vectors
+
+
+def compared(options: Options, comm: Any, case: Row, union: int, found: Sequence[Contestant]) -> Iterator[Row]:
+    """Measure the contestants, and yield a row for each. union: entries of the exact sum."""
+    sent = [nbytes_of(each, comm) for each in found]
+    times = interleave(found, options.repeats, comm, warm=False)
+    dense_seconds = timed(times[0])["seconds"] if "dense" in options.baselines else None
+    itemsize = np.dtype(case["dtype"]).itemsize
+    least = least_nbytes(COLLECTIVES[options.subject].name, comm.size, case["length"], case["entries"], union, itemsize)
+    for each, seconds, (most_sent, mean_sent) in zip(found, times, sent, strict=True):
+        figures = timed(seconds)
+        wire = sent_during(comm, each.call, WIRE_CALLS if each.every == 1 else 1) if options.interfaces else None
+        yield {
+            "subject": options.subject,
+            "ranks": comm.size,
+            **case,
+            "from_gradient": options.from_gradient,
+            "union": union,
+            "algorithm": each.name[0],
+            "codec": each.name[1],
+            "turns": seconds.shape[1],
+            **figures,
+            "dense_seconds": dense_seconds,
+            "speedup": dense_seconds and dense_seconds / figures["seconds"],
+            "nbytes": most_sent,
+            "mean_nbytes": mean_sent,
+            "least_nbytes": least,
+            "over_bound": most_sent / least if most_sent and least else None,
+            "wire_nbytes": wire,
+            "wire_over_bound": wire / least if wire and least else None,
+        }
+
+
+def nbytes_of(contestant: Contestant, comm: Any) -> tuple[float, float]:
+    """Call for the first time, untimed; return the bytes of the busiest rank, and the mean."""
+    before = traffic(comm).nbytes
+    contestant.call()
+    counted = traffic(comm).nbytes - before
+    sent = comm.allgather(counted if contestant.nbytes is None else contestant.nbytes)
+    return max(sent), sum(sent) / comm.size
+
+
+COUNTERS = pathlib.Path("/proc/self/net/dev")  # of this process's network namespace
+
+
+def sent_by_host(counters: str) -> int:
+    """Return the bytes that a host has sent over its interfaces but loopback, of the text of /proc/net/dev.
+
+    With headers of TCP and Ethernet, and with other traffic: for hosts of one rank each that do nothing else.
+    """
+    figures = {name.strip(): line.split() for name, _, line in (line.partition(":") for line in counters.splitlines())}
+    return sum(int(figure[8]) for name, figure in figures.items() if figure and name != "lo")
+
+
+def sent_during(comm: Any, call: Call, calls: int) -> float:
+    """Return the bytes of a call at the interfaces of the busiest host: the mean of several calls."""
+    comm.Barrier()
+    before = sent_by_host(COUNTERS.read_text())
+    for _ in range(calls):
+        call()
+    comm.Barrier()  # the last messages of this rank have arrived
+    return float(max(comm.allgather((sent_by_host(COUNTERS.read_text()) - before) / calls)))
+
+
+def report(options: Options, rows: Sequence[Row]) -> str:
+    """Return what follows the table: the bytes of --interfaces over the bound."""
+    text = io.StringIO()
+    if options.interfaces:
+        text.write("at the interfaces, the busiest host, with headers:\n")
+        show(rows, AT_INTERFACES, text)
+    return text.getvalue()
+
+
+def refuse(options: Options, comm: Any) -> str | None:
+    """Return why these options cannot be measured here."""
+    if "none" in options.baselines:
+        options.baselines = []
+    if fault := kernels.refuse(options) or too_many(cases(options), comm.size):
+        return fault
+    if options.interfaces:
+        link = link_of(comm)
+        if len(set(link.nodes)) < link.size or link.size == 1:
+            return "--interfaces counts what a host sends: expected several ranks, each on a host of its own (testbed)"
+        if not COUNTERS.exists():
+            return f"--interfaces reads {COUNTERS}, which this system does not have"
+    return None
+
+
+def too_many(cases: Sequence[Row], ranks: int) -> str | None:
+    """Return what is wrong with the first case whose disjoint supports do not fit into the length."""
+    for case in cases:
+        if case["pattern"] == "disjoint" and case["entries"] > case["length"] // ranks:
+            asked = f"{ranks} x {case['entries']} entries in {case['length']} places"
+            return f"disjoint supports of density {case['density']:g} are {asked}: expected at most 1/{ranks}"
+    return None
+
+
+SETTING = "subject", "length", "dtype", "pattern", "from_gradient"
+
+
+@FileType
+def rows_file(path: pathlib.Path) -> list[Row]:
+    """Return the rows that a benchmark of a collective wrote to a file."""
+    needed, expected = (
+        {*SETTING, "ranks", "density", "seconds", "dense_seconds"},
+        "`mpicomp bench allreduce --json FILE`",
+    )
+    try:
+        rows: list[Row] = json.loads(path.read_text())["rows"]
+        if not rows or not all(needed <= row.keys() for row in rows):
+            raise KeyError
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {str(path)!r}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise argparse.ArgumentTypeError(
+            f"got {str(path)!r}: expected the output of {expected}, or of another collective"
+        ) from None
+    return rows
+
+
+def plot(rows: Sequence[Row], file: pathlib.Path) -> None:
+    """Draw a line of panels for each setting: against density at each P, and against P at each density."""
+    settings: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
+    draw([[panel(*each, setting) for each in panels(own)] for setting, own in settings.items()], file)
+
+
+def panels(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """Return what the panels of a setting show: the horizontal axis, what is fixed, the rows."""
+    ranks, densities = (sorted({row[name] for row in rows}) for name in ("ranks", "density"))
+    found: list[tuple[str, str, list[Row]]] = []
+    if len(densities) > 1 or len(ranks) == 1:
+        found += [("density", f"P = {p}", [row for row in rows if row["ranks"] == p]) for p in ranks]
+    if len(ranks) > 1:
+        found += [("ranks", f"density {d:g}", [row for row in rows if row["density"] == d]) for d in densities]
+    return found
+
+
+def panel(axis: str, fixed: str, rows: Sequence[Row], setting: tuple[Any, ...]) -> Panel:
+    """Return seconds along an axis, with a mark where a contestant and the dense sum take the same time."""
+    lines, marks = [], []
+    by_name: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row[axis]):
+        label = row["algorithm"] if row["codec"] in ("-", "auto") else f"{row['algorithm']}, {row['codec']}"
+        by_name.setdefault(label, []).append(row)
+    for label, own in by_name.items():
+        spread = [[row["seconds"] - row["low"] for row in own], [row["high"] - row["seconds"] for row in own]]
+        x, y = [row[axis] for row in own], [row["seconds"] for row in own]
+        lines.append({"label": label, "x": x, "y": y, "yerr": spread})
+        timed_too = [row for row in own if row["dense_seconds"]]
+        points = [[row[name] for row in timed_too] for name in (axis, "seconds", "dense_seconds")]
+        marks += [(place, f"as dense: {place:.2g}", label) for place in crossovers(*points)]
+    subject, length, dtype, pattern, from_gradient = setting
+    title = f"{subject}{' from gradient' if from_gradient else ''}, n = {length:g} {dtype}, {pattern}, {fixed}"
+    found: Panel = {"lines": lines, "marks": marks, "title": title, "xscale": "log", "yscale": "log", "xlabel": axis}
+    if axis == "ranks":
+        known = sorted({row[axis] for row in rows})
+        found["xticks"] = known, [str(ranks) for ranks in known]
+    return {**found, "ylabel": "seconds, the slowest rank"}
+
+
+def crossovers(along: Sequence[float], ours: Sequence[float], dense: Sequence[float]) -> list[float]:
+    """Return where two lines of positive figures cross, straight between their points on logarithmic axes."""
+    gaps = [math.log(own / other) for own, other in zip(ours, dense, strict=True)]
+    points = list(zip(map(math.log, along), gaps, strict=True))
+    return [
+        math.exp(x + gap / (gap - next_gap) * (next_x - x))
+        for (x, gap), (next_x, next_gap) in itertools.pairwise(points)
+        if gap * next_gap < 0
+    ]
+
+
+def add_options(subject: str, parser: Any) -> None:
+    """Add the options of a collective."""
+    add_list(parser, "--lengths", [1_000_000], "values of the dense vectors: 1e6 25_000_000 ", type=positive)
+    add_list(parser, "--densities", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
+    known = algorithms()[subject]
+    add_list(parser, "--patterns", ["independent"], "some of ", choices=PATTERNS)
+    add_list(parser, "--dtypes", ["float32"], "some of ", choices=DTYPES)
+    add_list(parser, "--algorithms", known, "some of ", choices=known)
+    add_list(parser, "--codecs", ["auto"], "some of ", choices=CODECS)
+    add_list(parser, "--baselines", BASELINES[subject], "some of ", choices=[*BASELINES[subject], "none"])
+    add = parser.add_argument
+    about = "where the vectors are; gpu: ranks may share one, baselines are dense_allreduce and the tree (%(default)s)"
+    add("--device", choices=["cpu", "gpu"], default="cpu", help=about)
+    add("--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 3 (as many)")
+    about = (
+        "start from a dense gradient: each call selects first; also the selection alone and, where it exists, "
+        "GradientExchange with the first algorithm and codec, which writes a dense mean to an existing array"
+    )
+    add("--from-gradient", action="store_true", help=about)
+    about = (
+        "count at the network interfaces of the hosts as well, and print those bytes over the bound at the end; "
+        "with each rank on a host of its own, as in benchmarks/testbed"
+    )
+    add("--interfaces", action="store_true", help=about)
+    add("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")
+
+
+SUITES = {
+    subject: Suite(
+        help=about,
+        about=ABOUT,
+        examples=EXAMPLES.format(subject),
+        add_options=partial(add_options, subject),
+        rows=rows,
+        columns=COLUMNS,
+        refuse=refuse,
+        report=report,
+        files={"plot": plot},
+    )
+    for subject, about in HELP.items()
+}

@@ -1,0 +1,277 @@
+"""`mpicomp bench compressors`: time, captured norm and bytes of every compressor, against exact top-k and one read."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    BlockRandomK,
+    Compressor,
+    Dense,
+    GaussianK,
+    MSTopK,
+    Quantised,
+    RandomK,
+    RedSync,
+    SampledTopK,
+    SIDCo,
+    SparseVector,
+    Threshold,
+    TopK,
+)
+from mpicomp.codec import encoded_nbytes, smallest
+from mpicomp_bench.bench.data import FAMILIES, draw
+from mpicomp_bench.bench.suite import Options, Suite
+from mpicomp_bench.files import new_figure, new_file
+from mpicomp_bench.measuring import Contestant, Row, interleave, read_once, timed
+from mpicomp_bench.options import add_list, share
+from mpicomp_bench.output import Column, Panel, figure, markdown, quartiles, text
+from mpicomp_bench.output import draw as draw_panels
+
+Array = NDArray[Any]
+
+BASELINE = "TopK"
+SETTLING_CALLS = 30  # SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001
+
+COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
+    BASELINE: TopK,
+    **{f"SIDCo-{fit}": partial(SIDCo, distribution=fit) for fit in ("exponential", "pareto", "gamma")},
+    "SampledTopK": SampledTopK,
+    "RedSync": RedSync,
+    "GaussianK": GaussianK,
+    "MSTopK": MSTopK,
+    "RandomK": RandomK,
+    "BlockRandomK": BlockRandomK,
+    "AggregationAware": AggregationAware,
+    **{
+        f"Quantised-{form}": lambda density, form=form: Quantised(TopK(density), form)  # type: ignore[misc]
+        for form in ("float16", "bfloat16", "sign")
+    },
+    "AdaComp": lambda density: AdaComp(),
+    "Dense": lambda density: Dense(),
+}
+NAMES = [*COMPRESSORS, "Threshold"]
+WITHOUT_TARGET = "AdaComp", "Dense"  # the number of entries does not depend on the density
+
+ABOUT = f"""\
+Every compressor on values of several distributions, at several densities, in one process. All that are compared are
+interleaved; a time is the median of the turns, as a ratio to exact top-k (TopK, always included) and to one read.
+
+  /target    achieved over wanted density, of the first call and of later ones; "-" for a method without a target
+  captured   1 - |gradient - sent|^2 / |gradient|^2: of values sent as they are, their share of the squared norm;
+             "/top-k" is over what exact top-k captures
+  B/entry    bytes of the smallest message (mpicomp.codec), header included, over its entries
+
+Each compressor is called until its state has settled, before it is timed: SIDCo {SETTLING_CALLS} times for its
+controller, so its first call shows the fit alone; AggregationAware observes what it sent itself. SampledTopK takes
+another sample and RandomK other positions in every call: "achieved" and "captured" are means over one call a turn.
+There is no residual: AdaComp sees a first step. Threshold has the threshold that lets the wanted density through.
+Each timed call follows an untimed one of the same compressor, so that none finds the caches and the heap as another
+left them.
+"""
+
+EXAMPLES = """
+mpicomp bench compressors
+mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
+mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
+"""
+
+COLUMNS: list[Column] = [
+    ("distribution", "<12", text("distribution")),
+    ("density", ">7", figure("density", "g")),
+    ("compressor", "<18", text("compressor")),
+    ("median ms", ">9", figure("seconds", ".3f", 1e3)),
+    ("quartiles", ">13", quartiles),
+    ("/top-k", ">7", lambda row: f"{1 / row['speedup']:.2f}"),
+    ("/read", ">7", lambda row: f"{row['seconds'] / row['floor']:.2f}"),
+    ("achieved", ">9", figure("achieved", ".5f")),
+    ("first", ">7", figure("first_share_of_target", ".3f")),
+    ("/target", ">7", figure("share_of_target", ".3f")),
+    ("captured", ">9", figure("captured", ".5f")),
+    ("/top-k", ">7", figure("share_of_top_k", ".3f")),
+    ("B/entry", ">7", figure("bytes_per_entry", ".2f")),
+]
+
+
+def rows(options: Options, comm: Any) -> Iterator[Row]:
+    """Yield a row for each compressor of every distribution and density, the baseline first.
+
+    seconds, and floor: of one read of the gradient. achieved: entries over length; captured: see `captured`; both means
+    over one call a turn. first: what the first call achieved. target: None for a method without one. entries,
+    message_nbytes: of the last call.
+    """
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    names = [BASELINE, *(name for name in options.compressors if name not in (BASELINE, *options.skipped))]
+    for distribution in options.distributions:
+        gradient = draw(distribution, options.length)
+        for density in options.densities:
+            about = {"distribution": distribution, "length": gradient.size, "density": density}
+            yield from compared(names, about, gradient, options.repeats, clock)
+
+
+def compared(
+    names: Sequence[str], about: Row, gradient: Array, turns: int, clock: Callable[[], float]
+) -> Iterator[Row]:
+    """Yield a row for each compressor on one gradient; all are interleaved with one read of it."""
+    square = float(np.square(gradient, dtype=np.float64).sum())
+    density, contestants, first, last = about["density"], [], {}, {}
+    kept: dict[str, list[tuple[float, float]]] = {}
+    for name in names:
+        compressor, first[name] = ready(name, density, gradient)
+        compress = partial(compressor.compress, gradient, gradient=gradient)
+        kept[name] = []
+
+        def rehearse(name: str = name, compress: Any = compress) -> None:
+            last[name] = vector = compress()
+            kept[name].append((vector.density, captured(gradient, vector, square)))
+
+        contestants.append(Contestant(name, compress, before=rehearse))
+    *times, reads = map(timed, interleave([*contestants, Contestant("read", read_once(gradient))], turns, clock=clock))
+    of_top_k = statistics.fmean(share for _, share in kept[BASELINE])
+    for name, figures in zip(names, times, strict=True):
+        achieved, share = map(statistics.fmean, zip(*kept[name], strict=True))
+        target, nbytes = None if name in WITHOUT_TARGET else density, encoded_nbytes(last[name], smallest(last[name]))
+        yield {
+            **about,
+            "compressor": name,
+            **figures,
+            "baseline": BASELINE,
+            "baseline_seconds": times[0]["seconds"],
+            "speedup": times[0]["seconds"] / figures["seconds"],
+            "floor": reads["seconds"],
+            "entries": last[name].nnz,
+            "achieved": achieved,
+            "first": first[name],
+            "target": target,
+            "share_of_target": target and achieved / target,
+            "first_share_of_target": target and first[name] / target,
+            "captured": share,
+            "captured_by_top_k": of_top_k,
+            "share_of_top_k": share / of_top_k,
+            "message_nbytes": nbytes,
+            "bytes_per_entry": nbytes / max(1, last[name].nnz),
+        }
+
+
+def made(name: str, density: float, gradient: Array) -> Compressor:
+    """Return a compressor by its name; Threshold with the threshold that lets this density of the gradient through."""
+    if name == "Threshold":
+        return Threshold(float(np.abs(TopK(density).compress(gradient).values).min()))
+    return COMPRESSORS[name](density)
+
+
+def ready(name: str, density: float, gradient: Array) -> tuple[Compressor, float]:
+    """Return a compressor whose state has settled on this gradient, and the density of its first call.
+
+    The controller of SIDCo takes SETTLING_CALLS; AggregationAware observes what it sent itself.
+    """
+    compressor = made(name, density, gradient)
+    first = compressor.compress(gradient, gradient=gradient)
+    if isinstance(compressor, SIDCo):
+        for _ in range(SETTLING_CALLS - 1):
+            compressor.compress(gradient, gradient=gradient)
+    elif isinstance(compressor, AggregationAware):
+        compressor.observe(first)
+    return compressor, first.density
+
+
+def captured(gradient: Array, vector: SparseVector, square: float) -> float:
+    """Return 1 - |gradient - sent|^2 / |gradient|^2: the share of the squared norm that leaves no residual.
+
+    Where the values are sent as they are, it is their share of the squared norm. square: |gradient|^2, above 0.
+    """
+    sent = vector.values.astype(np.float64)
+    return float((2 * gradient[vector.indices] - sent) @ sent) / square
+
+
+def without_missing(options: Options, comm: Any) -> None:
+    """Leave out the compressors that need a missing package, and say so."""
+    options.skipped, few = {}, np.arange(1, 9, dtype=np.float32)
+    for name in options.compressors:
+        try:
+            made(name, 0.5, few).compress(few, gradient=few)
+        except ImportError as error:
+            options.skipped[name] = str(error)
+            sys.stderr.write(f"{name} is left out: {error}\n" if comm.rank == 0 else "")
+
+
+def pages(rows: Sequence[Row]) -> str:
+    """Return a Markdown table for each density: a line for each compressor, a column for each distribution."""
+    tables = []
+    for density in _different(rows, "density"):
+        of_density = [row for row in rows if row["density"] == density]
+        heads = ["compressor", "time / top-k", "time / read", "bytes an entry", *_different(of_density, "distribution")]
+        lines = []
+        for name in _different(of_density, "compressor"):
+            own = [row for row in of_density if row["compressor"] == name]
+            times = sorted(1 / row["speedup"] for row in own)
+            cells = [f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})"]
+            cells.append(f"{statistics.median(row['seconds'] / row['floor'] for row in own):.1f}")
+            cells.append(f"{statistics.median(row['bytes_per_entry'] for row in own):.2f}")
+            lines.append([name, *cells, *(f"{_achieved(row)}, {row['share_of_top_k']:.2f}" for row in own)])
+        tables.append(f"Density {density:g}:\n\n{markdown(heads, lines)}\n")
+    return "\n".join(tables)
+
+
+def _achieved(row: Row) -> str:
+    """Return achieved over target, of the first call too where it differs; the density in brackets without a target."""
+    if row["target"] is None:
+        return f"({row['achieved']:.2g})"
+    first, settled = f"{row['first_share_of_target']:.2f}", f"{row['share_of_target']:.2f}"
+    return settled if first == settled else f"{first} → {settled}"
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Draw, for each density, a point for each compressor: time against the captured norm, medians and range."""
+    panels: list[Panel] = []
+    for density in _different(rows, "density"):
+        of_density, lines = [row for row in rows if row["density"] == density], []
+        for name in _different(of_density, "compressor"):
+            own = [row for row in of_density if row["compressor"] == name]
+            shares = [max(row["share_of_top_k"], 1e-4) for row in own]
+            middle, reads = statistics.median(shares), statistics.median(row["seconds"] / row["floor"] for row in own)
+            spread = [[middle - min(shares)], [max(shares) - middle]]
+            lines.append({"label": name, "x": [reads], "y": [middle], "yerr": spread, "linestyle": ""})
+        title = f"density {density:g}, n = {of_density[0]['length']:g}; medians and ranges over the distributions"
+        labels = {"xlabel": "time, in reads of the gradient", "ylabel": "captured squared norm / exact top-k"}
+        panels.append({"lines": lines, "title": title, "xscale": "log", "yscale": "log", **labels})
+    draw_panels([panels], file)
+
+
+def _different(rows: Iterable[Row], name: str) -> list[Any]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def add_options(parser: Any) -> None:
+    """Add the options of the suite."""
+    add_list(parser, "--densities", [0.1, 0.01, 0.001], "fractions to be sent, above 0 and at most 1 ", type=share)
+    add_list(parser, "--distributions", list(FAMILIES), "some of ", choices=list(FAMILIES))
+    add_list(parser, "--compressors", NAMES, "some of ", choices=NAMES)
+    about = "count the time in which the thread computes, not that in which it waits for a core: for a busy machine"
+    parser.add_argument("--cpu-time", action="store_true", help=about)
+    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write a table for each density as Markdown")
+    about = "draw time against the captured norm (needs matplotlib)"
+    parser.add_argument("--plot", type=new_figure, metavar="FILE", help=about)
+
+
+SUITE = Suite(
+    help="time, density, captured norm and bytes of every compressor, against exact top-k",
+    about=ABOUT,
+    examples=EXAMPLES,
+    add_options=add_options,
+    rows=rows,
+    length=1_000_000,
+    columns=COLUMNS,
+    alone=True,
+    refuse=without_missing,
+    files={"markdown": lambda rows, file: file.write_text(pages(rows)), "plot": plot},
+)

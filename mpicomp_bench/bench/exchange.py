@@ -1,0 +1,152 @@
+"""`mpicomp bench exchange`: one step from gradient to result, against MPI's dense allreduce in the same run."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce, warm_up
+from mpicomp import ErrorFeedback, TopK
+from mpicomp_bench.bench.suite import Options, Suite
+from mpicomp_bench.measuring import Call, Contestant, Row, compare, read_once
+from mpicomp_bench.options import add_list, share
+
+Shape = tuple[int, ...]
+
+ABOUT = """\
+A step of one rank's gradient: the selection alone, the selection and the sum of the selected entries, and a whole step
+of GradientExchange with error feedback, by what it returns: a SparseVector (sparse=True), a dense mean in a given array
+(out=), or in a new one. With --tensors the gradient is that of a model: its tensors by name, each selected separately,
+beside one vector of the same length, with sparse_allreduce. All calls are interleaved; a time is that of the slowest
+rank, from a common start. The floor is one read of the gradient by all ranks at the same time.
+"""
+
+EXAMPLES = """
+mpirun -n 4 mpicomp bench exchange
+mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
+mpirun -n 4 mpicomp bench exchange --tensors gpt --density 0.01
+"""
+
+
+def gpt_shapes(width: int = 256, blocks: int = 4, vocabulary: int = 65, context: int = 128) -> dict[str, Shape]:
+    """Return the shapes of the tensors of a small GPT by name, in the order of the model: 54, with 3.2e6 values."""
+    layers = {
+        "norm1": (width,),
+        "attention.qkv": (3 * width, width),
+        "attention.projection": (width, width),
+        "norm2": (width,),
+        "mlp.expansion": (4 * width, width),
+        "mlp.projection": (width, 4 * width),
+    }
+    shapes: dict[str, Shape] = {"token_embedding": (vocabulary, width), "position_embedding": (context, width)}
+    for block in range(blocks):
+        for name, shape in layers.items():
+            shapes |= {f"block{block}.{name}.weight": shape, f"block{block}.{name}.bias": shape[:1]}
+    head = {"norm.weight": (width,), "norm.bias": (width,), "head.weight": (vocabulary, width)}
+    return {**shapes, **head, "head.bias": (vocabulary,)}
+
+
+TENSORS = {"gpt": gpt_shapes()}
+
+
+def length_of(tensors: str) -> int:
+    """Return how many values the tensors of a model have, by its name in `TENSORS`."""
+    return sum(int(np.prod(shape)) for shape in TENSORS[tensors].values())
+
+
+def rows(options: Options, comm: Any) -> Iterator[Row]:
+    """Yield the comparisons of every density; each rank's gradient is `length` normal float32."""
+    warm_up(comm)
+    gradient = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
+    dense = {"MPI_Allreduce": partial(comm.Allreduce, gradient, np.empty_like(gradient))}
+    for density in options.density:
+        if options.model:
+            steps = model_steps(comm, gradient, density, TENSORS[options.model])
+        else:
+            steps = vector_steps(comm, gradient, density)
+        named = [step._replace(name=f"{density:g} {step.name}") for step in steps]
+        yield from compare(named, dense, options.repeats, comm, floor=read_once(gradient))
+
+
+def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
+    """Return what is timed for one vector: the selection, the sum of the selected entries, and whole steps."""
+    compressor = TopK(density=density)
+
+    def step(collective: Any, **options: Any) -> Call:
+        return lambda: collective(compressor.compress(gradient), comm, **options)
+
+    doubling = step(sparse_allreduce, algorithm="recursive_doubling")
+    return [
+        Contestant("selection alone", partial(compressor.compress, gradient)),
+        Contestant("selection, sparse_allreduce", step(sparse_allreduce)),
+        Contestant("selection, sparse_allreduce recursive_doubling", doubling),
+        Contestant("selection, gtopk_allreduce", step(gtopk_allreduce)),
+        Contestant("selection, gtopk_allreduce exact", step(gtopk_allreduce, algorithm="exact")),
+        *exchanges(comm, gradient, density, sparse_allreduce, "GradientExchange"),
+        *exchanges(comm, gradient, density, gtopk_allreduce, "GradientExchange by gTop-k"),
+    ]
+
+
+def exchanges(comm: Any, gradient: Any, density: float, collective: Any, name: str) -> list[Contestant]:
+    """Return steps of `GradientExchange` on one vector, by `name` and what they return; each has its own residual.
+
+    The array that holds the residual in place is filled with the gradient before each turn, which is not timed.
+    """
+    in_place, sparse, out, dense = (
+        GradientExchange(comm, TopK(density=density), ErrorFeedback(in_place=first), collective)
+        for first in (True, False, False, False)
+    )
+    own, refill = gradient.copy(), partial(np.copyto, src=gradient)
+    first = f"{name} residual in place, sparse mean"
+    return [
+        Contestant(first, partial(in_place, own, sparse=True), before=partial(refill, own)),
+        Contestant(f"{name}, sparse mean", partial(sparse, gradient, sparse=True)),
+        Contestant(f"{name}, mean in out=", partial(out, gradient, out=np.empty_like(gradient))),
+        Contestant(f"{name}, new dense mean", partial(dense, gradient)),
+    ]
+
+
+def model_steps(comm: Any, gradient: Any, density: float, shapes: dict[str, Shape]) -> list[Contestant]:
+    """Return steps of `GradientExchange` on a model's tensors by name, and on one vector of the same length."""
+    ends = np.cumsum([0, *(np.prod(shape) for shape in shapes.values())]).tolist()
+
+    def cut(vector: Any) -> dict[str, Any]:
+        parts = zip(shapes.items(), pairwise(ends), strict=True)
+        return {name: vector[first:end].reshape(shape) for (name, shape), (first, end) in parts}
+
+    tensors, buffers = cut(gradient), cut(np.empty_like(gradient))
+    sparse, out, dense = (GradientExchange(comm, TopK(density=density)) for _ in range(3))
+    return [
+        Contestant(f"{len(shapes)} tensors, sparse means", partial(sparse, tensors, sparse=True)),
+        Contestant(f"{len(shapes)} tensors, means in out=", partial(out, tensors, out=buffers)),
+        Contestant(f"{len(shapes)} tensors, new dense means", partial(dense, tensors)),
+        *exchanges(comm, gradient, density, sparse_allreduce, "one vector"),
+    ]
+
+
+def add_options(parser: Any) -> None:
+    """Add the options of the suite."""
+    shown = ", ".join(f"{name} ({len(shapes)} of {length_of(name):g} values)" for name, shapes in TENSORS.items())
+    add_list(parser, "--density", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
+    parser.add_argument(
+        "--tensors", dest="model", choices=list(TENSORS), help=f"of a model, in place of --length: {shown}"
+    )
+
+
+def complete(options: Options, comm: Any) -> None:
+    """Take the length from the model."""
+    if options.model:
+        options.length = length_of(options.model)
+
+
+SUITE = Suite(
+    help="selection, collective and whole steps, against MPI's dense allreduce",
+    about=ABOUT,
+    examples=EXAMPLES,
+    add_options=add_options,
+    rows=rows,
+    length=25_000_000,
+    refuse=complete,
+)

@@ -1,0 +1,322 @@
+"""`mpicomp bench kernels`: the kernels of the host or a GPU, against what NumPy, CuPy and PyTorch offer, and one read.
+
+On the host all run on one thread, but for the rows that compare several threads with one. On a GPU a time is from the
+call until the stream has finished it: launches count, as they do in a step.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import threads
+from mpicomp.codec import Coding, decode, encode, plain, quick
+from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, RANGE
+from mpicomp.codec.values import Offsets
+from mpicomp.compressors import TopK
+from mpicomp.kernels import host
+from mpicomp.vector import SparseVector
+from mpicomp_bench.bench.data import FAMILIES
+from mpicomp_bench.bench.suite import Options, Suite
+from mpicomp_bench.measuring import Call, Row, compare, read_once
+
+Array = NDArray[Any]
+Sparse = tuple[Array, Array]
+# name, the kernel's call, baselines, and the array that one read of is the floor, or how many entries a call works on
+Comparisons = Iterator[tuple[str, Call, Mapping[str, Call], Any]]
+ONE = {"threads": 1}
+
+EXAMPLES = """
+mpicomp bench kernels
+mpicomp bench kernels --length 1e6 --repeats 3 --json kernels.json
+mpicomp bench kernels --device gpu --length 1e9
+"""
+
+
+def rows(options: Options, comm: Any) -> Iterator[Row]:
+    """Yield every comparison, for gradients of `length` values."""
+    rng, length, repeats = np.random.default_rng(0), options.length, options.repeats
+    if options.device == "gpu":
+        from mpicomp.kernels import device
+
+        cupy: Any = importlib.import_module("cupy")
+        for both in top_k, passes, sums, dense:
+            yield from compared(both(cupy, device, rng, length), repeats, until_done, read_once_on_gpu)
+        return
+    for size in sorted({min(length, 1_000_000), length}):
+        yield from compared(top_k(np, host, rng, size), 3 * repeats if size <= 1_000_000 else repeats)
+    for both in passes, sums, dense:
+        yield from compared(both(np, host, rng, length), repeats)
+    for subject in fused, several_threads, coding, offsets:
+        yield from compared(subject(rng, length), repeats)
+
+
+def compared(
+    found: Comparisons, repeats: int, call: Callable[[Call], Call] = lambda call: call, read: Any = read_once
+) -> Iterator[Row]:
+    """Yield the rows of comparisons. call: returns a call that waits until it is done; read: of an array."""
+    for name, ours, against, what in found:
+        counted = isinstance(what, int)
+        floor = None if counted else call(read(what))
+        baselines = {each: call(baseline) for each, baseline in against.items()}
+        yield from compare({name: call(ours)}, baselines, repeats, floor=floor, entries=what if counted else None)
+
+
+def top_k(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
+    """Exact top-k of data like gradients, against a partition and PyTorch. xp: NumPy or CuPy."""
+    on_host, one, size = xp is np, ONE if xp is np else {}, f"{length / 1e6:g}e6"
+    normal = FAMILIES["normal"](rng, length)
+    for family in "normal", "laplace", "cauchy":
+        values = xp.asarray(normal if family == "normal" else FAMILIES[family](rng, length))
+        for density in (0.001, 0.01):
+            k = max(1, round(density * length))
+            against: dict[str, Call] = {f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)}
+            if on_host:
+                against["np.partition, np.flatnonzero"] = partial(partition, values, k)
+            against |= torch_top_k(values, k, on_host=on_host)
+            yield f"top_k {family} {size} k/n={density}", partial(kernels.top_k, values, k, **one), against, values
+    data: dict[str, Callable[[], Array]] = {  # types, and data that mislead a sample, or that are full of ties
+        "float16": lambda: normal.astype(np.float16),
+        "float64": lambda: normal.astype(np.float64),
+        "zeros": lambda: np.zeros(length, np.float32),
+        "all equal": lambda: np.full(length, 3, np.float32),
+        "sorted": lambda: np.arange(length, dtype=np.float32),
+        "quantised": lambda: np.round(4 * normal),
+        "a thousandth non-zero": lambda: (rng.random(length, np.float32) < 0.001).astype(np.float32),
+    }
+    for name, make in data.items():
+        values, k = xp.asarray(make()), max(1, length // 1000)
+        against = {f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)}
+        yield f"top_k {name} {size} k/n=0.001", partial(kernels.top_k, values, k, **one), against, values
+
+
+def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
+    """Passes over a whole gradient."""
+    on_host, one, size = xp is np, ONE if xp is np else {}, f"{length / 1e6:g}e6"
+    values = xp.asarray(rng.standard_normal(length, np.float32))
+
+    def moments() -> tuple[Any, ...]:
+        size = np.abs(values)
+        logs = np.log(size[size > 0]).sum()
+        return np.count_nonzero(size), size.sum(dtype=float), np.square(size).sum(dtype=float), logs, size.max()
+
+    calls: dict[str, tuple[Call, str, Call]] = {
+        "raise_not_finite": (
+            partial(kernels.raise_not_finite, values, **one),
+            "isfinite(x).all()",
+            lambda: xp.isfinite(values).all(),
+        ),
+        "above, 0.27 %": (
+            partial(kernels.above, values, 3, **one),
+            "flatnonzero(abs(x) >= t)",
+            lambda: xp.flatnonzero(xp.abs(values) >= 3),
+        ),
+    }
+    if on_host:
+        bits, other, out = values.view(np.uint32), values[::-1].copy(), np.empty_like(values)
+        calls |= {
+            "moments": (partial(host.moments, values, **ONE), "five passes", moments),
+            "histogram": (
+                partial(host.histogram, values, **ONE),
+                "bincount of the heads",
+                lambda: np.bincount((bits & 0x7FFF_FFFF) >> 20, minlength=2048),
+            ),
+            "add": (partial(host.add, values, other, out, **ONE), "add", partial(np.add, values, other, out=out)),
+        }
+    else:
+        for name in "moments", "survey":
+            calls[name] = partial(getattr(kernels, name), values), "sum", partial(xp.sum, values)
+    for name, (ours, what, theirs) in calls.items():
+        yield f"{name} {size}", ours, {f"{xp.__name__}.{what}": theirs}, values
+
+
+def fused(rng: np.random.Generator, length: int) -> Comparisons:
+    """A sum and its largest entries in one pass, against a pass for each."""
+    a, b = (rng.standard_normal(length, np.float32) for _ in range(2))
+    out = np.empty_like(a)
+
+    def one_after_the_other(k: int) -> Sparse:
+        host.add(a, b, out, threads=1)
+        return host.largest(out, k, threads=1)
+
+    for density in (0.001, 0.01):
+        k = round(density * length)
+        ours, against = partial(host.add_largest, a, b, out, k, **ONE), partial(one_after_the_other, k)
+        yield f"add_largest {length / 1e6:g}e6 k/n={density}", ours, {"add, then largest": against}, a
+
+
+def several_threads(rng: np.random.Generator, length: int) -> Comparisons:
+    """Kernels on as many threads as they take by default, against one thread."""
+    a, b = (rng.standard_normal(length, np.float32) for _ in range(2))
+    out, k = np.empty_like(a), length // 1000
+    calls: dict[str, Callable[..., Any]] = {
+        "largest 0.1 %": partial(host.largest, a, k),
+        "add": partial(host.add, a, b, out),
+        "add_largest 0.1 %": partial(host.add_largest, a, b, out, k),
+        "above, 0.27 %": partial(host.above, a, 3),
+        "moments": partial(host.moments, a),
+        "raise_not_finite": partial(host.raise_not_finite, a),
+    }
+    for name, ours in calls.items():
+        full = f"{name} {length / 1e6:g}e6 on {threads.count()} threads"
+        yield full, ours, {"one thread": partial(ours, threads=1)}, a
+
+
+def sums(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
+    """The sums of two and of more sparse vectors: dense enough for tiles, and too sparse for them."""
+
+    def by_sorting(indices: list[Array], values: list[Array]) -> Sparse:
+        together = np.concatenate(indices)
+        order = np.argsort(together, kind="stable")
+        together = together[order]
+        starts = np.flatnonzero(np.r_[True, together[1:] != together[:-1]])
+        return together[starts], np.add.reduceat(np.concatenate(values)[order], starts)
+
+    few, many = max(1, length // 1000), max(1, length // 100)
+    shapes = (2, few, length), (2, many, length), (8, few, length), (8, many, length), (64, few, length)
+    for parts, k, whole in (*shapes, (64, few, length // 10), (64, few, 2**50)):
+        for dtype in (np.float32, np.float16)[: 2 if parts == 2 else 1]:
+            vectors = [sparse(rng, whole, k, dtype) for _ in range(parts)]
+            indices, values = (list(each) for each in zip(*vectors, strict=True))
+            sent = [[xp.asarray(each) for each in vector] for vector in vectors]
+            if parts == 2:
+                ours, name = partial(kernels.merge, *sent[0], *sent[1]), f"merge 2 x {k} {np.dtype(dtype)}"
+            else:
+                ours = partial(kernels.accumulate, *(list(each) for each in zip(*sent, strict=True)), whole)
+                name = f"accumulate {parts} x {k} in {whole:.1e}"
+            against: dict[str, Call] = {"the host's kernel": partial(host.accumulate, indices, values, whole)}
+            if xp is np:
+                against = {"concatenate, argsort, reduceat": partial(by_sorting, indices, values)}
+            yield name, ours, against, sum(len(each) for each in indices)
+
+
+def dense(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
+    """Between sparse and dense vectors."""
+    one = ONE if xp is np else {}
+    for dtype in (np.float32, np.float16):
+        array = xp.zeros(length, dtype)
+        indices, values = (xp.asarray(each) for each in sparse(rng, length, max(1, length // 100), dtype))
+
+        def add(array: Any = array, indices: Any = indices, values: Any = values) -> None:
+            array[indices] += values
+
+        name = f"{indices.size} of {length / 1e6:g}e6 {array.dtype}"
+        ours = partial(kernels.scatter_add, array, indices, values, **one)
+        yield f"scatter_add {name}", ours, {"dense[indices] += values": add}, indices.size
+        take = partial(array.__getitem__, indices)
+        yield f"gather {name}", partial(kernels.gather, array, indices, **one), {"dense[indices]": take}, indices.size
+
+
+def coding(rng: np.random.Generator, length: int) -> Comparisons:
+    """Encode and decode index formats, against copying the plain indices. The name has the bits an index."""
+    for density in (0.001, 0.01, 0.125):
+        indices, _ = sparse(rng, length, round(density * length), np.float32)
+        vector = SparseVector(indices, np.empty((indices.size, 0), np.float32), length)
+        against: dict[str, Call] = {"a copy of the plain indices": partial(encode, vector)}
+        for name, form in (("blocks", BLOCKS), ("Elias-Fano", ELIAS_FANO), ("bitmap", BITMAP)):
+            yield from coded(f"{name} at {density:g}", vector, Coding(form, plain(vector).values), against)
+
+
+def offsets(rng: np.random.Generator, length: int) -> Comparisons:
+    """Encode and decode the offsets of Top-k's values, against copying them. The name has the bits a value."""
+    gradient = rng.standard_normal(length, np.float32)
+    for density in (0.001, 0.01, 0.125):
+        values = TopK(density=density).compress(gradient).values
+        vector = SparseVector(np.arange(values.size), values, values.size)
+        copy: dict[str, Call] = {"a copy of the values": partial(encode, vector, coding=quick(vector))}
+        yield from coded(f"offsets of the largest {density:g}", vector, Coding(RANGE, Offsets.of(values)), copy)
+
+
+def coded(name: str, vector: SparseVector, form: Coding, against: Mapping[str, Callable[..., Any]]) -> Comparisons:
+    """Encode a vector into a buffer, and decode it."""
+    message, buffer = encode(vector, coding=form), np.empty(8 * vector.nnz + vector.length // 8 + 4096, np.uint8)
+    what = f"{name}, {8 * message.size / max(1, vector.nnz):.2f} bits"
+    into = {each: partial(call, out=buffer) for each, call in against.items()}
+    yield f"encode {what}", partial(encode, vector, buffer, form), into, vector.nnz
+    yield f"decode {what}", partial(decode, message), into, vector.nnz
+
+
+def until_done(call: Call) -> Call:
+    """Return a call that waits until the GPU has finished what it started."""
+    cupy: Any = importlib.import_module("cupy")
+
+    def wait() -> None:
+        call()
+        cupy.cuda.get_current_stream().synchronize()
+
+    return wait
+
+
+def read_once_on_gpu(values: Any) -> Call:
+    """Return a call that reads `values` once, 16 bytes at a time."""
+    from mpicomp.kernels.device.compiling import MOST_BLOCKS, launch
+
+    cupy: Any = importlib.import_module("cupy")
+    bits, position = values.view(f"u{values.itemsize}"), cupy.zeros(1, np.uint64)
+    unreachable = 2 ** (8 * values.itemsize - 1)
+    arguments = bits, bits.size, unreachable - 1, unreachable, position
+    return partial(launch, "first_reaching", [bits.dtype], MOST_BLOCKS, *arguments)
+
+
+def argpartition(xp: Any, values: Any, k: int) -> Any:
+    """Return the indices of the k largest magnitudes, in no order."""
+    return xp.argpartition(xp.abs(values), values.size - k)[values.size - k :]
+
+
+def partition(values: Array, k: int) -> Array:
+    """Return the indices of what is at least as large as the k-th largest magnitude, in order."""
+    sizes = np.abs(values)
+    return np.flatnonzero(sizes >= np.partition(sizes, sizes.size - k)[sizes.size - k])
+
+
+def torch_top_k(values: Any, k: int, *, on_host: bool) -> dict[str, Call]:
+    """Return PyTorch's top-k of the magnitudes, on one thread or on the GPU, where it is installed and has one."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        return {}
+    if on_host:
+        torch.set_num_threads(1)
+    elif not torch.cuda.is_available():
+        return {}
+    tensor = torch.from_dlpack(values)
+    return {"torch.topk": lambda: torch.topk(tensor.abs(), k)}
+
+
+def sparse(rng: np.random.Generator, length: int, k: int, dtype: Any) -> Sparse:
+    """Return about `k` increasing indices below `length`, and as many values."""
+    indices = np.unique(rng.integers(0, length, k)).astype(np.int32 if length < 2**31 else np.int64)
+    return indices, rng.standard_normal(indices.size).astype(dtype)
+
+
+def refuse(options: Options, comm: Any = None) -> str | None:
+    """Return why there is no GPU to measure, where one is asked for."""
+    if options.device == "cpu":
+        return None
+    try:
+        cupy: Any = importlib.import_module("cupy")
+    except ImportError:
+        return "CuPy is not installed: pip install cupy-cuda12x or cupy-cuda13x, as the driver is"
+    if not cupy.cuda.is_available():
+        return "CuPy sees no GPU here: run it on a machine with one, or leave --device out"
+    return None
+
+
+def add_options(parser: Any) -> None:
+    """Add the options of the suite."""
+    about = "whose kernels; gpu: against CuPy, PyTorch on the GPU and one read there (%(default)s)"
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=about)
+
+
+SUITE = Suite(
+    help="each kernel of one rank, against NumPy, PyTorch and one read",
+    examples=EXAMPLES,
+    add_options=add_options,
+    rows=rows,
+    length=25_000_000,
+    alone=True,
+    refuse=refuse,
+)

@@ -1,0 +1,152 @@
+"""Files named by options: checked before anything is measured, written whole or not at all.
+
+Ranks on other nodes may not see the folder. So parsing, which all of them do, stores paths alone; rank 0 checks, reads
+and writes, and the others receive the result.
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collectives.choice import winners
+from mpicomp.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class FileType:
+    """The type of an option that names a file: the path. found: what `look` makes of it, or an ArgumentTypeError."""
+
+    found: Callable[[Path], Any]
+
+    def __call__(self, text: str) -> Path:
+        """Return the path, unseen."""
+        return Path(text)
+
+
+@FileType
+def new_file(path: Path) -> Path:
+    """Return the path of a file that can be made; an existing regular one will be replaced."""
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    wrong = None
+    if os.path.isdir(target):
+        wrong = "it is a folder"
+    elif not os.path.isdir(folder):
+        wrong = f"there is no folder {folder!r}"
+    elif os.path.lexists(target) and not os.path.isfile(target):
+        wrong = "it is a device, a pipe or another special file"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        wrong = f"the folder {folder!r} is not writable"
+    if wrong:
+        raise argparse.ArgumentTypeError(
+            f"got {str(path)!r}: {wrong}; expected the name of a file in a folder that exists"
+        )
+    return path
+
+
+@FileType
+def new_figure(path: Path) -> Path:
+    """Return the path of a figure that can be drawn, in a format that matplotlib supports."""
+    new_file.found(path)
+    try:
+        figure: Any = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install matplotlib, or use --json") from None
+    known = figure.Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in known:
+        raise argparse.ArgumentTypeError(f"got {str(path)!r}: expected a name that ends in .{', .'.join(known)}")
+    return path
+
+
+@FileType
+def a_profile(path: Path) -> dict[str, Any]:
+    """Return the table of winners in a file."""
+    try:
+        return winners.load(path)
+    except ProfileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def look(options: argparse.Namespace, comm: Any = None) -> None:
+    """Replace the paths by what rank 0 finds there; where one is wrong, all ranks exit with status 2.
+
+    comm: None without MPI.
+    """
+    found: dict[str, Any] | None = {}
+    if comm is None or comm.rank == 0:
+        try:
+            found = {name: _found(action, getattr(options, name)) for name, action in _named(options).items()}
+        except argparse.ArgumentError as error:
+            options.parser.print_usage(sys.stderr)
+            sys.stderr.write(f"{options.parser.prog}: error: {error}\n")
+            found = None
+    if comm is not None:
+        found = comm.bcast(found)
+    if found is None:
+        raise SystemExit(2)
+    vars(options).update(found)
+
+
+def _found(action: argparse.Action, paths: Path | list[Path] | None) -> Any:
+    kind: Any = action.type
+    try:
+        return [kind.found(path) for path in paths] if isinstance(paths, list) else paths and kind.found(paths)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentError(action, str(error)) from None
+
+
+def _named(options: argparse.Namespace) -> dict[str, argparse.Action]:
+    """Return the options that name files."""
+    return {action.dest: action for action in options.parser._actions if isinstance(action.type, FileType)}
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options by name, without those that name files."""
+    left_out = {*_named(options), "parser", "command"}
+    return {name: value for name, value in vars(options).items() if name not in left_out}
+
+
+def write(options: argparse.Namespace, comm: Any = None, **makers: Callable[[Path], Any]) -> int:
+    """Write the files that are asked for on rank 0, by option, each by a call with a path; all ranks call.
+
+    Where one cannot be written, rank 0 prints the reason and goes on with the next. Returns 1 on all ranks then, else
+    0. comm: None where one rank is alone with it.
+    """
+    failed = _written(options, makers) if comm is None or comm.rank == 0 else 0
+    return failed if comm is None else int(comm.bcast(failed))
+
+
+def _written(options: argparse.Namespace, makers: Mapping[str, Callable[[Path], Any]]) -> int:
+    failed = 0
+    for name, make in makers.items():
+        path = getattr(options, name)
+        try:
+            if path:
+                _replace(path, make)
+        except OSError as error:
+            failed, action = 1, _named(options)[name]
+            other = "/".join(action.option_strings) or action.metavar
+            reason = error.strerror or error
+            sys.stderr.write(f"{options.parser.prog}: cannot write {path}: {reason}; name another file with {other}\n")
+    return failed
+
+
+def _replace(path: Path, make: Callable[[Path], Any]) -> None:
+    """Make a file beside the target, then rename it; through a link, the file that it points to."""
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".mpicomp-", dir=target.parent) as folder:
+        whole = Path(folder, path.name)  # the suffix is the format of a figure
+        make(whole)
+        with whole.open("r+b") as file:
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, whole)
+        whole.replace(target)

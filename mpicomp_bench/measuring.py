@@ -1,0 +1,136 @@
+"""Measurements on a busy machine: the calls that are compared are interleaved, and ratios are of medians.
+
+The order of a turn is drawn anew, the same on all ranks: otherwise one call always follows the slowest one. With a
+communicator every call starts after a barrier, and a time is that of the slowest rank.
+"""
+
+import contextlib
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Call = Callable[[], Any]
+Row = dict[str, Any]  # of a table, and of the JSON: figures by name, times in seconds
+Progress = Callable[[str], None]  # after a step: the step's label
+
+
+class Contestant(NamedTuple):
+    """A call that is compared with others.
+
+    before: called before each timed call: a rehearsal, as in a loop of steps, or what restores the arguments. Between
+    turns of seconds a virtual machine returns freed pages to its host, and touching them again took 15 times as long.
+    every: 1 to call it in each turn, 2 in every second, ... loops: calls of a turn, see `loops_of`. nbytes: the least
+    that the busiest rank sends, where the library cannot count it.
+    """
+
+    name: Any
+    call: Call
+    before: Call | None = None
+    every: int = 1
+    loops: int = 1
+    nbytes: float | None = None
+
+
+def interleave(
+    contestants: Sequence[Contestant],
+    turns: int,
+    comm: Any = None,
+    *,
+    seconds: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+    warm: bool = True,
+) -> list[NDArray[np.float64]]:
+    """Return the seconds of each contestant, of shape (ranks, its turns), on all ranks.
+
+    seconds: turns go on until so much time has passed on rank 0. warm: a turn that is not counted comes first. clock:
+    in seconds.
+    """
+    own: list[list[float]] = [[] for _ in contestants]
+    shown, began, turn = comm is None or comm.rank == 0, time.perf_counter(), -warm
+    on_all_ranks = bool if comm is None else comm.bcast
+    with progress((turns + warm) * len(contestants) if shown else 0) as done:
+        while turn < turns or (seconds and on_all_ranks(time.perf_counter() - began < seconds)):
+            for place in np.random.default_rng([5, turn + 1]).permutation(len(contestants)):
+                each = contestants[place]
+                if turn % each.every == 0 or turn < 0:
+                    if each.before:
+                        each.before()
+                    if comm is not None:
+                        comm.Barrier()
+                    start = clock()
+                    for _ in range(each.loops):
+                        each.call()
+                    own[place].append((clock() - start) / each.loops)
+                done(str(each.name))
+            turn += 1
+    every_rank = [own] if comm is None else comm.allgather(own)
+    return [np.array(times)[:, warm:] for times in zip(*every_rank, strict=True)]
+
+
+def loops_of(call: Call, comm: Any = None) -> int:
+    """Return how often a short call is repeated in a turn to take about 2 ms, the same on all ranks; all call."""
+    call()
+    seconds = float(interleave([Contestant("loops", call)], 2, comm)[0].max(axis=0).min())
+    return min(512, max(1, round(2e-3 / max(seconds, 1e-6))))
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """Show a bar of so many steps on a terminal's stderr, where tqdm is installed; 0 steps: none."""
+    try:
+        tqdm: Any = importlib.import_module("tqdm") if total else None
+    except ImportError:
+        tqdm = None
+    if tqdm is None:
+        yield lambda label: None
+        return
+    with tqdm.tqdm(total=total, file=sys.stderr, disable=None, leave=False) as bar:
+
+        def done(label: str) -> None:
+            bar.set_description_str(label, refresh=False)
+            bar.update()
+
+        yield done
+
+
+def timed(seconds: NDArray[np.float64]) -> Row:
+    """Return the median and the quartiles over the turns, of the slowest rank in each. seconds: (ranks, turns)."""
+    low, median, high = np.percentile(seconds.max(axis=0), [25, 50, 75])
+    return {"seconds": float(median), "low": float(low), "high": float(high)}
+
+
+def compare(
+    ours: Sequence[Contestant] | Mapping[str, Call],
+    baselines: Mapping[str, Call],
+    turns: int,
+    comm: Any = None,
+    *,
+    floor: Call | None = None,
+    entries: int | None = None,
+) -> list[Row]:
+    """Return a row for each of ours and each baseline, all of the same turns.
+
+    floor: the least work on the same data, such as one read. entries: how many a call works on.
+    """
+    named = [Contestant(*item) for item in ours.items()] if isinstance(ours, Mapping) else list(ours)
+    others = [Contestant(*item) for item in baselines.items()]
+    last = [Contestant("floor", floor)] if floor else []
+    figures = [timed(seconds) for seconds in interleave([*named, *others, *last], turns, comm)]
+    least = figures[-1]["seconds"] if floor else None
+    rows = []
+    for each, own in zip(named, figures, strict=False):
+        for what, base in zip(baselines, figures[len(named) :], strict=False):
+            seconds = base["seconds"]
+            about = {"baseline": what, "baseline_seconds": seconds, "floor": least, "entries": entries}
+            rows.append({"name": each.name, **own, **about, "speedup": seconds / own["seconds"]})
+    return rows
+
+
+def read_once(values: NDArray[Any]) -> Call:
+    """Return a call that reads `values` once with vector instructions: the largest of them as integers."""
+    return values.view(f"i{values.itemsize}").max

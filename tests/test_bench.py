@@ -1,0 +1,418 @@
+"""`mpicomp bench`, with tiny lengths: each suite's rows, and the measurements that all share."""
+
+import io
+import json
+import math
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from commands import left, written
+from mpi4py import MPI
+
+from mpicomp import AdaComp, SIDCo, SparseVector, TopK
+from mpicomp_bench import main, measuring, output
+from mpicomp_bench.bench import collective
+from mpicomp_bench.bench.collective import BASELINES, algorithms, dense_nbytes, least_nbytes
+from mpicomp_bench.bench.compressors import NAMES, captured
+from mpicomp_bench.bench.data import FAMILIES, PATTERNS, draw, draw_sparse, gradient_above
+from mpicomp_bench.bench.overlap import Link
+from mpicomp_bench.bench.step import OURS
+from mpicomp_bench.bounds import index_bits
+from mpicomp_bench.info import library_and_version
+from mpicomp_bench.measuring import Contestant, interleave, progress
+
+SUBJECTS = list(algorithms())
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Return a function from a subject and options to what a quick run writes as JSON."""
+    return lambda subject, *more: written(tmp_path / "rows.json", "bench", subject, "--repeats", "2", *more)
+
+
+def consistent(rows):
+    """Check what all rows that compare times have in common."""
+    for row in rows:
+        assert row["low"] <= row["seconds"] <= row["high"]
+        assert row["speedup"] == pytest.approx(row["baseline_seconds"] / row["seconds"])
+
+
+def test_contestants_take_turns_in_an_order_drawn_anew():
+    seen = []
+    names = "abcd"
+    contestants = [Contestant(name, lambda name=name: seen.append(name)) for name in names]
+    times = interleave(contestants, 6)
+    turns = ["".join(seen[4 * turn : 4 * turn + 4]) for turn in range(7)]  # the first one is not timed
+    assert all(sorted(turn) == list(names) for turn in turns)
+    assert len(set(turns)) > 1
+    assert [each.shape for each in times] == [(1, 6)] * 4
+
+
+def test_preparations_are_not_timed_and_slow_ones_have_fewer_turns():
+    seen, ticks = [], iter(range(100))
+
+    def note(what):
+        return lambda: seen.append(what)
+
+    slow = Contestant("slow", note("slow"), every=2)
+    prepared = Contestant("prepared", note("call"), before=note("prepare"))
+    times = interleave([prepared, slow], 3, MPI.COMM_SELF, clock=lambda: next(ticks), warm=False)
+    assert [each.tolist() for each in times] == [[[1.0] * 3], [[1.0] * 2]]
+    assert [each for each in seen if each != "slow"] == ["prepare", "call"] * 3
+
+
+def test_a_terminal_gets_a_progress_bar_where_tqdm_is_installed(monkeypatch):
+    tqdm = pytest.importorskip("tqdm")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(measuring.importlib, "import_module", lambda name: tqdm)
+    with progress(3) as done:
+        done("one")
+    assert "0/3" in terminal.getvalue()
+
+
+def test_without_tqdm_there_is_none(bench, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    bench("exchange", "--length", "100", "--density", "0.1")
+    assert capsys.readouterr().err == ""
+
+
+def test_numbers_that_are_not_finite_are_null_in_json():
+    about = json.loads(output.as_json([{"loss": np.inf, "curve": [(0, 5.0), (1, np.nan)]}], {"ranks": 2}))
+    assert about == {"ranks": 2, "rows": [{"loss": None, "curve": [[0, 5.0], [1, None]]}]}
+
+
+def test_kernels(capsys, bench):
+    about = bench("kernels", "--length", "20000")
+    lines = capsys.readouterr().out.splitlines()
+    assert (about["subject"], about["ranks"], about["length"]) == ("kernels", 1, 20_000)
+    assert len(lines) == 1 + len(about["rows"])
+    names = {row["name"].split()[0] for row in about["rows"]}
+    assert names >= {"top_k", "moments", "merge", "accumulate", "scatter_add", "gather", "encode", "decode"}
+    consistent(about["rows"])
+
+
+def test_kernels_of_a_gpu_say_what_is_missing(capsys, monkeypatch):
+    unseeing = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    for cupy, missing in (None, "CuPy is not installed"), (unseeing, "CuPy sees no GPU here"):
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        for subject in "kernels", "gtopk":
+            assert main(["bench", subject, "--device", "gpu"]) == 2
+            assert f"bench {subject}: {missing}" in capsys.readouterr().err
+
+
+def test_exchange_compares_with_the_dense_allreduce(capsys, bench):
+    rows = bench("exchange", "--length", "5000", "--density", "0.1", "0.01")["rows"]
+    table = capsys.readouterr().out
+    assert table.startswith(f"{library_and_version(MPI.Get_library_version())}, 1 rank ")
+    assert table.count("MPI_Allreduce") == len(rows) == 26
+    names = {row["name"] for row in rows}
+    expected = "selection, sparse_allreduce", "GradientExchange residual in place, sparse mean"
+    assert {f"0.01 {name}" for name in expected} <= names
+    consistent(rows)
+
+
+def test_exchange_of_a_model_has_its_tensors_beside_one_vector(bench):
+    about = bench("exchange", "--tensors", "gpt", "--density", "0.01", "--repeats", "1")
+    assert about["length"] == 3_225_665
+    tensors = [f"54 tensors, {returned}" for returned in ("sparse means", "means in out=", "new dense means")]
+    returned = " residual in place, sparse mean", ", sparse mean", ", mean in out=", ", new dense mean"
+    names = [row["name"].partition(" ")[2] for row in about["rows"]]
+    assert names == [*tensors, *(f"one vector{each}" for each in returned)]
+
+
+@pytest.mark.parametrize("link", [[], ["--link", "1e8"]])
+def test_overlap_compares_with_a_step_that_waits(bench, link):
+    """Also over a slow link, which the vectors pass one after the other."""
+    rows = bench("overlap", "--length", "4000", "--tensors", "8", "--compute", "0.01", "--density", "0.1", *link)[
+        "rows"
+    ]
+    assert [row["name"] for row in rows] == ["0.1 overlapped, a bucket a tensor", "0.1 overlapped, 2 in a bucket"]
+    assert {row["baseline"] for row in rows} == {"compute, then one bucket"}
+
+
+def test_a_vector_passes_a_link_behind_those_before_it(monkeypatch):
+    link, vector = Link(8e6), SparseVector(np.arange(1250), np.ones(1250, np.float32), 5000)  # 10 kB: 10 ms
+    began = time.perf_counter()
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "perf_counter", lambda: began)  # both come at once
+        first, second = (link(vector, MPI.COMM_SELF) for _ in range(2))
+    assert second.end - first.end == pytest.approx(0.01)
+    assert first.wait().nnz == second.wait().nnz == 1250
+    assert time.perf_counter() - began > 0.02
+    assert first.test()
+
+
+def test_steps_are_compared_with_the_published_ways(capsys, bench):
+    """Computing takes as long as asked for, and efficiency is its share of the step."""
+    some = ["--models", "VGG-16", "--length", "3000", "--compute", "0.01", "--density", "0.01", "--repeats", "3"]
+    rows = bench("step", *some, "--dense-repeats", "2")["rows"]
+    *table, published = capsys.readouterr().out.splitlines()
+    names = ["MPI_Allreduce", "gTop-k tree, as published", "MPI_Allgatherv", *OURS]
+    assert [row["algorithm"] for row in rows] == [*names, "GradientExchange recursive_doubling"]
+    assert [row["turns"] for row in rows] == [2] + [3] * (len(rows) - 1)
+    assert len(table) == 1 + len(rows)
+    assert "1.1 to 1.7 times" in published
+    for row in rows:
+        assert (row["length"], row["compute"]) == (3000, 0.01)
+        assert row["efficiency"] == pytest.approx(0.01 / row["seconds"])
+        assert row["efficiency"] <= 1
+        assert row["over_dense"] == pytest.approx(row["efficiency"] / rows[0]["efficiency"])
+        assert row["over_top_k"] == pytest.approx(row["efficiency"] / rows[2]["efficiency"])
+
+
+SOME = ["compressors", "--length", "2000", "--densities", "0.1", "0.01"]
+
+
+def by_place(rows):
+    return {(row["distribution"], row["density"], row["compressor"]): row for row in rows}
+
+
+def test_compressors_have_a_line_and_a_row_for_each(capsys, bench):
+    about = bench(*SOME, "--distributions", "laplace", "cauchy", "laplace")
+    rows, lines = by_place(about["rows"]), capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(rows) == 1 + 2 * 2 * len(NAMES)
+    assert [line.split()[2] for line in lines[1 : 1 + len(NAMES)]] == NAMES
+    assert (about["subject"], about["length"], about["options"]["skipped"]) == ("compressors", 2000, {})
+    consistent(about["rows"])
+    for (_, density, name), row in rows.items():
+        top_k = rows[row["distribution"], density, "TopK"]
+        assert row["baseline_seconds"] == top_k["seconds"]
+        assert row["share_of_top_k"] == pytest.approx(row["captured"] / top_k["captured"])
+        assert row["bytes_per_entry"] == row["message_nbytes"] / row["entries"]
+        assert (row["share_of_target"] is None) == (name in ("AdaComp", "Dense"))
+
+
+def test_compressors_are_measured_by_what_they_keep(bench):
+    rows = by_place(bench(*SOME, "--distributions", "pareto")["rows"])
+    squares = np.sort(np.square(draw("pareto", 2000).astype(float)))[::-1]
+    for density, k in (0.1, 200), (0.01, 20):
+        found = {name: rows["pareto", density, name] for name in NAMES}
+        for name in "TopK", "RedSync", "Threshold":
+            assert found[name]["captured"] == pytest.approx(squares[:k].sum() / squares.sum())
+            assert (found[name]["entries"], found[name]["share_of_target"]) == (k, pytest.approx(1))
+        assert found["Dense"]["captured"] == pytest.approx(1)
+        assert 0 < found["RandomK"]["captured"] < found["Quantised-sign"]["captured"] < found["TopK"]["captured"]
+        assert found["Quantised-float16"]["message_nbytes"] < found["TopK"]["message_nbytes"]
+        fit = SIDCo(density)
+        assert found["SIDCo-exponential"]["first"] == fit.compress(draw("pareto", 2000)).density
+        assert found["SIDCo-exponential"]["share_of_target"] == pytest.approx(1, abs=0.1)
+
+
+def test_values_that_are_not_sent_as_they_are_count_by_what_they_leave():
+    gradient = draw("normal", 1000)
+    vector = AdaComp(50).compress(gradient, gradient=gradient)
+    left = np.square(gradient - vector.to_dense(), dtype=float).sum()
+    square = np.square(gradient, dtype=float).sum()
+    assert captured(gradient, vector, square) == pytest.approx(1 - left / square)
+
+
+def test_compressors_can_leave_out_the_waiting_for_a_core_and_what_needs_scipy(bench, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    few = "--compressors", "SIDCo-gamma", "RedSync", "--cpu-time"
+    about = bench(*SOME, "--distributions", "gamma", *few)
+    names = [row["compressor"] for row in about["rows"]]
+    assert names == ["TopK", "RedSync"] * 2, "the baseline is always there"
+    assert "pip install scipy" in about["options"]["skipped"]["SIDCo-gamma"]
+    assert "SIDCo-gamma is left out: distribution='gamma' needs SciPy" in capsys.readouterr().err
+
+
+def test_compressors_write_a_table_for_a_page(bench, tmp_path):
+    page = tmp_path / "table.md"
+    bench(*SOME, "--compressors", "Dense", "GaussianK", "--markdown", str(page))
+    first, second = page.read_text().split("Density ")[1:]
+    assert (first.split()[0], second.split()[0]) == ("0.1:", "0.01:")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in second.splitlines() if line.startswith("|")]
+    assert [line[0] for line in cells] == ["compressor", "---", "TopK", "Dense", "GaussianK"]
+    assert cells[0][4:] == list(FAMILIES)
+    assert cells[2][4:] == ["1.00, 1.00"] * len(FAMILIES)
+    assert cells[3][4].startswith("(1), ")
+
+
+def test_compressors_draw(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "figure.svg"
+    bench("compressors", "--length", "500", "--distributions", "normal", "cauchy", "--plot", str(figure))
+    assert figure.read_bytes().startswith(b"<?xml")
+    assert figure.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("length", [1, 19, 21, 1000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_every_distribution_are_sound_and_the_same_in_every_run(family, length):
+    values = draw(family, length)
+    assert (values.dtype, values.shape) == (np.float32, (length,))
+    assert np.isfinite(values).all()
+    assert values.any()
+    assert values.tobytes() == draw(family, length).tobytes()
+
+
+SMALL = ["--lengths", "2000"]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_every_algorithm_takes_part_beside_the_baselines(subject, capsys, bench):
+    about = bench(subject, *SMALL)
+    lines = capsys.readouterr().out.splitlines()
+    rows, known = about["rows"], algorithms()[subject]
+    assert (about["subject"], about["ranks"]) == (subject, 1)
+    assert len(lines) == 1 + len(rows) == 1 + 2 * (len(known) + len(BASELINES[subject]))
+    assert [row["algorithm"] for row in rows[len(BASELINES[subject]) : len(rows) // 2]] == known
+    for row in rows:
+        assert row["low"] <= row["seconds"] <= row["high"]
+        assert row["speedup"] == pytest.approx(row["dense_seconds"] / row["seconds"])
+        assert row["entries"] == row["union"] == round(row["density"] * 2000)
+        assert row["nbytes"] == 0, "one rank has nobody to send to"
+    assert rows[0]["speedup"] == 1
+
+
+def test_lengths_patterns_types_and_codecs_are_all_combined(bench):
+    asked = {
+        "--lengths": ["500", "2000"],
+        "--densities": ["0.1", "0.2"],
+        "--patterns": PATTERNS,
+        "--dtypes": ["float16", "float32"],
+        "--codecs": ["plain", "smallest"],
+    }
+    options = [word for option, words in asked.items() for word in (option, *words)]
+    rows = bench("gtopk", *options, "--algorithms", "exact", "--baselines", "none")["rows"]
+    names = "length", "density", "pattern", "dtype", "codec"
+    assert len({tuple(row[name] for name in names) for row in rows}) == len(rows) == math.prod(map(len, asked.values()))
+    assert all(row["dense_seconds"] is None and row["speedup"] is None for row in rows)
+
+
+def test_from_a_gradient_the_selection_and_the_exchange_are_timed_as_well(bench):
+    more = "--from-gradient", "--densities", "0.1", "--algorithms", "tree", "exact", "--baselines", "dense"
+    rows = bench("gtopk", *SMALL, *more, "--repeats", "4", "--dense-repeats", "2")["rows"]
+    names = ["MPI_Allreduce", "selection alone", "tree", "exact", "GradientExchange tree"]
+    assert [row["algorithm"] for row in rows] == names
+    assert [row["turns"] for row in rows] == [2, 4, 4, 4, 4]
+    assert all(row["from_gradient"] for row in rows)
+
+
+KERNEL_SAYS = """\
+Inter-|   Receive                            |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo: 111111 222 0 0 0 0 0 0 333333 444 0 0 0 0 0 0
+  eth0: 555555 666 0 0 0 0 0 0 777777 888 0 0 0 0 0 0
+  ib0:  1      1   0 0 0 0 0 0 23     1   0 0 0 0 0 0
+"""
+
+
+def test_bytes_are_read_from_all_interfaces_but_loopback():
+    assert collective.sent_by_host(KERNEL_SAYS) == 777_777 + 23
+    assert collective.sent_during(MPI.COMM_SELF, lambda: None, 2) >= 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_supports_overlap_as_their_name_says(pattern, size):
+    length, k = 100_000, 1000
+    vectors = [draw_sparse(pattern, rank, size, length, k, "float32") for rank in range(size)]
+    for vector in vectors:
+        vector.validate()
+        assert vector.nnz == k
+    union = np.unique(np.concatenate([vector.indices for vector in vectors])).size
+    if pattern in ("shared", "disjoint"):
+        assert union == (k if pattern == "shared" else k * size)
+    else:
+        assert union == k * size if size == 1 else k < union < k * size
+    hot = [np.count_nonzero(vector.indices // 5000 * 5000 // length == 0) for vector in vectors]
+    assert min(hot) > 0
+    inside = vectors[0].indices
+    share = np.mean((inside >= length // 3) & (inside < length // 3 + length // 20))
+    assert share == pytest.approx(0.9 if pattern == "hot" else 0.05, abs=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_largest_of_a_gradient_have_the_indices_of_the_vector(dtype):
+    vector = draw_sparse("hot", 1, 4, 10_000, 100, dtype)
+    gradient = gradient_above(vector, 1)
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(TopK(k=100).compress(gradient).indices, vector.indices)
+    assert np.count_nonzero(np.delete(gradient, vector.indices)) >= 9700
+    spread = gradient_above(draw_sparse("independent", 1, 4, 100_000, 10_000, dtype), 1)
+    largest = TopK(k=1000).compress(spread).indices  # a tenth of them: as many in each half, but for chance
+    assert 400 < np.count_nonzero(largest < 50_000) < 600
+
+
+def test_bounds_are_those_of_the_papers():
+    assert index_bits(1.0) == index_bits(0.0) == 0
+    assert index_bits(1 / 1000) == pytest.approx(math.log2(1000) + 1.44, abs=0.01)
+    index = index_bits(1 / 1000) / 8
+    assert least_nbytes("sparse_allreduce", 2, 10**6, 1000, 2000, 4) == pytest.approx(1000 * (3 + index))
+    assert least_nbytes("sparse_allreduce", 8, 10**6, 1000, 1000, 4) == pytest.approx(1750 * (3 + index))
+    assert least_nbytes("gtopk_allreduce", 8, 10**6, 1000, 8000, 4) == pytest.approx(1750 * (3 + index))
+    assert least_nbytes("sparse_allgather", 8, 10**6, 1000, 8000, 4) == pytest.approx(7000 * (3 + index))
+    assert least_nbytes("sparse_reduce_scatter", 8, 10**6, 1000, 8000, 4) == pytest.approx(875 * (3 + index))
+    assert dense_nbytes(8, 1000, 4) == 2 * dense_nbytes(8, 1000, 4, scattered=True) == 7000
+    for subject in SUBJECTS:
+        assert least_nbytes(subject, 1, 1000, 10, 10, 4) == 0
+
+
+def test_disjoint_supports_that_do_not_fit_are_refused(capsys, monkeypatch):
+    assert collective.too_many([{"length": 1000, "density": 0.25, "pattern": "disjoint", "entries": 250}], 4) is None
+    error = collective.too_many([{"length": 1000, "density": 0.5, "pattern": "disjoint", "entries": 500}], 4)
+    assert error == "disjoint supports of density 0.5 are 4 x 500 entries in 1000 places: expected at most 1/4"
+    monkeypatch.setattr(collective, "too_many", lambda cases, ranks: error)
+    assert main(["bench", "allreduce"]) == 2
+    assert capsys.readouterr().err == f"mpicomp bench allreduce: {error}\n"
+
+
+def test_a_crossover_is_where_the_times_are_equal():
+    """On logarithmic axes powers are straight lines: 2 x^2 = 3 x^1/2 at x = 1.5^(2/3)."""
+    along = [0.1, 1, 10]
+    ours, dense = [2 * x**2 for x in along], [3 * x**0.5 for x in along]
+    assert collective.crossovers(along, ours, dense) == pytest.approx([1.5 ** (2 / 3)])
+    assert collective.crossovers(along, ours, ours) == collective.crossovers([1], [2], [3]) == []
+
+
+def test_the_plot_has_a_panel_for_each_number_of_ranks_and_for_each_density(bench, tmp_path, monkeypatch):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    save = figure_module.Figure.savefig
+    monkeypatch.setattr(
+        figure_module.Figure, "savefig", lambda self, *some, **how: drawn.append(self) or save(self, *some, **how)
+    )
+    plot = tmp_path / "one.png"
+    some = "--densities", "0.1", "0.2", "--algorithms", "auto", "--baselines", "dense"
+    rows = bench("allreduce", *SMALL, *some, "--plot", str(plot))["rows"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        row["ranks"] = 4
+    (tmp_path / "four.json").write_text(json.dumps({"rows": rows}))
+    files = [str(tmp_path / name) for name in ("rows.json", "four.json")]
+    assert main(["bench", "plot", str(tmp_path / "both.svg"), *files]) == 0
+    assert (tmp_path / "both.svg").stat().st_size > 10_000
+    titles = [[axes.get_title().rpartition(", ")[2] for axes in figure.axes] for figure in drawn]
+    assert titles == [["P = 1"], ["P = 1", "P = 4", "density 0.1", "density 0.2"]]
+    for figure in drawn:  # the legend is beside the panels
+        assert len(figure.legends) == 1
+        assert all(axes.get_legend() is None for axes in figure.axes)
+
+
+def test_lines_of_a_figure_look_different():
+    pytest.importorskip("matplotlib")
+    assert len({output.look_of(place)["color"] for place in range(20)}) == 20
+    assert len({tuple(output.look_of(place).items()) for place in range(140)}) == 140
+
+
+def test_files_that_are_no_rows_are_not_drawn(capsys, tmp_path, bench):
+    pytest.importorskip("matplotlib")
+    other = tmp_path / "other.json"
+    other.write_text('{"rows": [{"name": "of another benchmark"}]}')
+    bench("allgather", *SMALL, "--densities", "0.1")
+    good = str(tmp_path / "rows.json")
+    expected = {
+        str(other): "expected the output of `mpicomp bench allreduce --json FILE`",
+        str(tmp_path / "missing.json"): "No such file",
+        str(tmp_path): "Is a directory",
+    }
+    for file, said in expected.items():
+        error = left(["bench", "plot", str(tmp_path / "x.png"), good, file], capsys)[1]
+        assert f"argument JSON: got {file!r}: " in error
+        assert said in error
