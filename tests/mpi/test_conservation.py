@@ -226,7 +226,7 @@ class Case:
 
 
 def cases(comm):
-    """Yield combinations: each pair of a feedback, a compressor and a collective, at each P a quarter of all of them."""
+    """Yield combinations of a feedback, a compressor and a collective, each pair of these; at each P a quarter."""
     three = itertools.product(enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES))
     for number, ((f, feedback), (k, compressor), (c, collective)) in enumerate(three):
         refused = feedback == "in place" and compressor == "AdaComp"

@@ -1,0 +1,128 @@
+"""Draw the figures of docs/architecture.md, and list the layers of the code.
+
+    python docs/figures/architecture.py          # needs matplotlib; writes rooms.svg and gradient.svg beside this file
+
+`FLOORS` are the layers from top to bottom: a module imports modules of its own layer and of those below.
+`tests/test_house.py` compares that with the code.
+"""
+
+import sys
+from pathlib import Path
+
+FLOORS = [  # modules by the beginning of their names; the longest one that fits counts
+    ["mpicomp_bench"],
+    ["collectives.exchange", "collectives.faults.ledger"],
+    ["collectives.gtopk", "collectives.allreduce", "collectives.allgather", "collectives.reduce_scatter",
+     "collectives.rooted", "collectives.dense", "collectives.plan", "collectives.agreement", "collectives.votes",
+     "collectives.warming"],
+    ["collectives.collective", "collectives.choice", "collectives.patterns", "collectives.faults.debug",
+     "collectives.faults.notification", "collectives.faults.recovery"],
+    ["collectives.runtime", "collectives.faults"],
+    ["collectives.faults.state", "collectives.schedule", "collectives.partition"],
+    ["mpicomp"],
+]  # fmt: skip
+
+BOXES = [  # x, y, width, height, name, what is in it, colour
+    (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, tune, explain, train", "tool"),
+    (0, 7.1, 9.2, 1.2, "collectives/exchange/", "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
+    (0, 5.5, 9.2, 1.2, "collectives/", "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  plan  votes\n"
+     "a collective a file;  agreement: of ranks on an object, or a step", "ranks"),
+    (0, 3.9, 4.45, 1.2, "collective.py  choice/", "declares a collective once;\n"
+     'which algorithm "auto" takes', "ranks"),
+    (4.75, 3.9, 4.45, 1.2, "patterns  schedule  partition", "rounds that algorithms share;\n"
+     "who talks to whom, who owns what", "ranks"),
+    (0, 1.9, 9.2, 1.6, "collectives/runtime/", "group: all that an algorithm asks of the network\n"
+     "engine: drives operations, blocking or in flight\nlink, messages, staging: bytes through MPI", "ranks"),
+    (9.6, 1.9, 2.8, 6.4, "collectives/\nfaults/", "debug, ledger:\nthe debug mode\n\nnotification:\n"
+     "an error on all\nranks, or on none\n\nrecovery, ulfm,\ndeadline: dead and\nabsent ranks\n\n"
+     "state: a pure\nstate machine", "fault"),
+    (0, 0, 12.4, 1.5, "mpicomp/     what one rank does: no MPI",
+     "feedback: the residual     compressors: array to SparseVector     codec: SparseVector to message\n"
+     "vector: merge, top_k     arrays: NumPy, CuPy, DLPack     kernels/host, kernels/device: the hot loops", "rank"),
+]  # fmt: skip
+COLOURS = {"tool": "#efe6d8", "ranks": "#dbe7f3", "fault": "#f6dcd8", "rank": "#dcefdc"}
+ARROWS = [  # x, from y, to y
+    *((4.6, 8.7, 8.3), (4.6, 7.1, 6.7), (4.6, 1.9, 1.5)),
+    *((2.2, 5.5, 5.1), (7, 5.5, 5.1), (2.2, 3.9, 3.5), (7, 3.9, 3.5)),
+]
+
+STATIONS = [  # what a gradient goes through: what happens, the file, and whether all ranks take part
+    ("gradient", "any array,\nlist or dict", "mpicomp/tensors.py", False),
+    ("correct", "add the residual\nof the last step", "mpicomp/feedback/", False),
+    ("compress", "select entries:\na SparseVector", "mpicomp/compressors/", False),
+    ("exchange", "rounds of messages\nbetween the ranks", "collectives/gtopk.py, ...", True),
+    ("settle", "mean, new residual;\nall that can fail", "collectives/exchange/", False),
+    ("agree", "keep the step on\nall ranks or none", "collectives/agreement.py", True),
+    ("commit", "mean to the caller,\nresidual stays", "collectives/exchange/", False),
+]
+
+
+def draw_rooms(path: Path) -> None:
+    """Draw what is where, and what imports what."""
+    figure, axes = canvas(8.2, 6.6, (-0.1, 12.5), (-0.1, 9.8))
+    for x, y, width, height, name, inside, colour in BOXES:
+        box(axes, x, y, width, height, COLOURS[colour])
+        axes.text(x + 0.15, y + height - 0.12, name, va="top", weight="bold", size=9, family="monospace")
+        lines = name.count("\n") + 1
+        axes.text(x + 0.15, y + height - 0.15 - 0.36 * lines, inside, va="top", size=8, linespacing=1.35)
+    for x, start, end in ARROWS:
+        arrow(axes, x, start, x, end)
+    arrow(axes, 9.2, 2.7, 9.6, 2.7)
+    arrow(axes, 9.2, 7.7, 9.6, 7.7)
+    arrow(axes, 11, 1.9, 11, 1.5)
+    figure.savefig(path)
+
+
+def draw_gradient(path: Path) -> None:
+    """Draw the way of a gradient through one step, from left to right."""
+    figure, axes = canvas(11, 2.9, (-0.2, 15.5), (-1.6, 2.9))
+    for place, (name, what, where, together) in enumerate(STATIONS):
+        x = 2.2 * place
+        box(axes, x, 0, 1.8, 1.7, COLOURS["ranks" if together else "rank"])
+        axes.text(x + 0.9, 1.35, name, ha="center", weight="bold", size=9.5)
+        axes.text(x + 0.9, 0.62, what, ha="center", va="center", size=7.2, linespacing=1.4)
+        axes.text(x + 0.9, -0.3, where, ha="center", va="center", size=6.4, family="monospace")
+        if place:
+            arrow(axes, x - 0.4, 0.85, x, 0.85)
+        if together:
+            arrow(axes, x + 0.6, 2.5, x + 0.6, 1.7)
+            arrow(axes, x + 1.2, 1.7, x + 1.2, 2.5)
+            axes.text(x + 0.9, 2.55, "other ranks", ha="center", size=7)
+    axes.annotate(
+        "", (3.1, -0.6), (14.1, -0.6), arrowprops={"arrowstyle": "->", "connectionstyle": "bar,fraction=-0.035"}
+    )
+    axes.text(8.6, -1.4, "the residual: what was not sent, for the next step", ha="center", size=7.5)
+    figure.savefig(path)
+
+
+def canvas(width: float, height: float, x: tuple[float, float], y: tuple[float, float]):
+    """Return an empty figure without axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "mpicomp", "svg.fonttype": "none", "font.family": "DejaVu Sans"}
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=x, ylim=y)
+    axes.axis("off")
+    return figure, axes
+
+
+def box(axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+    """Draw a box with round corners."""
+    from matplotlib.patches import FancyBboxPatch
+
+    shape = "round,pad=0,rounding_size=0.12"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor=colour, edgecolor="#555555", linewidth=0.8))
+
+
+def arrow(axes, x: float, y: float, to_x: float, to_y: float) -> None:
+    """Draw an arrow."""
+    axes.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "->", "color": "#333333", "linewidth": 1})
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    draw_rooms(folder / f"rooms.{'png' if len(sys.argv) > 1 else 'svg'}")
+    draw_gradient(folder / f"gradient.{'png' if len(sys.argv) > 1 else 'svg'}")
