@@ -170,14 +170,6 @@ class Wrapper(Compressor):
         self.needs_gradient, self.observes = compressor.needs_gradient, compressor.observes
         self.communicates = compressor.communicates
 
-    def reported(
-        self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
-    ) -> SparseVector:
-        """Set `report` to the statistics of a call, and return its vector. target: None for the achieved density."""
-        achieved = vector.density
-        self.report = Report(achieved if target is None else target, achieved, vector.nbytes, threshold, rounds)
-        return vector
-
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; calls that of the inner compressor."""
         self.compressor.observe(aggregate, votes)
