@@ -19,7 +19,7 @@ demo: $(READY)
 test: $(READY)
 	python -m pytest --ignore tests/mpi -n 2
 	tests/launch.sh 8 tests/mpi -q
-	MPICOMP_WAIT=nap tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
+	MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
 
 # The collectives under MPICH as well, in an environment of its own. Its ranks poll while they wait: on few cores it takes
 # three times as long.

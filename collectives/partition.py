@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by a few per cent of a share
 MOST_SAMPLES = 256  # of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all ranks
-SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a few per cent of what travels
+SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a few per cent of what is sent
 SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
 BLOCKS_A_SHARE = 4096
 LONGEST_BLOCK = 1024  # positions

@@ -16,7 +16,7 @@ def core_size(size: int) -> int:
 def butterfly(rank: int, core: int) -> Iterator[int]:
     """Yield the partner of each round of recursive doubling: distance 1, 2, 4, ... core / 2.
 
-    After round j (counted from 0) the 2^(j+1) consecutive ranks of a block have heard of each other.
+    After round j (counted from 0) the 2^(j+1) consecutive ranks of a block have data of each other.
     """
     distance = 1
     while distance < core:
@@ -27,7 +27,7 @@ def butterfly(rank: int, core: int) -> Iterator[int]:
 def fold_partner(rank: int, size: int) -> int | None:
     """Return the partner of `rank` in the fold and unfold rounds; None for a rank that has none.
 
-    A rank at or above core gives to rank - core, and hears from it at the end.
+    A rank at or above core sends to rank - core, and receives from it at the end.
     """
     core = core_size(size)
     if rank >= core:
@@ -86,7 +86,7 @@ def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
 def hearing(rank: int, size: int) -> tuple[int, ...]:
     """Return the other ranks in the order in which one waits for what each of them sends directly.
 
-    First those that recursive doubling hears, in its order. A rank that is in that schedule instead goes on when its
+    First those from which recursive doubling receives, in its order. A rank in that schedule instead continues when its
     message is received; so nobody waits for one that waits, by others in between, for this one to receive.
     """
     partner, core = fold_partner(rank, size), core_size(size)

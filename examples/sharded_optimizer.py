@@ -4,7 +4,7 @@
 
 A step: each rank compresses its gradient, and keeps what it did not send (error feedback by hand: residual -= sent);
 `sparse_reduce_scatter` gives it the sum on its own range of indices; Adam, whose moments it has for that range only,
-moves this share of the parameters; an allgather brings the shares together. Beside it a replicated Adam, with all
+moves this share of the parameters; an allgather joins the shares. Beside it a replicated Adam, with all
 moments on every rank, is fed by `sparse_allreduce`: the parameters must come out the same to the last bit.
 
 The task is softmax regression on synthetic data, in plain NumPy. S. Rajbhandari et al., "ZeRO: Memory optimizations

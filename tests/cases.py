@@ -101,8 +101,8 @@ def for_each(**choices):
     return looped
 
 
-def bring(pattern, rank, size, dtype=np.float32, length=LENGTH, offset=0):
-    """Return what `rank` of `size` brings in a case: integers of magnitude 1 to 9 at positions moved by `offset`."""
+def contribution(pattern, rank, size, dtype=np.float32, length=LENGTH, offset=0):
+    """Return what `rank` of `size` contributes: integers of magnitude 1 to 9 at indices moved by `offset`."""
     rng = np.random.default_rng([zlib.crc32(pattern.encode()), size, rank])
     positions, values = PATTERNS[pattern](rng, rank, size)
     if values is None:
@@ -110,8 +110,8 @@ def bring(pattern, rank, size, dtype=np.float32, length=LENGTH, offset=0):
     return SparseVector(positions + offset, values.astype(dtype), length)
 
 
-def bring_all(pattern, size, **options):
-    return [bring(pattern, rank, size, **options) for rank in range(size)]
+def contributions(pattern, size, **options):
+    return [contribution(pattern, rank, size, **options) for rank in range(size)]
 
 
 def window(vector, offset=0):

@@ -71,7 +71,7 @@ def absent(counts, expected):
 
 
 def gradient(rank, step, length):
-    """Return what a rank brings: of float32, whose sums depend on the order of the additions."""
+    """Return what a rank contributes: float32 values, whose sums depend on the order of the additions."""
     return np.random.default_rng([rank, step]).standard_t(3, length).astype(np.float32)
 
 
@@ -103,12 +103,12 @@ def results(comm, length):
     mine = gradient(comm.rank, 0, length)
     vector = TopK(density=0.01).compress(mine)
     aligned = SparseVector(np.arange(vector.nnz), vector.values, length)
-    brought = {"dense_allreduce": mine, "aligned_allreduce": aligned}
+    contribution = {"dense_allreduce": mine, "aligned_allreduce": aligned}
     every = operations(comm, length)
     for label, (name, terms) in every.items():
-        yield label, getattr(collectives, name)(brought.get(name, vector), comm, **terms)
+        yield label, getattr(collectives, name)(contribution.get(name, vector), comm, **terms)
     in_flight = {
-        label: getattr(collectives, name.replace("_", "_i", 1))(brought.get(name, vector), comm, **terms)
+        label: getattr(collectives, name.replace("_", "_i", 1))(contribution.get(name, vector), comm, **terms)
         for label, (name, terms) in every.items()
     }
     for place in np.random.default_rng(comm.rank).permutation(len(every)):  # another order on each rank

@@ -59,7 +59,7 @@ def exchanges(comm):
 
 
 def step(ways, comm, number):
-    """Exchange once; every 50th time one rank brings a vector that is bad, and all ranks raise."""
+    """Exchange once; every 50th time one rank contributes an invalid vector, and all ranks raise."""
     gradient = np.random.default_rng([number, comm.rank]).standard_normal(LENGTH).astype(np.float32)
     spoilt = number % 50 == 49
     if spoilt and comm.rank == number % comm.size:

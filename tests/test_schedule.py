@@ -109,12 +109,12 @@ def rounds_to(rank, children):
 
 def test_in_a_rotation_every_rank_meets_every_other_one_and_every_message_has_a_receiver():
     for size in SIZES:
-        ranks, brought = np.arange(size), weights(size)
-        held = brought.copy()
+        ranks, contributed = np.arange(size), weights(size)
+        held = contributed.copy()
         for dest, source in rotation(ranks, size):
             assert (dest[source] == ranks).all()
-            held += brought[source]
-        assert (held == brought.sum()).all()
+            held += contributed[source]
+        assert (held == contributed.sum()).all()
 
 
 def test_every_rank_is_heard_once_and_those_of_recursive_doubling_first():

@@ -18,7 +18,7 @@ SIZES = [*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128]
 LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
 
 
-def brings(rank, size):
+def contribution(rank, size):
     """Return a vector with rank + 1 at the rank's own index, 1 at an index that all share, 2 where neighbours meet."""
     indices = np.unique([rank, size, size + 1 + rank, size + 1 + (rank + 1) % size])
     values = np.where(indices < size, rank + 1, np.where(indices == size, 1, 2))
@@ -26,7 +26,7 @@ def brings(rank, size):
 
 
 def dense_sum(size):
-    return sum(brings(rank, size).to_dense() for rank in range(size))
+    return sum(contribution(rank, size).to_dense() for rank in range(size))
 
 
 def check_sum(results, size, expected=None):
@@ -76,7 +76,7 @@ def test_an_exact_sum_has_every_contribution_once_and_the_rounds_of_the_table(na
         steps = allreduce.ALGORITHMS[name]
 
         def run(rank, group, size=size, steps=steps):
-            return steps(brings(rank, size), group, metadata_of(size))
+            return steps(contribution(rank, size), group, metadata_of(size))
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64")
         assert rounds == ROUNDS[name](size), size
@@ -98,7 +98,7 @@ def test_sums_over_nodes(name, nodes):
         network = Network(size, NODES[nodes](size))
 
         def run(rank, group, size=size):
-            return allreduce.ALGORITHMS[name](brings(rank, size), group, metadata_of(size))
+            return allreduce.ALGORITHMS[name](contribution(rank, size), group, metadata_of(size))
 
         results, _ = network.run(run, length=2 * size + 1, dtype="float64")
         check_sum(results, size)
@@ -122,7 +122,7 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
         network = Network(size)
 
         def run(rank, group):
-            return gtopk_allreduce.algorithms[name](brings(rank, group.size), group, k=5)
+            return gtopk_allreduce.algorithms[name](contribution(rank, group.size), group, k=5)
 
         results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
         assert rounds <= GTOPK_ROUNDS[name](size), size
@@ -140,10 +140,10 @@ def test_gtopk_over_nodes_is_exact(nodes):
         network, k = Network(size, NODES[nodes](size), seed=size), (5, size, None)[size % 3]
 
         def run(rank, group, k=k):
-            return gtopk_allreduce.algorithms["node_leaders"](brings(rank, group.size), group, k=k)
+            return gtopk_allreduce.algorithms["node_leaders"](contribution(rank, group.size), group, k=k)
 
         results, _ = network.run(run, length=2 * size + 1, dtype="float64", k=k)
-        check_sum([result for result, _ in results], size, select(dense_sum(size), k or brings(0, size).nnz))
+        check_sum([result for result, _ in results], size, select(dense_sum(size), k or contribution(0, size).nnz))
         total = sum(rejected.to_dense() for _, rejected in results) + results[0][0].to_dense()
         np.testing.assert_array_equal(total, dense_sum(size))
 
@@ -179,24 +179,26 @@ def test_the_others():
         terms = {"length": 2 * size + 1, "dtype": "float64"}
 
         def gather(rank, group):
-            return allgather.dissemination(brings(rank, group.size), group)
+            return allgather.dissemination(contribution(rank, group.size), group)
 
         def split(rank, group):
-            return reduce_scatter.split(brings(rank, group.size), group, "equal")
+            return reduce_scatter.split(contribution(rank, group.size), group, "equal")
 
         def reduce(rank, group):
-            return rooted.tree(brings(rank, group.size), group, group.size // 2)
+            return rooted.tree(contribution(rank, group.size), group, group.size // 2)
 
         def bcast(rank, group):
             root = group.size - 1
-            return rooted.bcast(brings(root, group.size) if rank == root else group.nothing, group, root)
+            return rooted.bcast(contribution(root, group.size) if rank == root else group.nothing, group, root)
 
         def metadata(rank, group):
-            return allreduce.exchange_metadata(brings(rank, group.size), group, "auto")
+            return allreduce.exchange_metadata(contribution(rank, group.size), group, "auto")
 
         parts, rounds = Network(size).run(gather, **terms)
         assert rounds == upper(size)
-        assert [part.indices.tolist() for part in parts[-1]] == [brings(r, size).indices.tolist() for r in range(size)]
+        assert [part.indices.tolist() for part in parts[-1]] == [
+            contribution(r, size).indices.tolist() for r in range(size)
+        ]
         shares, rounds = Network(size).run(split, **terms)
         assert rounds == (size > 1)
         np.testing.assert_array_equal(sum(share.to_dense() for share in shares), dense_sum(size))
@@ -205,10 +207,10 @@ def test_the_others():
         np.testing.assert_array_equal(totals[size // 2].to_dense(), dense_sum(size))
         handed, rounds = Network(size).run(bcast, root=size - 1, **terms)
         assert rounds <= 2 * upper(size)
-        assert all(vector.values.tobytes() == brings(size - 1, size).values.tobytes() for vector in handed)
+        assert all(vector.values.tobytes() == contribution(size - 1, size).values.tobytes() for vector in handed)
         exchanged, rounds = Network(size).run(metadata, **terms)
         assert rounds == upper(size)
-        assert all(each.counts == [brings(r, size).nnz for r in range(size)] for each in exchanged)
+        assert all(each.counts == [contribution(r, size).nnz for r in range(size)] for each in exchanged)
 
 
 @pytest.mark.parametrize("seed", range(5))

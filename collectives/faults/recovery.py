@@ -93,9 +93,7 @@ class Agreements:
     def __init__(self, comm: "MPI.Intracomm") -> None:
         self._comm, self._bits = comm, np.empty(1, np.int32)
         self._met = 0  # agreements in a row in which all came to shrink
-        self._unfinished: Sending | None = (
-            None  # one to shrink that timed out: this rank's bits count there all the same
-        )
+        self._unfinished: Sending | None = None  # one to shrink that timed out: MPI counts this rank's bits there
 
     def agree(self, sound: bool, call: str) -> bool:
         """Return whether all ranks say `sound` and none has died; `call` names what an absent rank did not do."""
@@ -106,8 +104,8 @@ class Agreements:
     def meet(self) -> None:
         """Return when all ranks that live are here to shrink.
 
-        Two agreements: a rank that gave up in the first, where its bits count, does not come to the second. One that
-        gave up may call again, and continues where it was.
+        Two agreements are made. MPI counts the bits of a rank that timed out in the first one; that rank is absent from
+        the second one, so the others detect it. A rank that timed out may call again, and continues where it was.
         """
         while self._met < 2:
             self._unfinished = self._unfinished or self._start(_SHRINK)

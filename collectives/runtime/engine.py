@@ -27,7 +27,7 @@ from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError
 
 T = TypeVar("T")
 
-_NO_NAP, _SHORTEST_NAP, _LONGEST_NAP = 1e-3, 2e-6, 2e-4  # seconds
+_NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
 
 
 class Request(Generic[T]):
@@ -86,7 +86,7 @@ class Request(Generic[T]):
                 return True
             self._steps.close()
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-                error = error.__cause__  # a rank brought it as its own error, and a generator cannot raise it
+                error = error.__cause__  # a rank contributed it as its own error, and a generator cannot raise it
             if error is not self._brought and ulfm.is_failure(error, self.link.comm):
                 self._engine.abandon(self._pending)
                 doing = f"{self.operation} was interrupted in round {self._round}"
@@ -155,7 +155,7 @@ class Engine:
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
-        if self._listens(request.link) or request.link.naps:
+        if self._listens(request.link) or request.link.backs_off:
             self.poll_until(lambda: request.done, request.link)
         while not request.done:
             if self._in_flight == [request]:
@@ -178,23 +178,23 @@ class Engine:
         """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long.
 
         where: the communicator of what is waited for; or the call that all ranks are to make, in words of the past.
-        The core is yielded first, as most messages come soon and the shortest nap takes longer than a round of polling.
+        The core is yielded first: most messages come soon, and the shortest pause takes longer than a round of polling.
         """
-        nap, moved = _SHORTEST_NAP, time.monotonic()
+        pause, moved = _SHORTEST_PAUSE, time.monotonic()
         while not reached():
             if self.poll():
-                nap, moved = _SHORTEST_NAP, time.monotonic()
+                pause, moved = _SHORTEST_PAUSE, time.monotonic()
             else:
                 waited = time.monotonic() - moved
                 self._watch(where, waited)
-                if waited < _NO_NAP:
+                if waited < _NO_PAUSE:
                     os.sched_yield()
                 else:
-                    time.sleep(nap)
-                    nap = min(2 * nap, _LONGEST_NAP)
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _listens(self, link: Link) -> bool:
-        """Return whether this rank polls, and so hears when another one gives up."""
+        """Return whether this rank polls, and so detects that another one gave up."""
         return self.timeout is not None or link.checked
 
     def _watch(self, where: Link | str, waited: float) -> None:

@@ -46,7 +46,7 @@ from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.vector import SparseVector
 
 Part = tuple[SparseVector, int]  # a vector, and the count that is sent with it
-_NAP = 2e-5  # seconds
+_PAUSE = 2e-5  # seconds
 
 
 class DisagreementError(Exception):
@@ -292,7 +292,7 @@ class Notifications:
     def wait(self) -> None:
         """See `Pending.wait`; it polls: a rank may wait for any of these messages to be received."""
         while not self.test():
-            time.sleep(_NAP)
+            time.sleep(_PAUSE)
 
     def _is_last(self, rank: int, message: Buffer) -> bool:
         """Return whether a message is the notification of a rank, and keep it if so."""

@@ -1,6 +1,6 @@
 """The link of a communicator: the library's duplicate of it, the tags, and what all its ranks agreed on.
 
-Host arrays, arrays on a device of a CUDA-aware MPI and staged ones are told apart here and in `staging` only.
+Host arrays, arrays on a device of a CUDA-aware MPI and staged ones are distinguished here and in `staging` only.
 """
 
 from collections import deque
@@ -74,7 +74,7 @@ class Link:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
-        self.naps, sharers = waiting.sleeps_and_sharers(duplicate, self.nodes)
+        self.backs_off, sharers = waiting.backoff_and_sharers(duplicate, self.nodes)
         threads.share(sharers)
         self.direct = cuda_aware.agreed(duplicate)
         self.choice = agree(duplicate, self.nodes)

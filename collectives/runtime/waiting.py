@@ -1,8 +1,8 @@
-"""How a rank waits: inside MPI, or with naps; and for how long.
+"""How a rank waits: inside MPI, or by polling with backoff; and for how long.
 
-Inside MPI a rank looks for messages without a pause, which is right where it has a core of its own. Where ranks share
-cores, one that waits keeps a core from one that computes, unless its MPI gives the core away between two looks, as
-Open MPI does. Under another MPI a rank naps there; a nap ends up to a fifth of a millisecond after the message came.
+Inside MPI a rank polls without a pause, which is right where it has a core of its own. Where ranks share cores, a
+waiting rank then keeps a core from a computing one, unless its MPI yields the core between two polls, as Open MPI does.
+Under another MPI a rank polls with backoff there: it may see a message up to 0.2 ms late.
 """
 
 import os
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-VARIABLE = "MPICOMP_WAIT"  # "nap" or "block"; "auto", the default, is as told above
-SETTINGS = ("auto", "nap", "block")
+VARIABLE = "MPICOMP_WAIT"  # "backoff" or "block"; "auto", the default, is described above
+SETTINGS = ("auto", "backoff", "block")
 TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
-def sleeps_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int]:
-    """Return whether this rank waits with naps, and how many ranks, itself among them, share cores with it.
+def backoff_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int]:
+    """Return whether this rank polls with backoff, and how many ranks, itself among them, share cores with it.
 
     nodes: for each rank, the first rank that shares its memory. Collective, blocks; ValueError on all ranks for a bad
     variable.
@@ -31,8 +31,8 @@ def sleeps_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[boo
         seconds(time or None, f"the environment variable {TIMEOUT} on rank {rank}")
     here = [mask for (_, _, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
     setting, _, mine = said[comm.rank]
-    sleeps = crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "nap"
-    return sleeps, sum(1 for mask in here if mask & mine)
+    backs_off = crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "backoff"
+    return backs_off, sum(1 for mask in here if mask & mine)
 
 
 def asked_timeout() -> float | None:

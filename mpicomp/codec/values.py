@@ -97,7 +97,7 @@ class Stored:
     def _shortened(self, values: Array) -> Array:
         if values.dtype == self.stored:
             return values
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows does not come back, so it does not fit
+        with np.errstate(over="ignore", invalid="ignore"):  # a value that overflows does not fit
             return values.astype(self.stored)
 
     def _back(self, stored: Array) -> Array:

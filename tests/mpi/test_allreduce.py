@@ -1,6 +1,16 @@
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bits, bring, bring_all, for_each, window
+from cases import (
+    LENGTH,
+    PATTERNS,
+    assert_equal,
+    assert_same_bits,
+    bits,
+    contribution,
+    contributions,
+    for_each,
+    window,
+)
 
 from collectives import allreduce, sparse_allreduce
 from mpicomp import CollectiveError, SparseVector
@@ -12,9 +22,9 @@ EXACT = pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 @EXACT
 @for_each(pattern=PATTERNS)
 def test_the_exact_sum_and_the_same_bits_everywhere(comm, pattern, algorithm):
-    total = sparse_allreduce(bring(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
+    total = sparse_allreduce(contribution(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
     assert_same_bits(comm, total)
-    vectors = bring_all(pattern, comm.size)
+    vectors = contributions(pattern, comm.size)
     assert_equal(total, sum(window(vector) for vector in vectors))
     support = np.unique(np.concatenate([vector.indices for vector in vectors]))
     np.testing.assert_array_equal(total.indices, np.arange(LENGTH) if total.nnz == LENGTH else support)
@@ -27,10 +37,10 @@ def test_every_dtype(comm, algorithm, dtype, length, offset):
     if algorithm.startswith("dense") and offset:
         length, offset = LENGTH, 0  # a dense vector of 2^40 values has no room
     case = {"dtype": dtype, "length": length, "offset": offset}
-    total = sparse_allreduce(bring("unequal", comm.rank, comm.size, **case), comm, algorithm=algorithm)
+    total = sparse_allreduce(contribution("unequal", comm.rank, comm.size, **case), comm, algorithm=algorithm)
     assert total.dtype == dtype
     assert_same_bits(comm, total)
-    assert_equal(total, sum(window(vector, offset) for vector in bring_all("unequal", comm.size, **case)), offset)
+    assert_equal(total, sum(window(vector, offset) for vector in contributions("unequal", comm.size, **case)), offset)
 
 
 @EXACT
@@ -56,5 +66,5 @@ def test_ranks_that_name_different_algorithms_all_raise(comm, mine):
     other = "auto" if mine == "split_allgather" else "split_allgather"
     with pytest.raises(CollectiveError, match="algorithm must be the same on all ranks, got"):
         sparse_allreduce(
-            bring("random", comm.rank, comm.size), comm, algorithm=mine if comm.rank == comm.size - 1 else other
+            contribution("random", comm.rank, comm.size), comm, algorithm=mine if comm.rank == comm.size - 1 else other
         )

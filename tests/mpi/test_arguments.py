@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import assert_same_bits, bring
+from cases import assert_same_bits, contribution
 from mpi4py import MPI
 
 from collectives import (
@@ -36,7 +36,7 @@ def sparse(indices, values=None, length=LENGTH, dtype=np.float32):
 
 SOUND = sparse([3, 5, 8])
 
-# (what one rank brings, the error that it raises itself); the others raise CollectiveError naming that rank.
+# (what one rank contributes, the error that it raises itself); the others raise CollectiveError naming that rank.
 BAD_VECTORS = {
     "unsorted": (sparse([3, 8, 5, 9]), ValueError, "indices[2] is 5 and follows 8: expected strictly increasing"),
     "repeated": (sparse([3, 5, 5, 9]), ValueError, "indices[2] is 5 and repeats 5: expected strictly increasing"),
@@ -73,7 +73,7 @@ BAD_KEYWORDS = {
         "algorithm is 'tree-ish': expected one of ['auto', 'recursive_doubling'",
     ),
 }
-# what rank 1 brings instead of SOUND and k=5: sound in itself, but not what the others bring
+# what rank 1 contributes instead of SOUND and k=5: sound in itself, but not what the others contribute
 MISMATCHES = {
     "length": (sparse([3], length=99), 5, "length must be the same on all ranks, got 100 on {others}; 99 on rank 1"),
     "dtype": (
@@ -93,7 +93,7 @@ def expect(comm, culprit, error, message, call):
         call()
     if comm.rank != culprit:
         assert f"rank {culprit}: {error.__name__}: " in str(caught.value)
-    result, _ = gtopk_allreduce(bring("random", comm.rank, comm.size), comm)  # nothing is left over of it
+    result, _ = gtopk_allreduce(contribution("random", comm.rank, comm.size), comm)  # nothing is left over of it
     assert_same_bits(comm, result)
 
 
@@ -294,7 +294,7 @@ def test_whatever_one_rank_gives_the_others_hear_of_it(comm, row):
     culprit = comm.rank == comm.size - 1
     with pytest.raises(error if culprit else CollectiveError):
         collective(vector if culprit else sound, comm, **(options if culprit else {}))
-    result, _ = gtopk_allreduce(bring("random", comm.rank, comm.size), comm)
+    result, _ = gtopk_allreduce(contribution("random", comm.rank, comm.size), comm)
     assert_same_bits(comm, result)
 
 

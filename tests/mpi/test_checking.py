@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import LENGTH, bits, bring, bring_all, window
+from cases import LENGTH, bits, contribution, contributions, window
 from disorder import Damaging, over
 
 from collectives import (
@@ -63,7 +63,10 @@ def test_settings_of_an_exchange_that_differ_are_told(comm, watched):
 
 @pytest.mark.parametrize("pattern", ["random", "unequal"])
 def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
-    vector, total = bring(pattern, comm.rank, comm.size), sum(map(window, bring_all(pattern, comm.size)))
+    vector, total = (
+        contribution(pattern, comm.rank, comm.size),
+        sum(map(window, contributions(pattern, comm.size))),
+    )
     for name in ("auto", *allreduce.ALGORITHMS):
         checked = sparse_allreduce(vector, watched, algorithm=name)
         assert bits(checked) == bits(sparse_allreduce(vector, comm, algorithm=name))
@@ -78,7 +81,7 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
     root = comm.size - 1
     assert (sparse_reduce(vector, watched, root, votes=True) is not None) == (comm.rank == root)
     assert bits(sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(
-        bring(pattern, root, root + 1)
+        contribution(pattern, root, root + 1)
     )
     np.testing.assert_array_equal(dense_allreduce(window(vector), watched), total)
     plan = SupportPlan.union(vector, watched)
@@ -91,7 +94,7 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
 @pytest.mark.at_least(2)
 def test_ranks_that_call_different_operations_are_told_who_called_what_from_where(comm, watched):
     """Whether their schedules begin alike or not; at 4 ranks these two do not. And the next call works."""
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     sparse_allgather(vector, watched)
     with pytest.raises(
         CheckError,
@@ -107,7 +110,7 @@ def test_ranks_that_call_different_operations_are_told_who_called_what_from_wher
 def test_several_in_flight_keep_the_order_in_which_mpi_is_called(comm, watched):
     """The rounds of the debug mode end in any order; MPI's own sums have to start in one."""
     requests = [dense_iallreduce(np.full(3, float(turn)), watched) for turn in range(6)]
-    sums = [sparse_iallreduce(bring("random", comm.rank, comm.size), watched)]
+    sums = [sparse_iallreduce(contribution("random", comm.rank, comm.size), watched)]
     order = [(place * 5 + comm.rank) % 6 for place in range(6)]
     for place in order:
         assert requests[place].wait().tolist() == [place * comm.size] * 3
@@ -278,7 +281,7 @@ def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
         "split_allgather": partial(sparse_allreduce, algorithm="split_allgather"),
         "gtopk_allreduce": gtopk_allreduce,
     }[name]
-    vector, last = bring("random", comm.rank, comm.size), int(np.ceil(np.log2(comm.size)))
+    vector, last = contribution("random", comm.rank, comm.size), int(np.ceil(np.log2(comm.size)))
     with over(Damaging, comm) as own:
         run(vector, own)
         sent = comm.bcast(traffic(own).messages, root=comm.size - 1)
@@ -298,7 +301,7 @@ def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
 
 
 def test_off_it_sends_nothing_more(comm, watched):
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     before = traffic(comm).messages
     sparse_allgather(vector, comm)
     plain = traffic(comm).messages - before

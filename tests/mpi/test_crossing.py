@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import LENGTH, assert_equal, bits, bring, bring_all, window
+from cases import LENGTH, assert_equal, bits, contribution, contributions, window
 
 from collectives import allreduce, gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallreduce, traffic
 from collectives.collective import link_of
@@ -33,7 +33,7 @@ def all_of(comm, vector):
 @CALLED_LONG
 @pytest.mark.parametrize("pattern", ["random", "unequal", "one_holds_all"])
 def test_the_bits_and_the_traffic_are_the_same(comm, long, pattern, monkeypatch):
-    vector = bring(pattern, comm.rank, comm.size)
+    vector = contribution(pattern, comm.rank, comm.size)
     before = traffic(comm)
     expected = all_of(comm, vector)
     between = traffic(comm)
@@ -47,7 +47,7 @@ def test_the_bits_and_the_traffic_are_the_same(comm, long, pattern, monkeypatch)
 @CALLED_LONG
 def test_several_in_flight_end_in_any_order(comm, long, monkeypatch):
     call_long(monkeypatch, long)
-    every = bring_all("unequal", comm.size)
+    every = contributions("unequal", comm.size)
     started = [sparse_iallreduce(every[comm.rank], comm, algorithm=name) for name in SUMS]
     started += [gtopk_iallreduce(every[comm.rank], comm, LENGTH, algorithm=name) for name in SELECTIONS]
     for place in np.random.default_rng(comm.rank).permutation(len(started)):

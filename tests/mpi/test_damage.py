@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import assert_equal, bring, bring_all, window
+from cases import assert_equal, contribution, contributions, window
 from disorder import Damaging, over
 
 from collectives import configure, gtopk_allreduce, sparse_allgather, sparse_allreduce
@@ -49,7 +49,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("collective", [sparse_allreduce, sparse_allgather, gtopk_allreduce])
 def test_a_damaged_message_is_an_error_on_all_that_wait_and_never_a_hang(comm, damage, collective):
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     with over(Damaging, comm, culprit=0, which=0, change=staticmethod(DAMAGES[damage])) as own:
         configure(timeout=TIMEOUT)
         try:
@@ -68,4 +68,4 @@ def test_a_damaged_message_is_an_error_on_all_that_wait_and_never_a_hang(comm, d
                 collective(vector, own)
         finally:
             configure(timeout=None)
-    assert_equal(sparse_allreduce(vector, comm), sum(map(window, bring_all("random", comm.size))))
+    assert_equal(sparse_allreduce(vector, comm), sum(map(window, contributions("random", comm.size))))

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from cases import assert_equal, bring, bring_all, window
+from cases import assert_equal, contribution, contributions, window
 from mpi4py import MPI
 
 from collectives import (
@@ -96,7 +96,7 @@ def test_ranks_that_wait_for_each_other_are_told_who_waits_in_what(comm, own):
 
     said = r"all ranks responded: rank 0 waits in round \d of sparse_allgather for rank 1"
     with pytest.raises(CollectiveTimeoutError, match=said):
-        (sparse_allgather if comm.rank else _faulty)(bring("random", comm.rank, comm.size), own)
+        (sparse_allgather if comm.rank else _faulty)(contribution("random", comm.rank, comm.size), own)
 
 
 @pytest.mark.exactly(3)
@@ -107,16 +107,16 @@ def test_a_rank_that_is_merely_slow_is_waited_for(comm, own, pause):
     for _ in range(3):
         if comm.rank == comm.size - 1:
             time.sleep(pause)
-        total = sparse_allreduce(bring("random", comm.rank, comm.size), own)
-        assert_equal(total, sum(window(vector) for vector in bring_all("random", comm.size)))
-    request = sparse_iallreduce(bring("random", comm.rank, comm.size), own)
+        total = sparse_allreduce(contribution("random", comm.rank, comm.size), own)
+        assert_equal(total, sum(window(vector) for vector in contributions("random", comm.size)))
+    request = sparse_iallreduce(contribution("random", comm.rank, comm.size), own)
     time.sleep(1.5 * TIMEOUT)
-    assert_equal(request.wait(), sum(window(vector) for vector in bring_all("random", comm.size)))
+    assert_equal(request.wait(), sum(window(vector) for vector in contributions("random", comm.size)))
 
 
 @pytest.mark.exactly(3)
 def test_all_that_is_in_flight_on_the_communicator_ends(comm, own):
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     if comm.rank < 2:
         requests = [sparse_iallreduce(vector, own), gtopk_iallreduce(vector, own)]
         for request in requests:
@@ -132,7 +132,7 @@ def test_an_interrupt_while_notices_are_awaited_leaves_no_operation_waiting(comm
         raise KeyboardInterrupt
 
     if comm.rank == 0:
-        request = sparse_iallreduce(bring("random", comm.rank, comm.size), own)
+        request = sparse_iallreduce(contribution("random", comm.rank, comm.size), own)
         monkeypatch.setattr(deadline, "receive_notice", interrupted)
         with pytest.raises(KeyboardInterrupt):
             request.wait()

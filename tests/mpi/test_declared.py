@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import bring_all, select, window
+from cases import contributions, select, window
 
 from collectives import gtopk_allreduce, gtopk_iallreduce
 from mpicomp import CheckError, CollectiveError, SparseVector
@@ -32,8 +32,8 @@ def declared(monkeypatch):
 
 @pytest.mark.parametrize("pattern", ["random", "unequal", "disjoint", "empty"])
 def test_a_new_algorithm_is_one_function(comm, declared, pattern):
-    total = sum(window(vector) for vector in bring_all(pattern, comm.size))
-    vector = bring_all(pattern, comm.size)[comm.rank]
+    total = sum(window(vector) for vector in contributions(pattern, comm.size))
+    vector = contributions(pattern, comm.size)[comm.rank]
     for outcome in (
         gtopk_allreduce(vector, comm, 3, algorithm="gathering"),
         gtopk_iallreduce(vector, comm, 3, algorithm="gathering").wait(),
@@ -45,7 +45,7 @@ def test_a_new_algorithm_is_one_function(comm, declared, pattern):
 def test_the_debug_mode_checks_a_new_algorithm(comm, declared, monkeypatch):
     monkeypatch.setenv("MPICOMP_CHECK", "1")
     watched = comm.Dup()
-    vector = bring_all("random", comm.size)[comm.rank]
+    vector = contributions("random", comm.size)[comm.rank]
     gtopk_allreduce(vector, watched, 3, algorithm="gathering")
     with pytest.raises(CheckError, match="gtopk_allreduce: mass is not conserved"):
         gtopk_allreduce(vector, watched, 3, algorithm="forgetful")

@@ -5,33 +5,33 @@ from collectives import dense_allreduce, dense_iallreduce, traffic
 from collectives.runtime import link
 
 
-def brought(rank, shape, dtype):
+def contribution(rank, shape, dtype):
     return np.random.default_rng(rank).integers(-9, 10, shape).astype(dtype)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (1000,), (7, 11, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_the_sum_over_the_ranks(comm, shape, dtype):
-    mine = brought(comm.rank, shape, dtype)
+    mine = contribution(comm.rank, shape, dtype)
     total = dense_allreduce(mine, comm)
-    expected = sum(brought(rank, shape, np.float64) for rank in range(comm.size))
+    expected = sum(contribution(rank, shape, np.float64) for rank in range(comm.size))
     assert total.dtype == dtype
     assert total.shape == shape
     np.testing.assert_array_equal(total, expected)
-    np.testing.assert_array_equal(mine, brought(comm.rank, shape, dtype))
+    np.testing.assert_array_equal(mine, contribution(comm.rank, shape, dtype))
 
 
 def test_an_array_in_fortran_order(comm):
-    mine = np.asfortranarray(brought(comm.rank, (5, 6), np.float32))
-    expected = sum(brought(rank, (5, 6), np.float64) for rank in range(comm.size))
+    mine = np.asfortranarray(contribution(comm.rank, (5, 6), np.float32))
+    expected = sum(contribution(rank, (5, 6), np.float64) for rank in range(comm.size))
     np.testing.assert_array_equal(dense_allreduce(mine, comm), expected)
 
 
 def test_the_array_may_change_once_the_reduction_has_started(comm):
-    mine = brought(comm.rank, 100, np.float32)
+    mine = contribution(comm.rank, 100, np.float32)
     request = dense_iallreduce(mine, comm)
     mine[:] = 99
-    np.testing.assert_array_equal(request.wait(), sum(brought(rank, 100, np.float64) for rank in range(comm.size)))
+    np.testing.assert_array_equal(request.wait(), sum(contribution(rank, 100, np.float64) for rank in range(comm.size)))
 
 
 def test_all_ranks_get_the_same_bits_on_real_numbers(comm):
@@ -48,5 +48,5 @@ def test_the_traffic_is_what_the_best_algorithm_sends(comm):
 
 def test_a_long_array_travels_in_several_pieces(comm, monkeypatch):
     monkeypatch.setattr(link, "_PIECE", 7)
-    total = dense_allreduce(brought(comm.rank, 100, np.float32), comm)
-    np.testing.assert_array_equal(total, sum(brought(rank, 100, np.float64) for rank in range(comm.size)))
+    total = dense_allreduce(contribution(comm.rank, 100, np.float32), comm)
+    np.testing.assert_array_equal(total, sum(contribution(rank, 100, np.float64) for rank in range(comm.size)))

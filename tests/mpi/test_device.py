@@ -5,7 +5,7 @@ Without a GPU the device is the stand-in's: MPI would die of one of its pointers
 
 import numpy as np
 import pytest
-from cases import LENGTH, bring, for_each
+from cases import LENGTH, contribution, for_each
 from devices import assert_same, back, cupy_for_tests, there
 from mpi4py import MPI
 
@@ -41,7 +41,7 @@ def cupy():
 @pytest.mark.parametrize("algorithm", SUMS)
 @for_each(pattern=SOME)
 def test_allreduce(comm, cupy, algorithm, pattern):
-    mine = bring(pattern, comm.rank, comm.size)
+    mine = contribution(pattern, comm.rank, comm.size)
     total = sparse_allreduce(there(mine, cupy), comm, algorithm=algorithm)
     assert_same(total, sparse_allreduce(mine, comm, algorithm=algorithm))
 
@@ -49,7 +49,7 @@ def test_allreduce(comm, cupy, algorithm, pattern):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_codecs_and_dtypes(comm, cupy, codec, dtype):
-    mine = bring("unequal", comm.rank, comm.size, dtype)
+    mine = contribution("unequal", comm.rank, comm.size, dtype)
     total = sparse_allreduce(there(mine, cupy), comm, codec=codec, partition="hashed")
     assert_same(total, sparse_allreduce(mine, comm, partition="hashed"))
 
@@ -57,7 +57,7 @@ def test_codecs_and_dtypes(comm, cupy, codec, dtype):
 @pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 @for_each(pattern=SOME)
 def test_gtopk(comm, cupy, algorithm, pattern):
-    mine = bring(pattern, comm.rank, comm.size)
+    mine = contribution(pattern, comm.rank, comm.size)
     results = gtopk_allreduce(there(mine, cupy), comm, 20, algorithm=algorithm)
     for result, expected in zip(results, gtopk_allreduce(mine, comm, 20, algorithm=algorithm), strict=True):
         assert_same(result, expected)
@@ -77,7 +77,7 @@ def test_ranks_that_name_different_algorithms_raise_and_leave_nothing_in_flight(
 
 
 def test_the_others(comm, cupy):
-    mine = bring("random", comm.rank, comm.size)
+    mine = contribution("random", comm.rank, comm.size)
     for part, expected in zip(sparse_allgather(there(mine, cupy), comm), sparse_allgather(mine, comm), strict=True):
         assert_same(part, expected)
     assert_same(sparse_reduce_scatter(there(mine, cupy), comm), sparse_reduce_scatter(mine, comm))
@@ -89,7 +89,7 @@ def test_the_others(comm, cupy):
 
 
 def test_rows_and_votes(comm, cupy):
-    mine = bring("random", comm.rank, comm.size)
+    mine = contribution("random", comm.rank, comm.size)
     rows = SparseVector(mine.indices, np.stack([mine.values, -mine.values], axis=1), mine.length)
     assert_same(sparse_allreduce(there(rows, cupy), comm), sparse_allreduce(rows, comm))
     total, votes = sparse_allreduce(there(mine, cupy), comm, votes=True)
@@ -99,7 +99,7 @@ def test_rows_and_votes(comm, cupy):
 
 
 def test_plans(comm, cupy):
-    mine = bring("same_support", comm.rank, comm.size)
+    mine = contribution("same_support", comm.rank, comm.size)
     plan = SupportPlan.union(there(mine, cupy), comm)
     values = cupy.asarray(mine.values)
     np.testing.assert_array_equal(plan.allreduce(values).get(), SupportPlan.union(mine, comm).allreduce(mine.values))
@@ -115,9 +115,9 @@ def test_dense(comm, cupy, dtype):
 
 
 def test_some_ranks_on_a_device_and_some_not(comm, cupy):
-    mine = bring("random", comm.rank, comm.size)
-    brings = there(mine, cupy) if comm.rank % 2 else mine
-    total, expected = sparse_allreduce(brings, comm), sparse_allreduce(mine, comm)
+    mine = contribution("random", comm.rank, comm.size)
+    vector = there(mine, cupy) if comm.rank % 2 else mine
+    total, expected = sparse_allreduce(vector, comm), sparse_allreduce(mine, comm)
     if comm.rank % 2:
         total = back(total)
     assert total.values.tobytes() == expected.values.tobytes()
@@ -125,7 +125,7 @@ def test_some_ranks_on_a_device_and_some_not(comm, cupy):
 
 @pytest.mark.parametrize("start", [sparse_iallreduce, gtopk_iallreduce])
 def test_several_in_flight(comm, cupy, start):
-    mine = [bring(pattern, comm.rank, comm.size) for pattern in ("random", "ties", "unequal")]
+    mine = [contribution(pattern, comm.rank, comm.size) for pattern in ("random", "ties", "unequal")]
     requests = [start(there(vector, cupy), comm) for vector in mine]
     for request, vector in reversed(list(zip(requests, mine, strict=True))):
         result, expected = request.wait(), start(vector, comm).wait()
@@ -135,7 +135,7 @@ def test_several_in_flight(comm, cupy, start):
 @pytest.mark.parametrize("pieces", [64, 192])
 def test_a_long_message_comes_in_pieces(comm, cupy, pieces, monkeypatch):
     monkeypatch.setattr(messages, "PIECE", pieces)
-    mine = bring("one_holds_all", comm.rank, comm.size)
+    mine = contribution("one_holds_all", comm.rank, comm.size)
     before = collectives.traffic(comm)
     assert_same(sparse_allreduce(there(mine, cupy), comm), sparse_allreduce(mine, comm))
     requests = [sparse_iallreduce(there(mine, cupy), comm, algorithm=name) for name in SUMS[1:3]]
@@ -147,12 +147,12 @@ def test_a_long_message_comes_in_pieces(comm, cupy, pieces, monkeypatch):
 
 @pytest.mark.at_least(2)
 def test_a_bad_vector_on_one_rank(comm, cupy):
-    mine = bring("random", comm.rank, comm.size)
+    mine = contribution("random", comm.rank, comm.size)
     bad = SparseVector(mine.indices, np.where(mine.indices == mine.indices[3], np.nan, mine.values), LENGTH)
-    brings = there(bad if comm.rank == 1 else mine, cupy)
+    vector = there(bad if comm.rank == 1 else mine, cupy)
     for call in (sparse_allreduce, gtopk_allreduce):
         with pytest.raises(ValueError if comm.rank == 1 else CollectiveError, match=r"values\[3\] is nan"):
-            call(brings, comm)
+            call(vector, comm)
 
 
 @pytest.mark.at_least(2)
@@ -173,7 +173,7 @@ def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, setting, mon
     with pytest.raises(
         ValueError, match=words if comm.rank == comm.size - 1 else "another rank has a bad MPICOMP_CUDA"
     ):
-        sparse_allreduce(bring("random", comm.rank, comm.size), fresh)
+        sparse_allreduce(contribution("random", comm.rank, comm.size), fresh)
     monkeypatch.delenv("MPICOMP_CUDA_AWARE", raising=False)
-    assert sparse_allreduce(bring("random", comm.rank, comm.size), fresh).nnz
+    assert sparse_allreduce(contribution("random", comm.rank, comm.size), fresh).nnz
     fresh.Free()

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import assert_equal, bits, bring, bring_all, butterfly_sum, select, window
+from cases import assert_equal, bits, butterfly_sum, contribution, contributions, select, window
 from disorder import Disordered, over
 
 from collectives import (
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.exactly(size) for size in (2, 3, 4, 5, 7, 8)]
 
 @pytest.mark.parametrize("pattern", ["random", "unequal", "one_holds_all"])
 def test_every_sum_is_that_of_the_oracle(comm, pattern):
-    vector, every = bring(pattern, comm.rank, comm.size), bring_all(pattern, comm.size)
+    vector, every = contribution(pattern, comm.rank, comm.size), contributions(pattern, comm.size)
     dense = [window(each) for each in every]
     total, root = sum(dense), comm.size // 2
     with over(Disordered, comm, seed=comm.size) as rough:
@@ -59,8 +59,8 @@ def test_every_sum_is_that_of_the_oracle(comm, pattern):
 
 @pytest.mark.parametrize("pattern", ["random", "ties"])
 def test_every_gtopk_is_that_of_the_oracle_and_loses_nothing(comm, pattern):
-    vector = bring(pattern, comm.rank, comm.size)
-    dense = [window(each) for each in bring_all(pattern, comm.size)]
+    vector = contribution(pattern, comm.rank, comm.size)
+    dense = [window(each) for each in contributions(pattern, comm.size)]
     expected = {"recursive_doubling": butterfly_sum(dense, [K] * comm.size), "exact": select(sum(dense), K)}
     expected["exact_doubling"] = expected["exact"]
     with over(Disordered, comm, seed=comm.size) as rough:
@@ -74,8 +74,8 @@ def test_every_gtopk_is_that_of_the_oracle_and_loses_nothing(comm, pattern):
 
 def test_several_in_flight_overtake_each_other(comm):
     """Started alike, completed in another order on each rank; the transport reorders across them as well."""
-    vector = bring("random", comm.rank, comm.size)
-    total = sum(window(each) for each in bring_all("random", comm.size))
+    vector = contribution("random", comm.rank, comm.size)
+    total = sum(window(each) for each in contributions("random", comm.size))
     with over(Disordered, comm, seed=7) as rough:
         for turn in range(2):
             starts = [
@@ -110,7 +110,7 @@ def test_an_exchange_has_the_same_bits_as_over_the_plain_transport(comm):
 
 
 def test_bad_arguments_and_deadlines_work_in_disorder(comm):
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     with over(Disordered, comm, seed=5) as rough:
         for name in ALGORITHMS:
             bad = SparseVector([1, 2], [1.0, np.nan], 240)

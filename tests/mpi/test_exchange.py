@@ -26,7 +26,7 @@ LENGTH = 301
 
 
 def gradients(rank, step, dtype=np.float32):
-    """Integers; rank 0 brings nothing in step 1, and all ranks the same in step 2."""
+    """Integers; rank 0 contributes nothing in step 1, and all ranks the same in step 2."""
     rng = np.random.default_rng([step, 0 if step == 2 else rank])
     return (rng.integers(-9, 10, LENGTH) * (0 if step == 1 and rank == 0 else 1)).astype(dtype)
 

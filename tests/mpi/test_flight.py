@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from cases import LENGTH, assert_equal, assert_same_bits, bits, bring, bring_all, window
+from cases import LENGTH, assert_equal, assert_same_bits, bits, contribution, contributions, window
 from mpi4py import MPI
 
 from collectives import (
@@ -31,7 +31,7 @@ from mpicomp import CollectiveError
 
 def start_all(comm):
     """Start one of each, on other data each, and return (request, check of its result)."""
-    vectors = {name: bring_all(name, comm.size) for name in ("random", "unequal", "ties")}
+    vectors = {name: contributions(name, comm.size) for name in ("random", "unequal", "ties")}
     mine = {name: every[comm.rank] for name, every in vectors.items()}
     sums = {name: sum(window(vector) for vector in every) for name, every in vectors.items()}
 
@@ -79,48 +79,48 @@ def test_test_alone_brings_requests_to_their_end(comm):
 
 def test_a_blocking_call_while_others_are_in_flight(comm):
     started = start_all(comm)
-    result, _ = gtopk_allreduce(bring("nested", comm.rank, comm.size), comm, LENGTH)
-    assert_equal(result, sum(window(vector) for vector in bring_all("nested", comm.size)))
+    result, _ = gtopk_allreduce(contribution("nested", comm.rank, comm.size), comm, LENGTH)
+    assert_equal(result, sum(window(vector) for vector in contributions("nested", comm.size)))
     for request, check in reversed(started):
         check(request.wait())
 
 
 def test_wait_may_be_called_again(comm):
-    request = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 5)
+    request = gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, 5)
     assert request.wait() is request.wait()
     assert request.test()
 
 
 def test_a_failed_operation_between_sound_ones(comm):
-    first = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, LENGTH)
-    bad = gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, k=1 + comm.rank)
+    first = gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, LENGTH)
+    bad = gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, k=1 + comm.rank)
     dense = dense_iallreduce(np.ones(3 + comm.rank), comm)
-    last = sparse_iallgather(bring("random", comm.rank, comm.size), comm)
+    last = sparse_iallgather(contribution("random", comm.rank, comm.size), comm)
     assert len(last.wait()) == comm.size
     if comm.size > 1:
         for request in (bad, dense):
             with pytest.raises(CollectiveError):
                 request.wait()
             assert request.test()
-    assert_equal(first.wait()[0], sum(window(vector) for vector in bring_all("random", comm.size)))
+    assert_equal(first.wait()[0], sum(window(vector) for vector in contributions("random", comm.size)))
 
 
 def test_two_communicators_at_once_waited_for_in_opposite_orders(comm):
     other = comm.Dup()
-    a, b = (gtopk_iallreduce(bring("random", comm.rank, comm.size), each, 9) for each in (comm, other))
+    a, b = (gtopk_iallreduce(contribution("random", comm.rank, comm.size), each, 9) for each in (comm, other))
     one, two = (a, b) if comm.rank % 2 else (b, a)
     assert bits(one.wait()[0]) == bits(two.wait()[0])
     other.Free()
 
 
 def test_a_request_that_is_dropped_still_does_its_part(comm):
-    requests = [gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 9) for _ in range(2)]
+    requests = [gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, 9) for _ in range(2)]
     if comm.rank == 0:
         del requests[0]
         gc.collect()
     for request in requests:
         assert_same_bits_of(request.wait()[0], requests[-1].wait()[0])
-    sparse_allgather(bring("empty", comm.rank, comm.size), comm)
+    sparse_allgather(contribution("empty", comm.rank, comm.size), comm)
 
 
 def assert_same_bits_of(a, b):
@@ -129,18 +129,18 @@ def assert_same_bits_of(a, b):
 
 def test_sub_communicators_side_by_side_in_reversed_rank_order(comm):
     half = comm.Split(comm.rank % 2, -comm.rank)
-    vector = bring("random", half.rank, half.size)
+    vector = contribution("random", half.rank, half.size)
     result, rejected = gtopk_allreduce(vector, half, 7)
     assert_same_bits(half, result)
     kept = sum(half.allgather(window(rejected)))
-    np.testing.assert_array_equal(window(result) + kept, sum(window(v) for v in bring_all("random", half.size)))
+    np.testing.assert_array_equal(window(result) + kept, sum(window(v) for v in contributions("random", half.size)))
     half.Free()
 
 
 def test_the_librarys_duplicate_goes_with_the_communicator(comm):
     for _ in range(10):
         fresh = comm.Dup()
-        gtopk_allreduce(bring("empty", comm.rank, comm.size), fresh)
+        gtopk_allreduce(contribution("empty", comm.rank, comm.size), fresh)
         link = link_of(fresh)
         assert link.comm != MPI.COMM_NULL
         fresh.Free()
@@ -149,7 +149,7 @@ def test_the_librarys_duplicate_goes_with_the_communicator(comm):
 
 @pytest.mark.at_least(2)
 def test_a_communicator_that_is_freed_with_an_operation_in_flight_takes_no_other_one_with_it(comm):
-    doomed, vector = comm.Dup(), bring("random", comm.rank, comm.size)
+    doomed, vector = comm.Dup(), contribution("random", comm.rank, comm.size)
     link_of(doomed)
     left = [sparse_iallreduce(vector, doomed, algorithm="recursive_doubling"), gtopk_iallreduce(vector, doomed)]
     doomed.Free()
@@ -163,11 +163,11 @@ def test_a_communicator_that_is_freed_with_an_operation_in_flight_takes_no_other
 def test_the_first_use_of_a_communicator_while_another_has_an_operation_in_flight(comm):
     """Rank 0 waits for the first operation before it starts the second one; the others after they did."""
     one, other = comm.Dup(), comm.Dup()
-    request = gtopk_iallreduce(bring("random", comm.rank, comm.size), one)
+    request = gtopk_iallreduce(contribution("random", comm.rank, comm.size), one)
     if comm.rank == 0:
         request.wait()
-    parts = sparse_allgather(bring("ties", comm.rank, comm.size), other)
-    assert [bits(part) for part in parts] == [bits(vector) for vector in bring_all("ties", comm.size)]
+    parts = sparse_allgather(contribution("ties", comm.rank, comm.size), other)
+    assert [bits(part) for part in parts] == [bits(vector) for vector in contributions("ties", comm.size)]
     assert_same_bits(comm, request.wait()[0])
     one.Free()
     other.Free()
@@ -186,7 +186,7 @@ def test_a_second_thread_is_told_to_stay_out(comm):
 
     def intrude():
         with pytest.raises(RuntimeError, match="two threads are inside the library"):
-            gtopk_iallreduce(bring("random", comm.rank, comm.size), fresh)
+            gtopk_iallreduce(contribution("random", comm.rank, comm.size), fresh)
         said.append(True)
 
     link_of(fresh)  # so that the intruder does not stop in the middle of making one
@@ -202,18 +202,18 @@ def test_traffic_of_the_user_on_the_same_communicator_is_not_touched(comm):
     """The user's own messages, with any tag, do not meet the library's."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sent = comm.isend("the user's", right, tag=0)
-    result, _ = gtopk_allreduce(bring("random", comm.rank, comm.size), comm, 9)
+    result, _ = gtopk_allreduce(contribution("random", comm.rank, comm.size), comm, 9)
     assert comm.recv(source=left, tag=0) == "the user's"
     sent.wait()
     assert_same_bits(comm, result)
 
 
 def test_the_rooted_twins(comm):
-    vector = bring("random", comm.rank, comm.size)
-    total = sum(window(each) for each in bring_all("random", comm.size))
+    vector = contribution("random", comm.rank, comm.size)
+    total = sum(window(each) for each in contributions("random", comm.size))
     reduced, share = sparse_ireduce(vector, comm, root=comm.size - 1), sparse_ireduce_scatter(vector, comm)
     handed = sparse_ibcast(vector, comm)
-    assert bits(handed.wait()) == bits(bring("random", 0, comm.size))
+    assert bits(handed.wait()) == bits(contribution("random", 0, comm.size))
     np.testing.assert_array_equal(sum(comm.allgather(window(share.wait()))), total)
     if comm.rank == comm.size - 1:
         assert_equal(reduced.wait(), total)
@@ -227,7 +227,7 @@ def resident_bytes():
 
 @pytest.mark.exactly(4)
 def test_a_thousand_rounds_in_flight_leave_memory_flat_and_nothing_open(comm):
-    vector, dense = bring("random", comm.rank, comm.size), np.ones(1000)
+    vector, dense = contribution("random", comm.rank, comm.size), np.ones(1000)
 
     def rounds(count):
         for turn in range(count):
@@ -255,7 +255,7 @@ def test_an_interrupt_between_two_rounds_leaves_the_operations_as_they_were(comm
 
     link_of(comm)
     if comm.rank == 0:
-        requests = [sparse_iallgather(bring("random", comm.rank, comm.size), comm) for _ in range(2)]
+        requests = [sparse_iallgather(contribution("random", comm.rank, comm.size), comm) for _ in range(2)]
         with monkeypatch.context() as patched:
             patched.setattr(os, "sched_yield", interrupted)
             patched.setattr(time, "sleep", interrupted)  # where a look took long
@@ -264,14 +264,14 @@ def test_an_interrupt_between_two_rounds_leaves_the_operations_as_they_were(comm
         comm.Barrier()
     else:
         comm.Barrier()
-        requests = [sparse_iallgather(bring("random", comm.rank, comm.size), comm) for _ in range(2)]
+        requests = [sparse_iallgather(contribution("random", comm.rank, comm.size), comm) for _ in range(2)]
     for request in requests:
-        assert [bits(part) for part in request.wait()] == [bits(each) for each in bring_all("random", comm.size)]
+        assert [bits(part) for part in request.wait()] == [bits(each) for each in contributions("random", comm.size)]
 
 
 @pytest.mark.at_least(2)
 def test_an_operation_that_an_interrupt_ended_says_so_and_later_ones_go_on(comm, monkeypatch):
-    vectors = bring_all("random", comm.size)
+    vectors = contributions("random", comm.size)
     add_up, culprit = allreduce.add_up, comm.rank == 0
 
     def interrupted(parts):

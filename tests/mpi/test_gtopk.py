@@ -6,10 +6,10 @@ from cases import (
     assert_equal,
     assert_same_bits,
     bits,
-    bring,
-    bring_all,
     butterfly_sum,
     combine,
+    contribution,
+    contributions,
     for_each,
     select,
     window,
@@ -62,8 +62,8 @@ def check(comm, mine, k, dense, offset=0, algorithm="auto"):
 @EVERY
 @for_each(pattern=PATTERNS, k=[None, 1, 10, 37, LENGTH])
 def test_the_sum_is_conserved_and_the_same_everywhere(comm, algorithm, pattern, k):
-    dense = [window(vector) for vector in bring_all(pattern, comm.size)]
-    check(comm, bring(pattern, comm.rank, comm.size), k, dense, algorithm=algorithm)
+    dense = [window(vector) for vector in contributions(pattern, comm.size)]
+    check(comm, contribution(pattern, comm.rank, comm.size), k, dense, algorithm=algorithm)
 
 
 @EVERY
@@ -71,15 +71,15 @@ def test_a_k_of_zero_is_refused_on_all_ranks_before_a_vector_is_sent(comm, algor
     """As int(density * length) makes it: every step would keep all of the gradient, and train nothing."""
     before = traffic(comm).nbytes
     with pytest.raises(ValueError, match=r"k is 0: expected 1 <= k < \d+; from a density take max\(1, round\("):
-        gtopk_allreduce(bring("random", 0, 1), comm, k=0, algorithm=algorithm)
+        gtopk_allreduce(contribution("random", 0, 1), comm, k=0, algorithm=algorithm)
     assert traffic(comm).nbytes - before <= 1024 * comm.size, "no more than the error notifications"
 
 
 @EVERY
 @for_each(pattern=PATTERNS)
 def test_k_beyond_the_union_gives_the_exact_sum_and_rejects_nothing(comm, algorithm, pattern):
-    result, rejected = gtopk_allreduce(bring(pattern, comm.rank, comm.size), comm, k=2**40, algorithm=algorithm)
-    assert_equal(result, sum(window(vector) for vector in bring_all(pattern, comm.size)))
+    result, rejected = gtopk_allreduce(contribution(pattern, comm.rank, comm.size), comm, k=2**40, algorithm=algorithm)
+    assert_equal(result, sum(window(vector) for vector in contributions(pattern, comm.size)))
     assert not sum(comm.allgather(window(rejected))).any()
     assert rejected.nnz == 0 or algorithm == "node_leaders", "what cancelled out stays with its ranks in that one alone"
 
@@ -89,8 +89,8 @@ def test_k_beyond_the_union_gives_the_exact_sum_and_rejects_nothing(comm, algori
 @EVERY
 def test_every_dtype(comm, algorithm, dtype, length, offset):
     case = {"dtype": dtype, "length": length, "offset": offset}
-    dense = [window(vector, offset) for vector in bring_all("random", comm.size, **case)]
-    result, _ = check(comm, bring("random", comm.rank, comm.size, **case), 12, dense, offset, algorithm)
+    dense = [window(vector, offset) for vector in contributions("random", comm.size, **case)]
+    result, _ = check(comm, contribution("random", comm.rank, comm.size, **case), 12, dense, offset, algorithm)
     assert result.dtype == dtype
 
 
@@ -105,7 +105,7 @@ def test_two_runs_give_the_same_bits_on_real_numbers(comm, algorithm):
 
 
 def test_the_inputs_are_left_alone(comm):
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     before = bits(vector)
     gtopk_allreduce(vector, comm, 5)
     assert bits(vector) == before
@@ -129,7 +129,10 @@ def test_ranks_that_name_different_algorithms_all_raise(comm, mine, others):
         mine = "recursive_doubling"
     with pytest.raises(CollectiveError, match="algorithm must be the same on all ranks, got"):
         gtopk_allreduce(
-            bring("random", comm.rank, comm.size), comm, 9, algorithm=mine if comm.rank == comm.size - 1 else others
+            contribution("random", comm.rank, comm.size),
+            comm,
+            9,
+            algorithm=mine if comm.rank == comm.size - 1 else others,
         )
 
 
@@ -173,7 +176,12 @@ def test_any_mixture_of_algorithms_raises_everywhere_and_leaves_nothing_in_fligh
         comm.Barrier()
         assert not link.link_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         comm.Barrier()
-    check(comm, bring("random", comm.rank, comm.size), 9, [window(each) for each in bring_all("random", comm.size)])
+    check(
+        comm,
+        contribution("random", comm.rank, comm.size),
+        9,
+        [window(each) for each in contributions("random", comm.size)],
+    )
 
 
 @pytest.mark.at_least(2)

@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bring, bring_all, for_each, select, window
+from cases import (
+    LENGTH,
+    PATTERNS,
+    assert_equal,
+    assert_same_bits,
+    contribution,
+    contributions,
+    for_each,
+    select,
+    window,
+)
 
 from collectives import (
     allreduce,
@@ -25,16 +35,16 @@ CUTTING = ["auto", *(name for name in allreduce.ALGORITHMS if name not in allred
 @pytest.mark.parametrize("algorithm", CUTTING)
 @for_each(partition=PARTITIONS, pattern=["random", "one_holds_all", "blocks", "same_support", "empty"])
 def test_the_sum_does_not_depend_on_the_partition(comm, pattern, partition, algorithm):
-    vector = bring(pattern, comm.rank, comm.size)
+    vector = contribution(pattern, comm.rank, comm.size)
     total = sparse_allreduce(vector, comm, algorithm=algorithm, partition=partition)
     assert_same_bits(comm, total)
-    assert_equal(total, sum(window(each) for each in bring_all(pattern, comm.size)))
+    assert_equal(total, sum(window(each) for each in contributions(pattern, comm.size)))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_hashed_reduce_scatter(comm, pattern):
-    share = sparse_reduce_scatter(bring(pattern, comm.rank, comm.size), comm, partition="hashed")
-    whole = sum(window(each) for each in bring_all(pattern, comm.size))
+    share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm, partition="hashed")
+    whole = sum(window(each) for each in contributions(pattern, comm.size))
     mine = hashed_blocks(LENGTH, comm.size).owners(np.arange(LENGTH)) == comm.rank
     assert_equal(share, np.where(mine, whole, 0))
 
@@ -42,8 +52,8 @@ def test_a_hashed_reduce_scatter(comm, pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_reduce_scatter_between_the_callers_bounds(comm, pattern):
     bounds = [0, *sorted(np.random.default_rng(comm.size).integers(0, LENGTH, comm.size - 1)), LENGTH]
-    share = sparse_reduce_scatter(bring(pattern, comm.rank, comm.size), comm, partition=bounds)
-    whole = sum(window(each) for each in bring_all(pattern, comm.size))
+    share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm, partition=bounds)
+    whole = sum(window(each) for each in contributions(pattern, comm.size))
     whole[: bounds[comm.rank]] = whole[bounds[comm.rank + 1] :] = 0
     assert_equal(share, whole)
 
@@ -74,7 +84,7 @@ BAD_PARTITIONS = [
 
 @pytest.mark.parametrize(("collective", "bad", "error", "message"), BAD_PARTITIONS, ids=range(len(BAD_PARTITIONS)))
 def test_bad_partitions_raise_everywhere(comm, collective, bad, error, message):
-    vector, culprit = bring("random", comm.rank, comm.size), comm.size - 1
+    vector, culprit = contribution("random", comm.rank, comm.size), comm.size - 1
     with pytest.raises(error if comm.rank == culprit else CollectiveError, match=message):
         collective(vector, comm, partition=bad if comm.rank == culprit else "equal")
 
@@ -83,8 +93,8 @@ def test_bounds_are_compared_as_numbers_whatever_holds_them(comm):
     bounds = [LENGTH * rank // comm.size for rank in range(comm.size + 1)]
     kinds = [list, tuple, np.array, lambda some: [np.int64(each) for each in some], iter]
     mine = kinds[comm.rank % len(kinds)](bounds)
-    share = sparse_reduce_scatter(bring("random", comm.rank, comm.size), comm, partition=mine)
-    whole = sum(window(each) for each in bring_all("random", comm.size))
+    share = sparse_reduce_scatter(contribution("random", comm.rank, comm.size), comm, partition=mine)
+    whole = sum(window(each) for each in contributions("random", comm.size))
     np.testing.assert_array_equal(sum(comm.allgather(window(share))), whole)
 
 
@@ -93,7 +103,7 @@ def test_bounds_that_differ_raise_however_they_are_printed(comm):
     bounds = np.array([LENGTH * rank // comm.size for rank in range(comm.size + 1)])
     bounds[1] -= comm.rank == 1
     with np.printoptions(threshold=2, edgeitems=1), pytest.raises(CollectiveError, match="partition must be the same"):
-        sparse_reduce_scatter(bring("random", comm.rank, comm.size), comm, partition=bounds)
+        sparse_reduce_scatter(contribution("random", comm.rank, comm.size), comm, partition=bounds)
 
 
 @pytest.mark.at_least(2)
@@ -103,7 +113,9 @@ def test_partitions_that_differ_raise_everywhere(comm, collective):
         CollectiveError, match=r"partition must be the same on all ranks, got equal on rank.*; hashed on"
     ):
         collective(
-            bring("random", comm.rank, comm.size), comm, partition="equal" if comm.rank < comm.size - 1 else "hashed"
+            contribution("random", comm.rank, comm.size),
+            comm,
+            partition="equal" if comm.rank < comm.size - 1 else "hashed",
         )
 
 
@@ -161,9 +173,9 @@ def places(comm):
 @for_each(pattern=["random", "unequal", "one_holds_all", "blocks"])
 def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
     places(names)
-    total = sparse_allreduce(bring(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
+    total = sparse_allreduce(contribution(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
     assert_same_bits(comm, total)
-    assert_equal(total, sum(window(each) for each in bring_all(pattern, comm.size)))
+    assert_equal(total, sum(window(each) for each in contributions(pattern, comm.size)))
 
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB"])
@@ -171,7 +183,7 @@ def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
 @for_each(pattern=PATTERNS, k=[None, 1, 30])
 def test_gtopk_over_several_nodes(comm, places, pattern, k, algorithm, names):
     places(names)
-    vectors = bring_all(pattern, comm.size)
+    vectors = contributions(pattern, comm.size)
     total = sum(window(each) for each in vectors)
     result, rejected = gtopk_allreduce(vectors[comm.rank], comm, k, algorithm=algorithm)
     assert_same_bits(comm, result)

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, bring, bring_all
+from cases import LENGTH, PATTERNS, contribution, contributions
 
 from collectives import SupportPlan, traffic
 from mpicomp import CollectiveError, SparseVector
@@ -26,8 +26,8 @@ def check_sums(comm, plan):
 @pytest.mark.parametrize("case", [{}, {"dtype": np.float64, "length": 2**40, "offset": 2**39}], ids=["int32", "int64"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_plan_of_the_union(comm, pattern, case):
-    plan = SupportPlan.union(bring(pattern, comm.rank, comm.size, **case), comm)
-    supports = [vector.indices for vector in bring_all(pattern, comm.size, **case)]
+    plan = SupportPlan.union(contribution(pattern, comm.rank, comm.size, **case), comm)
+    supports = [vector.indices for vector in contributions(pattern, comm.size, **case)]
     np.testing.assert_array_equal(plan.indices, np.unique(np.concatenate(supports)))
     assert plan.length == case.get("length", LENGTH)
     check_sums(comm, plan)
@@ -44,7 +44,7 @@ def test_a_plan_of_a_dense_union_has_no_more_indices_than_the_union(comm):
 @pytest.mark.parametrize("root", ["first", "last"])
 def test_a_plan_of_a_leader(comm, root):
     root = 0 if root == "first" else comm.size - 1
-    theirs = bring("random", root, comm.size)
+    theirs = contribution("random", root, comm.size)
     plan = SupportPlan.leader(theirs if comm.rank == root else None, comm, root)
     np.testing.assert_array_equal(plan.indices, theirs.indices)
     assert plan.length == LENGTH
@@ -64,8 +64,8 @@ def test_a_plan_of_a_shared_seed(comm, length, k):
 def test_several_in_flight(comm):
     one, other = (SupportPlan.irandom(100, 9, comm, seed) for seed in (1, 2))
     third, fourth = (
-        SupportPlan.iunion(bring("random", comm.rank, comm.size), comm),
-        SupportPlan.ileader(bring("random", 0, comm.size), comm),
+        SupportPlan.iunion(contribution("random", comm.rank, comm.size), comm),
+        SupportPlan.ileader(contribution("random", 0, comm.size), comm),
     )
     fourth, third, other, one = (request.wait() for request in (fourth, third, other, one))
     sums = [plan.iallreduce(np.full(9, comm.rank + 1.0)) for plan in (one, other)]
@@ -160,6 +160,6 @@ def test_plans_of_the_same_indices_in_vectors_of_different_lengths_differ(comm):
 def test_a_bad_vector_for_a_plan_raises_everywhere(comm):
     bad, culprit = SparseVector(np.array([3, 1, 5], np.int32), np.ones(3), 9), comm.size - 1
     with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="strictly increasing"):
-        SupportPlan.union(bad if comm.rank == culprit else bring("random", 0, 1), comm)
+        SupportPlan.union(bad if comm.rank == culprit else contribution("random", 0, 1), comm)
     with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="vector is NoneType"):
         SupportPlan.leader(None, comm)

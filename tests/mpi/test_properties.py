@@ -1,4 +1,4 @@
-"""Property-based: whatever the ranks bring. All ranks draw the same cases, and a failure on one fails all of them."""
+"""Property-based: whatever the ranks contribute. All ranks draw the same cases; a failure on one fails all."""
 
 import numpy as np
 import pytest

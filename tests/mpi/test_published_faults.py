@@ -1,7 +1,7 @@
 """The faults of published code, one by one: each test fails on a library that has the fault.
 
 Device buffers that are staged message by message have no test yet: arrays on a device are refused (test_arrays.py).
-What a rank that brings another length, dtype or k gets instead of a hang is the table in test_arguments.py.
+What a rank that contributes another length, dtype or k gets instead of a hang is the table in test_arguments.py.
 """
 
 import ast
@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from cases import assert_equal, assert_same_bits, bits, bring, bring_all, select, window
+from cases import assert_equal, assert_same_bits, bits, contribution, contributions, select, window
 
 import collectives
 from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
@@ -27,8 +27,8 @@ SELECTIONS = pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 @SELECTIONS
 def test_powers_of_two_only_and_an_index_past_a_list_at_three(comm, algorithm):
     """Every number of ranks: this test runs for 3, 5 and 7 as for 4 and 8."""
-    result, rejected = gtopk_allreduce(bring("random", comm.rank, comm.size), comm, 10, algorithm=algorithm)
-    whole = sum(window(vector) for vector in bring_all("random", comm.size))
+    result, rejected = gtopk_allreduce(contribution("random", comm.rank, comm.size), comm, 10, algorithm=algorithm)
+    whole = sum(window(vector) for vector in contributions("random", comm.size))
     np.testing.assert_array_equal(window(result) + sum(comm.allgather(window(rejected))), whole)
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_need_nothing_of_a_late_one_do_not_wait_for_it(comm):
     if comm.rank == 0:
         comm.recv(source=2)  # comes only when rank 2 is in its second round
     before = link.traffic.messages
-    request = collectives.gtopk_iallreduce(bring("random", comm.rank, comm.size), comm, 9)
+    request = collectives.gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, 9)
     if comm.rank == 2:
         while link.traffic.messages - before < 2:
             assert not request.test()
@@ -64,8 +64,8 @@ def test_ranks_that_need_nothing_of_a_late_one_do_not_wait_for_it(comm):
 
 @SELECTIONS
 def test_equal_k_demanded_on_all_ranks(comm, algorithm):
-    """Each rank brings another number of entries, and some none."""
-    mine = bring("unequal", comm.rank, comm.size)
+    """Each rank contributes another number of entries, and some none."""
+    mine = contribution("unequal", comm.rank, comm.size)
     result, _ = gtopk_allreduce(mine, comm, algorithm=algorithm)
     assert_same_bits(comm, result)
     assert result.nnz <= max(comm.allgather(mine.nnz))
@@ -74,7 +74,7 @@ def test_equal_k_demanded_on_all_ranks(comm, algorithm):
 @SUMS
 def test_an_empty_rank_hangs_or_crashes(comm, algorithm):
     vectors = [
-        vector if rank % 2 else SparseVector.empty(240) for rank, vector in enumerate(bring_all("ties", comm.size))
+        vector if rank % 2 else SparseVector.empty(240) for rank, vector in enumerate(contributions("ties", comm.size))
     ]
     total = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm)
     assert_equal(total, sum(window(vector) for vector in vectors))
@@ -118,8 +118,8 @@ def test_sums_of_boundaries_that_overflow(comm, algorithm, length):
 def test_the_world_in_place_of_the_communicator(comm):
     """Two halves at once, in reversed order of the ranks, over several collectives."""
     half = comm.Split(comm.rank % 2, -comm.rank)
-    mine = bring("random", half.rank, half.size)
-    whole = sum(window(vector) for vector in bring_all("random", half.size))
+    mine = contribution("random", half.rank, half.size)
+    whole = sum(window(vector) for vector in contributions("random", half.size))
     for algorithm in allreduce.ALGORITHMS:
         assert_equal(sparse_allreduce(mine, half, algorithm=algorithm), whole)
     assert_equal(gtopk_allreduce(mine, half, 9, algorithm="exact")[0], select(whole, 9))
@@ -137,7 +137,7 @@ def test_sends_that_nobody_waits_for(comm, algorithm, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(link, "send", recording)
-    sparse_allreduce(bring("random", comm.rank, comm.size), comm, algorithm=algorithm)
+    sparse_allreduce(contribution("random", comm.rank, comm.size), comm, algorithm=algorithm)
     assert comm.size == 1 or made
     assert not any(
         request for sending in made for request in sending._requests
@@ -178,10 +178,10 @@ def clearing_rule(dense, k):
     A tree to rank 0; afterwards a rank keeps of its own entries those whose indices are not in the result.
     """
     held = [top_k(SparseVector.from_dense(vector), k)[0] for vector in dense]
-    brought = held
+    selected = held
     while len(held) > 1:
         held = [top_k(merge(a, b), k)[0] for a, b in zip(held[::2], held[1::2], strict=True)]
-    kept = [np.where(np.isin(np.arange(dense[0].size), held[0].indices), 0, vector.to_dense()) for vector in brought]
+    kept = [np.where(np.isin(np.arange(dense[0].size), held[0].indices), 0, vector.to_dense()) for vector in selected]
     return held[0], sum(kept)
 
 
@@ -190,9 +190,9 @@ def leaking(size, length=60, k=6):
     for seed in range(100):
         dense = [np.random.default_rng([seed, rank]).integers(-9, 10, length).astype(float) for rank in range(size)]
         result, kept = clearing_rule(dense, k)
-        brought = sum(select(vector, k) for vector in dense)
-        if not np.array_equal(result.to_dense() + kept, brought):
-            return dense, brought
+        total = sum(select(vector, k) for vector in dense)
+        if not np.array_equal(result.to_dense() + kept, total):
+            return dense, total
     raise AssertionError("no case leaks")
 
 
@@ -202,11 +202,11 @@ def leaking(size, length=60, k=6):
 def test_an_entry_dropped_half_way_is_lost_when_its_index_survives_elsewhere(comm, algorithm):
     """The published rule loses mass on these inputs; ours does not."""
     k = 6
-    dense, brought = leaking(comm.size, k=k)
+    dense, total = leaking(comm.size, k=k)
     mine = top_k(SparseVector.from_dense(dense[comm.rank]), k)[0]
     result, rejected = gtopk_allreduce(mine, comm, k, algorithm=algorithm)
     kept = comm.allgather(rejected.to_dense())
-    np.testing.assert_array_equal(result.to_dense() + sum(kept), brought)
+    np.testing.assert_array_equal(result.to_dense() + sum(kept), total)
 
 
 def test_parts_of_variable_length(comm):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, bits, bring, bring_all, window
+from cases import LENGTH, PATTERNS, assert_equal, bits, contribution, contributions, window
 
 from collectives import sparse_bcast, sparse_reduce, sparse_reduce_scatter
 from collectives.partition import equal_ranges
@@ -11,8 +11,8 @@ from mpicomp import CollectiveError, SparseVector
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_reduce_scatter_gives_every_rank_its_range_of_the_sum(comm, pattern):
-    share = sparse_reduce_scatter(bring(pattern, comm.rank, comm.size), comm)
-    expected = sum(window(vector) for vector in bring_all(pattern, comm.size))
+    share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm)
+    expected = sum(window(vector) for vector in contributions(pattern, comm.size))
     first, end = equal_ranges(LENGTH, comm.size).bounds[comm.rank : comm.rank + 2]
     expected[:first] = expected[end:] = 0
     assert share.length == LENGTH
@@ -22,8 +22,8 @@ def test_reduce_scatter_gives_every_rank_its_range_of_the_sum(comm, pattern):
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_reduce_scatter_of_64_bit_indices(comm, dtype):
     case = {"dtype": dtype, "length": 2**40, "offset": 2**40 - LENGTH}
-    share = sparse_reduce_scatter(bring("nested", comm.rank, comm.size, **case), comm)
-    expected = sum(window(vector, case["offset"]) for vector in bring_all("nested", comm.size, **case))
+    share = sparse_reduce_scatter(contribution("nested", comm.rank, comm.size, **case), comm)
+    expected = sum(window(vector, case["offset"]) for vector in contributions("nested", comm.size, **case))
     assert_equal(share, expected * (comm.rank == comm.size - 1), case["offset"])
 
 
@@ -31,9 +31,9 @@ def test_reduce_scatter_of_64_bit_indices(comm, dtype):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_reduce_gives_the_root_the_sum(comm, pattern, root):
     root = 0 if root == "first" else comm.size - 1
-    total = sparse_reduce(bring(pattern, comm.rank, comm.size), comm, root=root)
+    total = sparse_reduce(contribution(pattern, comm.rank, comm.size), comm, root=root)
     if comm.rank == root:
-        assert_equal(total, sum(window(vector) for vector in bring_all(pattern, comm.size)))
+        assert_equal(total, sum(window(vector) for vector in contributions(pattern, comm.size)))
     else:
         assert total is None
 
@@ -42,20 +42,20 @@ def test_reduce_gives_the_root_the_sum(comm, pattern, root):
 @pytest.mark.parametrize("case", [{}, {"dtype": np.float16}, {"length": 2**40, "offset": 2**39}], ids=str)
 def test_bcast_hands_the_roots_vector_out(comm, root, case):
     root = 0 if root == "first" else comm.size - 1
-    theirs = bring("random", root, comm.size, **case)
+    theirs = contribution("random", root, comm.size, **case)
     got = sparse_bcast(theirs if comm.rank == root else None, comm, root=root)
     assert bits(got) == bits(theirs)
 
 
 def test_the_server_pattern(comm):
-    total = sparse_reduce(bring("random", comm.rank, comm.size), comm)
+    total = sparse_reduce(contribution("random", comm.rank, comm.size), comm)
     everywhere = sparse_bcast(total, comm)
-    assert_equal(everywhere, sum(window(vector) for vector in bring_all("random", comm.size)))
+    assert_equal(everywhere, sum(window(vector) for vector in contributions("random", comm.size)))
 
 
 @pytest.mark.parametrize("collective", [sparse_reduce, sparse_bcast])
 def test_a_bad_root_raises_everywhere(comm, collective):
-    vector, culprit = bring("random", comm.rank, comm.size), comm.size - 1
+    vector, culprit = contribution("random", comm.rank, comm.size), comm.size - 1
     for bad, error in ((comm.size, ValueError), (-1, ValueError), ("0", TypeError)):
         with pytest.raises(error if comm.rank == culprit else CollectiveError, match=r"root is .*: expected"):
             collective(vector, comm, root=bad if comm.rank == culprit else 0)
@@ -65,7 +65,7 @@ def test_a_bad_root_raises_everywhere(comm, collective):
 @pytest.mark.parametrize("collective", [sparse_reduce, sparse_bcast])
 def test_roots_that_differ_raise_everywhere(comm, collective):
     with pytest.raises(CollectiveError, match="root must be the same on all ranks, got 0 on rank"):
-        collective(bring("random", comm.rank, comm.size), comm, root=int(comm.rank == comm.size - 1))
+        collective(contribution("random", comm.rank, comm.size), comm, root=int(comm.rank == comm.size - 1))
 
 
 def test_what_only_the_root_brings_is_checked_on_the_root(comm):
@@ -75,4 +75,4 @@ def test_what_only_the_root_brings_is_checked_on_the_root(comm):
     with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="vector is NoneType"):
         sparse_bcast(None, comm)
     with pytest.raises(OverflowError if comm.rank == comm.size - 1 else CollectiveError, match="overflow"):
-        sparse_bcast(OverflowError("overflow") if comm.rank == comm.size - 1 else bring("random", 0, 1), comm)
+        sparse_bcast(OverflowError("overflow") if comm.rank == comm.size - 1 else contribution("random", 0, 1), comm)

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_same_bits, bits, bring, bring_all, for_each
+from cases import LENGTH, PATTERNS, assert_same_bits, bits, contribution, contributions, for_each
 
 from collectives import (
     allreduce,
@@ -26,14 +26,14 @@ def rows(vector):
 
 
 def expected(pattern, size, **case):
-    return sum(rows(vector).to_dense() for vector in bring_all(pattern, size, **case))
+    return sum(rows(vector).to_dense() for vector in contributions(pattern, size, **case))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
 @for_each(case=[*((pattern, np.float32) for pattern in PATTERNS), ("random", np.float16), ("ties", float)])
 def test_the_exact_sum_of_rows(comm, algorithm, case):
     pattern, dtype = case
-    total = sparse_allreduce(rows(bring(pattern, comm.rank, comm.size, dtype=dtype)), comm, algorithm=algorithm)
+    total = sparse_allreduce(rows(contribution(pattern, comm.rank, comm.size, dtype=dtype)), comm, algorithm=algorithm)
     total.validate()
     assert (total.width, total.dtype) == (3, dtype)
     assert_same_bits(comm, total)
@@ -41,8 +41,8 @@ def test_the_exact_sum_of_rows(comm, algorithm, case):
 
 
 def test_rows_in_the_other_collectives(comm):
-    mine, whole = rows(bring("unequal", comm.rank, comm.size)), expected("unequal", comm.size)
-    theirs = [rows(vector) for vector in bring_all("unequal", comm.size)]
+    mine, whole = rows(contribution("unequal", comm.rank, comm.size)), expected("unequal", comm.size)
+    theirs = [rows(vector) for vector in contributions("unequal", comm.size)]
     assert [bits(part) for part in sparse_allgather(mine, comm)] == [bits(vector) for vector in theirs]
     shares = comm.allgather(sparse_reduce_scatter(mine, comm).to_dense())
     np.testing.assert_array_equal(sum(shares), whole)
@@ -65,7 +65,7 @@ def test_widths_that_differ_raise_everywhere(comm, collective):
 
 @pytest.mark.parametrize("algorithm", ["auto", "tree", "exact"])
 def test_gtopk_does_not_take_rows(comm, algorithm):
-    bad, culprit = rows(bring("random", comm.rank, comm.size)), comm.size - 1
+    bad, culprit = rows(contribution("random", comm.rank, comm.size)), comm.size - 1
     call = partial(gtopk_allreduce, comm=comm, k=5, algorithm=algorithm)
     with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="vector has rows of 3 values"):
-        call(bad if comm.rank == culprit else bring("random", 0, 1))
+        call(bad if comm.rank == culprit else contribution("random", 0, 1))

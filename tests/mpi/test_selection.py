@@ -167,7 +167,7 @@ def test_a_call_that_a_rank_did_not_complete_is_not_counted(comm, culprit):
 @pytest.mark.parametrize("culprit", ["the leader", "another rank"])
 @pytest.mark.parametrize("call", ["compress", "compress_sum"])
 def test_a_leaders_call_raises_on_all_ranks_or_on_none(comm, culprit, call):
-    """Also where a rank failed before, and brings its error."""
+    """Also where a rank failed before, and contributes its error."""
     culprit = comm.rank == (0 if culprit == "the leader" else comm.size - 1)
     leader, sound = CyclicLeader(comm, k=3), np.arange(9.0)
     gradient = np.full(9, np.nan) if culprit else sound

@@ -1,8 +1,8 @@
-"""Sums that carry how many ranks brought each entry."""
+"""Sums that carry how many ranks contributed each entry."""
 
 import numpy as np
 import pytest
-from cases import PATTERNS, assert_equal, bring, bring_all, for_each, window
+from cases import PATTERNS, assert_equal, contribution, contributions, for_each, window
 
 from collectives import allreduce, sparse_allreduce, sparse_reduce
 from mpicomp import CollectiveError, SparseVector
@@ -16,20 +16,20 @@ def votes_of(vectors):
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
 @for_each(pattern=["random", "unequal", "one_holds_all", "cancelling"])
 def test_an_allreduce_counts_who_brought_an_entry(comm, pattern, algorithm):
-    vectors = bring_all(pattern, comm.size)
+    vectors = contributions(pattern, comm.size)
     total, votes = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, votes=True)
     assert_equal(total, sum(window(vector) for vector in vectors))
     union, counts = votes_of(vectors)
     np.testing.assert_array_equal(total.indices[votes > 0], union)
     np.testing.assert_array_equal(votes[votes > 0], counts)
     if not algorithm.startswith("dense"):
-        assert votes.all(), "an entry that no rank brought"
+        assert votes.all(), "an entry that no rank contributed"
     assert votes.dtype == np.int64
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_reduce_counts_them_for_the_root(comm, pattern):
-    vectors, root = bring_all(pattern, comm.size), comm.size - 1
+    vectors, root = contributions(pattern, comm.size), comm.size - 1
     outcome = sparse_reduce(vectors[comm.rank], comm, root, votes=True)
     if comm.rank != root:
         assert outcome is None
@@ -50,7 +50,7 @@ def test_rows_are_counted_too(comm, width):
 
 @pytest.mark.at_least(2)
 def test_votes_on_some_ranks_only_raise_everywhere(comm):
-    vector = bring("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     with pytest.raises(CollectiveError, match="votes must be the same on all ranks, got False on rank 0; True on"):
         sparse_allreduce(vector, comm, votes=comm.rank > 0, algorithm="split_allgather")
     with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="votes is 1: expected True or False"):

@@ -1,7 +1,7 @@
 """How ranks wait, as the environment and the cores say; and that both ways give the same bits."""
 
 import pytest
-from cases import assert_same_bits, bits, bring
+from cases import assert_same_bits, bits, contribution
 from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_allreduce
@@ -10,16 +10,16 @@ from collectives.runtime import waiting
 
 
 def asking(comm, monkeypatch, setting, cores, *, gives=False):
-    """Return a duplicate of `comm` on which this rank said how it waits, and whether it naps there."""
+    """Return a duplicate of `comm` on which this rank said how it waits, and whether it backs off there."""
     monkeypatch.setenv(waiting.VARIABLE, setting)
     monkeypatch.setattr(waiting, "cores", lambda: cores)
     monkeypatch.setattr(waiting, "gives_the_core_away", lambda: gives)
     own = comm.Dup()
-    return own, link_of(own).naps
+    return own, link_of(own).backs_off
 
 
 @pytest.mark.parametrize(("setting", "cores", "expected"), [
-    ("nap", lambda rank: (1 << 64) - 1, lambda size: True),
+    ("backoff", lambda rank: (1 << 64) - 1, lambda size: True),
     ("block", lambda rank: 1, lambda size: False),
     ("auto", lambda rank: 1, lambda size: size > 1),  # all on one core
     ("auto", lambda rank: 1 << rank, lambda size: False),  # bound to a core each
@@ -27,15 +27,15 @@ def asking(comm, monkeypatch, setting, cores, *, gives=False):
     ("auto", lambda rank: 7, lambda size: size > 3),
 ])  # fmt: skip
 def test_a_rank_naps_where_it_is_told_to_or_ranks_outnumber_cores(comm, monkeypatch, setting, cores, expected):
-    own, naps = asking(comm, monkeypatch, setting, cores(comm.rank))
-    assert naps == expected(comm.size)
+    own, backs_off = asking(comm, monkeypatch, setting, cores(comm.rank))
+    assert backs_off == expected(comm.size)
     own.Free()
 
 
 def test_a_rank_waits_inside_an_mpi_that_gives_the_core_away(comm, monkeypatch):
-    for setting, expected in ("auto", False), ("nap", True):
-        own, naps = asking(comm, monkeypatch, setting, 1, gives=True)
-        assert naps == expected
+    for setting, expected in ("auto", False), ("backoff", True):
+        own, backs_off = asking(comm, monkeypatch, setting, 1, gives=True)
+        assert backs_off == expected
         own.Free()
 
 
@@ -44,8 +44,8 @@ def test_which_mpi_gives_the_core_away():
 
 
 def test_both_ways_give_the_same_bits(comm, monkeypatch):
-    vector, results = bring("random", comm.rank, comm.size), []
-    for setting in "nap", "block":
+    vector, results = contribution("random", comm.rank, comm.size), []
+    for setting in "backoff", "block":
         own, _ = asking(comm, monkeypatch, setting, 1)
         for algorithm in "recursive_doubling", "exact":
             results.append(bits(gtopk_allreduce(vector, own, 9, algorithm=algorithm)[0]))
@@ -66,10 +66,10 @@ def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, monkeyp
         monkeypatch.setenv(waiting.TIMEOUT, said)
     assert waiting.asked_timeout() is None
     with pytest.raises(ValueError, match=f"MPICOMP_TIMEOUT on rank {last} is '{said}': expected seconds above 0"):
-        sparse_allreduce(bring("random", comm.rank, comm.size), own)
+        sparse_allreduce(contribution("random", comm.rank, comm.size), own)
     own.Barrier()
     monkeypatch.setenv(waiting.TIMEOUT, "")
-    assert_same_bits(comm, sparse_allreduce(bring("random", comm.rank, comm.size), own))
+    assert_same_bits(comm, sparse_allreduce(contribution("random", comm.rank, comm.size), own))
     own.Free()
 
 
