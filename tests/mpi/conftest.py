@@ -1,12 +1,14 @@
-"""Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P, on the first P ranks.
+"""Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P.
 
-P = 16 is there in a world of 16 only. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others.
+Groups that fit into the world beside each other run a test at the same time: of 8 ranks, P = 5 and P = 3. P = 16 is
+there in a world of 16 only. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others.
 """
 
 import pytest
 from mpi4py import MPI
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+WORLD = MPI.COMM_WORLD
 
 
 def pytest_collection_modifyitems(items):
@@ -15,21 +17,34 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    """Let the ranks outside of the group sit the test out: a true value ends the call."""
+    """Let the ranks outside of the groups sit the test out: a true value ends the call."""
     outside = pyfuncitem.funcargs.get("comm") == MPI.COMM_NULL
     return True if outside else None
 
 
+def side_by_side(sizes, ranks):
+    """Return the sizes in tuples, each of which so many ranks have room for, the largest first."""
+    found = []
+    for size in sorted(sizes, reverse=True):
+        place = next((each for each in found if sum(each) + size <= ranks), None)
+        if place is None:
+            found.append([size])
+        else:
+            place.append(size)
+    return [tuple(each) for each in found]
+
+
 @pytest.fixture(scope="session")
 def groups():
-    """Return a function that gives the communicator of the first P ranks, COMM_NULL on the others."""
+    """Return a function from sizes to the communicator of this rank's group, COMM_NULL outside of all."""
     made = {}
 
-    def cut(size):
-        if size not in made:
-            inside = MPI.COMM_WORLD.rank < size
-            made[size] = MPI.COMM_WORLD.Split(0 if inside else MPI.UNDEFINED, MPI.COMM_WORLD.rank)
-        return made[size]
+    def cut(sizes):
+        if sizes not in made:
+            of_rank = [place for place, size in enumerate(sizes) for _ in range(size)]
+            mine = of_rank[WORLD.rank] if WORLD.rank < len(of_rank) else MPI.UNDEFINED
+            made[sizes] = WORLD.Split(mine, WORLD.rank)
+        return made[sizes]
 
     return cut
 
@@ -38,12 +53,14 @@ def pytest_generate_tests(metafunc):
     if "comm" in metafunc.fixturenames:
         least = max((marker.args[0] for marker in metafunc.definition.iter_markers("at_least")), default=1)
         exactly = [marker.args[0] for marker in metafunc.definition.iter_markers("exactly")]
-        sizes = exactly or [size for size in SIZES if least <= size <= max(8, MPI.COMM_WORLD.size)]
-        metafunc.parametrize("comm", sizes, ids="P{}".format, indirect=True)
+        sizes = exactly or [size for size in SIZES if least <= size <= max(8, WORLD.size)]
+        together = side_by_side(sizes, WORLD.size)
+        names = ["+".join(f"P{size}" for size in each) for each in together]
+        metafunc.parametrize("comm", together, ids=names, indirect=True)
 
 
 @pytest.fixture
 def comm(request, groups):
-    if request.param > MPI.COMM_WORLD.size:
-        pytest.skip(f"needs {request.param} ranks, the world has {MPI.COMM_WORLD.size}")
+    if sum(request.param) > WORLD.size:
+        pytest.skip(f"needs {sum(request.param)} ranks, the world has {WORLD.size}")
     return groups(request.param)
