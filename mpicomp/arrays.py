@@ -172,11 +172,15 @@ def writable_vector(out: Any) -> Array:
     return values.reshape(-1)
 
 
+def address(array: Any) -> int:
+    """Return the address of the first value of a NumPy or CuPy array."""
+    return int(array.data.ptr) if on_device(array) else int(array.ctypes.data)
+
+
 def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
     given: list[Any] = [array for array in arrays if array.size]
-    starts = [int(array.data.ptr) if on_device(array) else array.ctypes.data for array in given]
-    spans = sorted(zip(starts, [array.nbytes for array in given], strict=True))
+    spans = sorted(zip(map(address, given), [array.nbytes for array in given], strict=True))
     if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(spans)):
         raise ValueError(
             "two arrays that the step writes to share memory: expected separate arrays for each out=, and for each "

@@ -49,12 +49,12 @@ def scaled_mass(mass: Sequence[float], factor: float) -> list[float]:
     return [factor * mass[0], factor * mass[1], abs(factor) * mass[2]]
 
 
-def is_same_mass(one: Sequence[float], other: Sequence[float], tolerance: float, floor: float = 0.0) -> bool:
-    """Return whether two masses differ by at most `tolerance` times the larger magnitude, plus `floor`.
+def is_same_mass(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    """Return whether two masses differ by at most `tolerance` times the larger magnitude.
 
     True also if the sums leave the range of float64, where nothing can be checked.
     """
-    within = (tolerance + 1e-12) * max(one[2], other[2]) + floor  # 1e-12: float64 rounds too
+    within = (tolerance + 1e-12) * max(one[2], other[2])  # 1e-12: float64 rounds too
     same = abs(one[0] - other[0]) <= within and abs(one[1] - other[1]) <= within
     return same or not math.isfinite(within)
 

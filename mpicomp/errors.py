@@ -9,6 +9,18 @@ class CollectiveError(RuntimeError):
     """
 
 
+class NotFiniteError(ValueError):
+    """The gradient of this rank has a NaN or an infinity, and the ranks agreed to skip such a step.
+
+    A rank contributes it instead of a vector. Where all errors of an operation are of this kind, all ranks raise
+    `StepSkippedError`; else its own rank raises it, as any bad argument.
+    """
+
+
+class StepSkippedError(CollectiveError):
+    """Raised on all ranks where one or more contributed `NotFiniteError`, and none another error."""
+
+
 class CollectiveTimeoutError(CollectiveError):
     """A collective waited longer than `collectives.configure(timeout=...)` allows; the text says where and for whom.
 

@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, like, to_values
+from mpicomp.arrays import Array, kernels_for, like, to_values
 from mpicomp.compressors import Compressor
 from mpicomp.feedback import Feedback, TwoWay
-from mpicomp.tensors import Tensor
+from mpicomp.settings import OTHER_SETTINGS, check_table, to_table
+from mpicomp.tensors import ALONE, Tensor
+
+Snapshot = tuple[Compressor, Any]  # a compressor, and what its `snapshot` returned
 
 _HOLDS = "holds"  # the key under which a state lists its other keys, so that a missing one is noticed
+_SETTINGS = "settings"  # the key of the table of the parts, as text
+_SHARED = "exchange/settings"  # that of what all vectors have in common; no state of a vector has such a key
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,24 @@ class Pipeline:
         parts = [tensor.flatten(arrays.get(tensor.name)) for tensor in self.tensors]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, out=self._joined)
 
+    def check_finite(self, gradient: Array, kind: type[ValueError]) -> None:
+        """Raise an error of this kind where the gradient has a NaN or an infinity; one pass over it."""
+        with self.named():
+            try:
+                kernels_for(gradient).raise_not_finite(gradient)
+            except ValueError as error:
+                raise kind(*error.args) from None
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Put the name of the vector in front of what an error says."""
+        try:
+            yield
+        except Exception as error:
+            if self.name != ALONE and error.args and isinstance(error.args[0], str):
+                error.args = (f"in {self.name}: {error.args[0]}", *error.args[1:])
+            raise
+
     @cached_property
     def _joined(self) -> Array:
         return self.tensors[0].xp.empty(self.bounds[-1], self.tensors[0].dtype)  # type: ignore[no-any-return]
@@ -69,18 +92,22 @@ class Pipeline:
             self.downlink.rescale(factor)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of the states of all parts as "part.name", with the list of these names as "holds"."""
+        """Return copies of the states of all parts as "part.name", a list of these names, and a table of the parts."""
         parts = self._parts.items()
         held = {f"{part}.{name}": array for part, each in parts for name, array in each.state_dict().items()}
-        return held | {_HOLDS: np.array(sorted(held), np.str_)}
+        return held | {_HOLDS: np.array(sorted(held), np.str_), _SETTINGS: to_table(self._parts)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load copies of what `state_dict` returned; raises ValueError if it does not fit, or some of it is missing."""
-        state = dict(state)
-        named = state.pop(_HOLDS, None)
-        missing = {_HOLDS} if named is None else {str(name) for name in np.ravel(named)} - state.keys()
+    def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
+        """Load copies of what `state_dict` returned; raises ValueError if it does not fit, or some of it is missing.
+
+        same_settings: refuse the state of parts with other settings.
+        """
+        missing = {_HOLDS, _SETTINGS, *map(str, np.ravel(state.get(_HOLDS, [])))} - state.keys()
         if missing:
             raise ValueError(f"the state has no {sorted(missing)}: expected all that state_dict() returned")
+        if same_settings:
+            check_table(f"the state of {self.name!r}", state[_SETTINGS], self._parts, OTHER_SETTINGS)
+        state = {key: state[key] for key in state if key not in (_HOLDS, _SETTINGS)}
         if {key.partition(".")[0] for key in state} - self._parts.keys():
             raise ValueError(f"the state has {sorted(state)}: expected those of {sorted(self._parts)}")
         for name, part in self._parts.items():
@@ -101,6 +128,19 @@ class Pipeline:
 
 
 @contextmanager
+def set_back(snapshots: Sequence[Snapshot]) -> Iterator[None]:
+    """Let compressors be as in their snapshots for the length of a block; the last one of a compressor counts."""
+    now = [(compressor, compressor.snapshot()) for compressor, _ in snapshots]
+    for compressor, snapshot in snapshots:
+        compressor.restore(snapshot)
+    try:
+        yield
+    finally:
+        for compressor, snapshot in now:
+            compressor.restore(snapshot)
+
+
+@contextmanager
 def restored_on_error(pipelines: Sequence[Pipeline]) -> Iterator[None]:
     """Restore the states of pipelines if the block raises."""
     before = [pipeline.state_dict() for pipeline in pipelines]
@@ -110,3 +150,37 @@ def restored_on_error(pipelines: Sequence[Pipeline]) -> Iterator[None]:
         for pipeline, state in zip(pipelines, before, strict=True):
             pipeline.load_state_dict(state)
         raise
+
+
+def whole_state(pipelines: Sequence[Pipeline], settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return copies of the states of pipelines as "pipeline/part.name", with the settings they share as a table.
+
+    settings: "rank" and "ranks" among them.
+    """
+    states = {f"{each.name}/{name}": array for each in pipelines for name, array in each.state_dict().items()}
+    return states | {_SHARED: to_table(settings)}
+
+
+def load_whole_state(
+    pipelines: Sequence[Pipeline], state: Mapping[str, Any], settings: Mapping[str, Any], *, same_settings: bool
+) -> None:
+    """Load copies of what `whole_state` returned, all or nothing.
+
+    same_settings: refuse what was saved with other settings; another rank, or number of ranks, is refused in any case.
+    Raises ValueError, which names both, and for a state that does not fit or has something missing.
+    """
+    state = dict(state)
+    table = state.pop(_SHARED, None)
+    got, names = {key.rpartition("/")[0] for key in state}, {pipeline.name for pipeline in pipelines}
+    if got != names:
+        raise ValueError(f"the state is of {sorted(got)}: expected {sorted(names)}; register named tensors first")
+    if table is None:
+        raise ValueError(f"the state has no {_SHARED!r}: expected all that state_dict() returned")
+    place = {name: settings[name] for name in ("rank", "ranks")}
+    check_table("the state", table, place, "each rank loads what it saved, in a job of as many ranks")
+    if same_settings:
+        check_table("the state", table, settings, OTHER_SETTINGS)
+    with restored_on_error(pipelines):
+        for pipeline in pipelines:
+            mine = {key.rpartition("/")[2]: state[key] for key in state if key.rpartition("/")[0] == pipeline.name}
+            pipeline.load_state_dict(mine, same_settings=same_settings)

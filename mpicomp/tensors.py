@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
+from mpicomp.vector import SparseVector
 
 ALONE = "gradient"  # the name of one array, and of the vector of a list
+
+_MODULE = "module."  # what DistributedDataParallel puts in front of the names of parameters
 
 ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"  # the forms, as errors name them
 
@@ -37,13 +40,21 @@ class Tensor:
         """Number of values."""
         return math.prod(self.shape)
 
+    @property
+    def nothing(self) -> SparseVector:
+        """A vector of its size and dtype, on its device, that has no entry."""
+        return SparseVector.empty(self.size, self.dtype, beside=self.xp.empty(0))
+
     def flatten(self, array: Any) -> Array:
         """Return a gradient as one vector, a view where possible; zeros for None.
 
-        Raises TypeError or ValueError for another shape, dtype or device than in the first step.
+        Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for what is no
+        gradient but a parameter of PyTorch.
         """
         if array is None:
             return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
+        if getattr(array, "requires_grad", False) and getattr(array, "is_leaf", False):
+            raise TypeError(f"{self.name} is a parameter, not a gradient: pass its .grad")
         return contiguous(self._checked(self.name, array)).reshape(-1)
 
     def writable(self, array: Any, name: str) -> Array:
@@ -87,6 +98,11 @@ def _values(name: str, array: Any) -> Array:
 
 def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
     """Return a description of each array; raises TypeError or ValueError for arrays that cannot be exchanged."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"the tensors are {type(arrays).__name__}: expected a dict of arrays by name, such as "
+            "dict(model.named_parameters())"
+        )
     if not arrays:
         raise ValueError(f"got {form}, and it is empty: expected at least one array")
     tensors = []
@@ -129,9 +145,18 @@ def check_same_form(form: str, arrays: Mapping[str, Any], first: str, names: Col
         raise TypeError(f"got {form}: expected {first}, as in the first step of this exchange")
     for name in arrays:
         if name not in names:
-            raise KeyError(f"{name!r} is none of the tensors of the first step: use another exchange for them")
+            raise KeyError(f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}")
     if form == LIST and len(arrays) < len(names):
         raise ValueError(f"got {len(arrays)} arrays: expected {len(names)}, as in the first step of this exchange")
+
+
+def _remedy(name: str, names: Collection[str]) -> str:
+    """Return what to do about a name that is none of `names`: DistributedDataParallel puts "module." in front."""
+    bare = name.removeprefix(_MODULE)
+    other = bare if bare != name else _MODULE + name
+    if other not in names:
+        return "use another exchange for them"
+    return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
 
 
 def outs_by_name(out: Any, gradient: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import numpy as np
 from mpicomp import CodecError, SparseVector
 from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, plain
 from mpicomp.codec.indices import INDEX_FORMATS
-from mpicomp.codec.values import VALUE_FORMATS, Offsets
+from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 
-FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (64, 8), (72, 8))
+FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (64, 8), (72, 8), (-16, 8), (-8, 8))
 NASTY = np.array([0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64)
 
 
@@ -27,10 +27,12 @@ def sound_message(rng):
     count = int(rng.integers(0, min(length, 60) + 1))
     indices = np.unique(rng.integers(0, length, count)) if rng.random() < 0.5 else np.arange(count)
     width = rng.choice([None, 0, 3])
-    values = np.full(indices.size if width is None else (indices.size, width), 1.5, rng.choice(["f2", "f4", "f8"]))
+    magnitudes = np.array([1.5, rng.choice([1.5, 3.25])], rng.choice(["f2", "f4", "f8"]))
+    values = rng.choice(magnitudes, indices.size if width is None else (indices.size, width))
     vector = SparseVector(indices, values, length)
     own = [form for form in VALUE_FORMATS if form.dtype == vector.dtype and form.fits(values.ravel())]
-    own += [Offsets.of(values.ravel())] if values.size else []
+    flat = values.ravel()
+    own += [each for each in (Runs.of(flat, 1), Runs.of(flat, 2)) if each] + ([Offsets.of(flat)] if flat.size else [])
     sizes = [form.nbytes(vector) for form in INDEX_FORMATS]
     small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
     coding = Coding(int(rng.choice(small or [plain(vector).indices])), own[rng.integers(len(own))])
@@ -46,6 +48,7 @@ def mutate(message, rng):
         elif kind == 1 and message.size >= HEADER_NBYTES + 16:
             at, nbytes = FIELDS[rng.integers(len(FIELDS))]
             nasty = NASTY[rng.integers(NASTY.size)] if rng.random() < 0.5 else rng.integers(-(2**63), 2**63 - 1)
+            at %= message.size  # runs, and offsets, say at the end what they are
             message[at : at + nbytes] = np.array([nasty], np.int64).view(np.uint8)[:nbytes]
         elif kind == 2:
             message = message[: rng.integers(message.size + 1)].copy()

@@ -9,6 +9,12 @@ def expected_top_k(values, k):
     return np.sort(order[magnitudes[order] > 0])
 
 
+def expected_in_chunks(values, k, chunk, last):
+    parts = [np.arange(start, min(start + chunk, values.size)) for start in range(0, values.size, chunk)]
+    chosen = [part[expected_top_k(values[part], k if part.size == chunk else last)] for part in parts]
+    return np.concatenate([np.arange(0), *chosen])
+
+
 def magnitude_keys(values):
     """Return the bits of the magnitudes as unsigned integers, and how many bits."""
     width = 8 * values.itemsize - 1

@@ -154,6 +154,15 @@ def test_the_extremes_have_an_answer():
     assert few not in ON_NODES
 
 
+@pytest.mark.parametrize(("bits", "most"), [(1, 128), (2, 128), (None, 8)])
+def test_values_of_few_bits_are_gathered_from_many_ranks(bits, most):
+    """Sums need the bits of a float: up to some 190 ranks the vectors take fewer bytes than the shares of their sum."""
+    for ranks in 4, 8, 16, 64, 128, 256:
+        case = Case(ranks, 4096 * 256, 64 * 256, bits=bits)
+        expected = "allgather" if ranks <= most else "split_allgather"
+        assert Choice().algorithm("sparse_allreduce", case, [1] * ranks) == expected
+
+
 def test_gtopk_takes_the_exact_one_where_bytes_count_and_fewer_rounds_for_few_entries():
     between = [1] * 8
     assert Choice().gtopk(25_000_000, 25_000, 4, between) == "exact"
@@ -164,7 +173,7 @@ def test_gtopk_takes_the_exact_one_where_bytes_count_and_fewer_rounds_for_few_en
 
 def test_messages_are_coded_between_nodes_alone():
     vector = SparseVector.from_dense(np.array([0, 1.0, 2.0] * 100))
-    assert Choice().coding(vector, apart=True) == CODECS["smallest"](vector)
+    assert Choice().coding(vector, apart=True).values.number == CODECS["smallest"](vector).values.number == 14
     assert Choice().coding(vector, apart=False) == CODECS["quick"](vector)
 
 

@@ -11,7 +11,7 @@ from strategies import DTYPES, sparse_vectors
 from mpicomp import CodecError, SparseVector
 from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, encoded_nbytes, plain, quick, smallest
 from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, INT32, INT64, RANGE
-from mpicomp.codec.values import VALUE_FORMATS, Offsets
+from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 
 HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
 
@@ -68,8 +68,9 @@ def test_the_last_positions_of_the_longest_vector_come_back(form):
 
 
 def test_formats_know_their_numbers():
-    assert [form.number for form in VALUE_FORMATS] == list(range(12))
-    assert [Offsets.of(np.ones(1, dtype)).number for dtype in DTYPES] == [12, 13, 14]
+    assert [form.number for form in VALUE_FORMATS] == list(range(9))
+    assert [Runs.of(np.ones(1, dtype), most).number for most in (1, 2) for dtype in DTYPES] == [9, 10, 11, 12, 13, 14]
+    assert [Offsets.of(np.ones(1, dtype)).number for dtype in DTYPES] == [15, 16, 17]
 
 
 @given(st.data(), st.sampled_from(range(len(VALUE_FORMATS))))
@@ -80,7 +81,8 @@ def test_every_value_format_comes_back_to_the_bit(data, form):
         hnp.arrays(short, st.integers(0, 100), elements=hnp.from_dtype(np.dtype(short), allow_nan=False))
     )
     if data.draw(st.booleans()):
-        values = np.copysign(values[:1].max(initial=0), values)
+        magnitudes = values[: data.draw(st.integers(1, 2))]
+        values = np.copysign(np.resize(magnitudes, values.shape), values)
     with np.errstate(over="ignore"):
         values = values.astype(own)
     vector = SparseVector(np.arange(values.size), values, values.size)
@@ -89,8 +91,10 @@ def test_every_value_format_comes_back_to_the_bit(data, form):
         vector = SparseVector(np.arange(values.size), values, values.size)
     if VALUE_FORMATS[form].fits(values):
         same(decode(encode(vector, coding=Coding(0, VALUE_FORMATS[form]))), vector)
-    if values.size:
-        same(decode(encode(vector, coding=Coding(0, Offsets.of(values)))), vector)
+    for coded in [Offsets.of(values), Runs.of(values, 1), Runs.of(values, 2)] if values.size else []:
+        if coded is None:
+            continue
+        same(decode(encode(vector, coding=Coding(0, coded))), vector)
     same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
@@ -114,8 +118,13 @@ def test_indices_are_near_their_entropy(density, bits):
         (np.array([0.1, 0.2], np.float32), 8),
         (np.array([0.1, 0.2], np.float64), 16),
         (np.array([0.1, 0.2], np.float32).astype(np.float64), 8),
-        (np.full(1000, -0.1, np.float64), 8 + 128),
-        (np.full(1000, 0.1, np.float16) * (-1) ** np.arange(1000).astype(np.float16), 8 + 128),
+        (np.full(1000, -0.1, np.float64), 128 + 16 + 8),
+        (np.resize(np.array([0.1, -0.3, -0.1], np.float32), 1000), 2 * 128 + 24 + 8),
+        (np.resize(np.array([0.1, 0, 5e-324]), 100), 800),  # three magnitudes
+        (np.resize(np.array([0.1, -5e-324, -0.1]), 100), 2 * 16 + 24 + 8),
+        (np.full(1000, 0.1, np.float16) * (-1) ** np.arange(1000).astype(np.float16), 128 + 16 + 8),
+        (np.repeat(np.array([0.1, 0.7, -0.3], np.float32), 1000), 376 + 3 * 16 + 8),  # three tensors' signs
+        (np.repeat(np.array([0.1, 0.7, 0.2, 0.4], np.float32), 1000), 504 + 4 * 16 + 8),
     ],
 )
 def test_values_take_the_shortest_format_that_loses_nothing(values, nbytes):
@@ -140,12 +149,74 @@ def test_the_layout_of_offsets_is_the_documented_one():
     bytes_and_bits = bytes(8), 0b0110, 0b0100, 0b1010  # of 0x000, 0x500, 0x300, 0x400: bits 8, 9 and 10
     assert message == (
         b"MV"
-        + bytes([2, RANGE | 12 << 4, 0, 0, 0, 0])
+        + bytes([3, RANGE | 15 << 3, 0, 0, 0, 0])
         + struct.pack("<qqq32x", 4, 4, 120)
         + struct.pack("<q", 0)
         + struct.pack("<8sQQQ", *bytes_and_bits)
         + struct.pack("<qq", 0x3C00, 10)
     )
+
+
+def in_runs(values, most=2):
+    return Coding(RANGE, Runs.of(values, most))
+
+
+def test_the_layout_of_runs_is_the_documented_one():
+    values = np.array([1, -1.25, 1.25, -1, 2, 3, 3], np.float16)  # 0x3c00, 0xbd00, 0x3d00, 0xbc00, 0x4000, 0x4200
+    message = encode(SparseVector(range(7), values, 7), coding=in_runs(values)).tobytes()
+    assert message == (
+        b"MV"
+        + bytes([3, RANGE | 12 << 3, 0, 0, 0, 0])
+        + struct.pack("<qqq32x", 7, 7, 144)
+        + struct.pack("<q", 0)
+        + struct.pack("<QQ", 0b0001010, 0b1100110)
+        + struct.pack("<qqq", 0, 0x3C00, 0x3D00)
+        + struct.pack("<qqq", 4, 0x4000, 0x4200)
+        + struct.pack("<q", 2)
+    )
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_runs_are_as_long_as_they_can_be(most):
+    """Against a loop over the values."""
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        parts = [rng.choice(rng.integers(1, 5, most), rng.integers(1, 9)) for _ in range(rng.integers(1, 6))]
+        values = np.concatenate(parts).astype(np.float32) * rng.choice(np.array([-1, 1], np.float32))
+        starts, seen = [0], set()
+        for place, magnitude in enumerate(np.abs(values).tolist()):
+            if magnitude not in seen and len(seen) == most:
+                starts.append(place)
+                seen = set()
+            seen.add(magnitude)
+        assert Runs.of(values, most).table[:, 0].tolist() == starts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [(0, 1), (0, -1), (1, -5), (2, -(2**63)), (2, 0), (2, None), (3, 0), (3, 40), (3, -1), (4, 0), (6, 0), (6, -1)],
+)
+def test_runs_that_lie_are_refused(dtype, place, number):
+    values = np.repeat(np.array([1, -2, 1, 3, 4], dtype), 8)
+    message = encode(SparseVector(range(40), values, 40), coding=in_runs(values))
+    assert decode(message).values.tolist() == values.tolist()
+    table = message[-56:].view(np.int64)
+    if number is None:  # the bit of the sign
+        number = 1 << 8 * values.itemsize - 1 if values.itemsize < 8 else -1
+    table[place] = table[5] + 1 if place == 4 else number
+    with pytest.raises(CodecError, match=r"runs|value format"):
+        decode(message)
+
+
+def test_values_of_many_magnitudes_are_no_runs_nor_those_of_a_dense_vector():
+    dense = np.resize(np.array([0, 3, 0, 2, 0, 5], np.float32), 600)
+    assert Runs.of(dense, 1) is Runs.of(dense, 2) is None
+    assert len(Runs.of(np.minimum(dense, 1), 2).table) == 1
+    values = np.arange(1, 3001, dtype=np.float32)
+    assert Runs.of(values, 1) is Runs.of(values, 2) is None
+    assert len(Runs.of(values[:1024], 1).table) == 1024
+    assert len(Runs.of(values[:2048], 2).table) == 1024
 
 
 @pytest.mark.parametrize(("least", "width"), [(-1, 3), (0, -1), (0, 16), (2**62, 64), (0, 2**62)])
@@ -162,7 +233,7 @@ def test_the_layout_is_the_documented_one():
     message = encode(SparseVector([7], np.array([1.5], np.float32), 9)).tobytes()
     assert message == (
         b"MV"
-        + bytes([2, 0x10, 0, 0, 0, 0])
+        + bytes([3, 0x08, 0, 0, 0, 0])
         + struct.pack("<qqq32x", 9, 1, 76)
         + struct.pack("<ii", 7, 0)
         + struct.pack("<f", 1.5)
@@ -181,17 +252,17 @@ def test_64_bit_indices_and_bytes_behind_the_message():
 
 def test_a_range_without_values_is_refused():
     """Eight bytes could claim any number of entries."""
-    message = struct.pack(HEADER + "q", b"MV", 2, RANGE | 1 << 4, 1, 2**62, 2**61, 72, 0)
+    message = struct.pack(HEADER + "q", b"MV", 3, RANGE | 1 << 3, 1, 2**62, 2**61, 72, 0)
     with pytest.raises(CodecError, match="8 bytes of indices in format 2 do not hold"):
         decode(np.frombuffer(message, np.uint8))
 
 
 def broken(last_two=(5, 8), **changes):
     """Return a sound message of 3 entries with fields of its header, or the last two indices, replaced."""
-    fields = {"magic": b"MV", "version": 2, "index": 0, "value": 1, "row": 0, "length": 9, "nnz": 3, "nbytes": 92}
+    fields = {"magic": b"MV", "version": 3, "index": 0, "value": 1, "row": 0, "length": 9, "nnz": 3, "nbytes": 92}
     magic, version, index, value, *others = (fields | changes).values()
     body = struct.pack("<3i4x3f", 1, last_two[0], last_two[1], 1, 2, 3)
-    return np.frombuffer(struct.pack(HEADER, magic, version, index | value << 4, *others) + body, np.uint8)
+    return np.frombuffer(struct.pack(HEADER, magic, version, index | value << 3, *others) + body, np.uint8)
 
 
 def test_the_sound_one_is_sound():
@@ -201,15 +272,17 @@ def test_the_sound_one_is_sound():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"magic": b"MX"}, "got magic b'MX', version 2: expected b'MV', 2"),
-        ({"version": 1}, "version 1: expected b'MV', 2"),
+        ({"magic": b"MX"}, "got magic b'MX', version 3: expected b'MV', 3"),
+        ({"version": 1}, "version 1: expected b'MV', 3"),
         ({"index": 6}, "got index format 6"),
         ({"index": 1}, "16 bytes of indices in format 1 do not hold 3 entries for int32"),
         ({"index": 2}, "16 bytes of indices in format 2 do not hold 3 entries"),
         ({"index": 3}, "16 bytes of indices in format 3 do not hold 3 entries"),
         ({"index": 4}, "16 bytes of indices in format 4 do not hold 3 entries"),
         ({"index": 5}, "16 bytes of indices in format 5 do not hold 3 entries"),
-        ({"value": 15}, "value format 15"),
+        ({"index": 7, "value": 31}, "got index format 7 and value format 31"),
+        ({"value": 18}, "value format 18"),
+        ({"value": 16}, "value format 16"),
         ({"value": 13}, "value format 13"),
         ({"length": -1}, "for length -1"),
         ({"length": 2}, "got 3 entries for length 2"),
@@ -264,7 +337,7 @@ def test_the_smallest_coding_goes_by_the_true_count():
 def of_section(form, section, nnz, length=9):
     """Return a message of float64 whose section of indices has these 64-bit words."""
     body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
-    header = struct.pack(HEADER, b"MV", 2, form | 2 << 4, 0, length, nnz, 64 + len(body))
+    header = struct.pack(HEADER, b"MV", 3, form | 2 << 3, 0, length, nnz, 64 + len(body))
     return np.frombuffer(header + body, np.uint8)
 
 
@@ -329,8 +402,8 @@ def test_offsets_are_narrower_than_their_dtype(dtype):
     for width in (bits - 1, bits):
         octets, rest = divmod(width + 1, 8)
         body = struct.pack(f"<q{40 * octets + 8 * rest}xqq", 0, 0, width)
-        formats = RANGE | (12 + DTYPES.index(dtype)) << 4
-        message = struct.pack(HEADER, b"MV", 2, formats, 0, 40, 40, 64 + len(body)) + body
+        formats = RANGE | (15 + DTYPES.index(dtype)) << 3
+        message = struct.pack(HEADER, b"MV", 3, formats, 0, 40, 40, 64 + len(body)) + body
         if width < bits:
             assert decode(np.frombuffer(message, np.uint8)).values.tolist() == [0] * 40
         else:
@@ -349,7 +422,7 @@ def test_a_truncated_message_is_refused(size):
 def test_any_bytes_decode_or_raise_codec_error(noise, with_magic):
     message = noise.copy()
     if with_magic and message.size >= 3:
-        message[:3] = list(b"MV\x02")
+        message[:3] = list(b"MV\x03")
     fuzz_codec.decodes_or_raises(message)
 
 

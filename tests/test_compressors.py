@@ -81,7 +81,9 @@ def test_bad_gradients_raise(bad, error):
         TopK(k=1).compress(np.array(bad))
 
 
-@given(st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.sampled_from(["float16", "bfloat16", "sign"]))
+@given(
+    st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.sampled_from(["float16", "bfloat16", "sign", "two_bit"])
+)
 def test_quantised_values_and_error_are_the_vector(vector, form):
     quantised, error = quantise(vector, form)
     assert quantised.dtype == error.dtype == vector.dtype
@@ -90,18 +92,20 @@ def test_quantised_values_and_error_are_the_vector(vector, form):
     scale = np.maximum(np.abs(vector.values), np.abs(quantised.values)).astype(np.float64)
     assert (np.abs(back - vector.values) <= np.finfo(vector.dtype).eps * scale).all()
     again, nothing = quantise(quantised, form)
-    if form != "sign":  # the mean of equal magnitudes need not be one of them, to the bit
+    if form not in ("sign", "two_bit"):  # the mean of equal magnitudes need not be one of them, to the bit
         assert again.values.tobytes() == quantised.values.tobytes()
         assert not nothing.values.any()
     assert (np.signbit(quantised.values) == np.signbit(vector.values)).all()
 
 
-@pytest.mark.parametrize(("form", "nbytes"), [("float16", 2000), ("bfloat16", 2000), ("sign", 8 + 128)])
+@pytest.mark.parametrize(
+    ("form", "nbytes"), [("float16", 2000), ("bfloat16", 2000), ("sign", 128 + 24), ("two_bit", 256 + 32)]
+)
 def test_quantised_values_travel_in_a_shorter_format(form, nbytes):
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     quantised, error = quantise(SparseVector(np.arange(1000), values, 1000), form)
     assert encoded_nbytes(quantised, smallest(quantised)) == HEADER_NBYTES + 8 + nbytes
-    if form != "sign":  # value and quantised value are close: the error is exact
+    if form not in ("sign", "two_bit"):  # value and quantised value are close: the error is exact
         assert ((quantised.values + error.values) == values).all()
         assert np.abs(error.values / values).max() <= (2**-11 if form == "float16" else 2**-8)
 

@@ -27,6 +27,7 @@ from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 FEEDBACKS = {
     "none": NoFeedback,
     "residual": ErrorFeedback,
+    "decay": lambda: ErrorFeedback(decay=0.9),
     "in place": lambda: ErrorFeedback(in_place=True),
     "momentum": lambda: MomentumCorrection(0.9, clip=3.0, ranks=4),
     "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),

@@ -12,6 +12,7 @@ from mpicomp import (
     AdaComp,
     AggregationAware,
     BlockRandomK,
+    ChunkedTopK,
     Dense,
     ErrorFeedback,
     GaussianK,
@@ -31,6 +32,7 @@ from mpicomp.codec import CODECS, encode
 
 EVERY = {
     "TopK": lambda density: TopK(density),
+    "ChunkedTopK": lambda density: ChunkedTopK(max(1, round(64 * density)), 64),
     "Dense": lambda density: Dense(),
     "Threshold": lambda density: Threshold(0.5),
     "RandomK": lambda density: RandomK(density, seed=3),
@@ -48,6 +50,7 @@ EVERY = {
     "SIDCo": lambda density: SIDCo(density),
     "SIDCo pareto": lambda density: SIDCo(density, "pareto", 3),
     "Quantised": lambda density: Quantised(TopK(density), "bfloat16"),
+    "Quantised two_bit": lambda density: Quantised(TopK(density), "two_bit"),
 }
 compressors = pytest.mark.parametrize("name", EVERY)
 
@@ -64,7 +67,7 @@ def test_what_is_sent_is_sound(name, dtype):
     vector.validate()
     assert (vector.dtype, vector.length) == (dtype, 1000)
     assert vector.nnz >= 1
-    if name not in ("AdaComp", "Quantised"):
+    if name not in ("AdaComp", "Quantised", "Quantised two_bit"):
         assert (vector.values == dense[vector.indices]).all()
     assert vector.values.all(), "an exact zero was sent"
 

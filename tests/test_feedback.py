@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import GradientExchange
-from mpicomp import ErrorFeedback, NoFeedback, SparseVector, TopK, TwoWay
+from mpicomp import AdaComp, ErrorFeedback, NoFeedback, SparseVector, TopK, TwoWay
 
 World = MPI.COMM_SELF
 
@@ -63,6 +63,41 @@ def test_another_size_or_dtype_is_refused():
     feedback.reset()
     assert feedback.residual is None
     assert feedback.correct(np.ones(4)).tolist() == [1, 1, 1, 1]
+
+
+def test_the_residual_decays_before_a_gradient_is_added():
+    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(decay=0.5))
+    assert exchange(np.array([8.0, 4, 16])).tolist() == [0, 0, 16]
+    assert exchange.feedback.residual.tolist() == [8, 4, 0]
+    assert exchange(np.array([2.0, -2, 20])).tolist() == [0, 0, 20]
+    assert exchange.feedback.residual.tolist() == [6, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("compressor", [lambda: TopK(k=6), lambda: AdaComp(8)], ids=["TopK", "AdaComp"])
+def test_a_decay_is_that_of_numpy_in_the_dtype_of_the_gradient(dtype, compressor):
+    feedback, residual, twin = ErrorFeedback(decay=0.95), np.zeros(40, dtype), compressor()
+    exchange = GradientExchange(World, compressor(), feedback, alone)
+    rng = np.random.default_rng(1)
+    for _ in range(6):
+        gradient = rng.standard_normal(40).astype(dtype)
+        residual = residual * dtype(0.95) + gradient
+        sent = twin.compress(residual.copy(), gradient=gradient)
+        exchange(gradient)
+        residual[sent.indices] -= sent.values
+        back = sent.every(2, 1)
+        residual[back.indices] += back.values
+        np.testing.assert_array_equal(feedback.residual, residual)
+        assert feedback.residual.dtype == dtype
+
+
+def test_a_decay_out_of_range_or_in_place_is_refused():
+    for decay in (0, -0.1, 1.01, float("nan")):
+        with pytest.raises(ValueError, match=r"decay is .*: expected 0 < decay <= 1"):
+            ErrorFeedback(decay=decay)
+    with pytest.raises(ValueError, match="the gradient's array holds the sum of residual and gradient"):
+        ErrorFeedback(in_place=True, decay=0.5)
+    assert ErrorFeedback(in_place=True, decay=1).in_place
 
 
 def test_no_feedback_keeps_nothing():
@@ -187,3 +222,46 @@ def test_an_object_with_nothing_but_the_array_interface():
 
     exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), alone)
     assert exchange(Bare(np.array([[1.0, 3.0]]))).tolist() == [[0, 3]]
+
+
+class Parameter:
+    """Stands for a parameter of PyTorch: a leaf of the graph that requires grad."""
+
+    requires_grad, is_leaf, shape = True, True, (2,)
+
+    def __init__(self, array):
+        self.__array_interface__ = array.__array_interface__
+        self._array = array
+
+    def detach(self):
+        return self._array
+
+
+def test_a_parameter_in_place_of_its_gradient_is_told():
+    exchange = GradientExchange(World, TopK(k=1))
+    parameter = Parameter(np.ones(2))
+    with pytest.raises(TypeError, match=r"gradient is a parameter, not a gradient: pass its \.grad"):
+        exchange(parameter)
+    exchange = GradientExchange(World, TopK(k=1))
+    exchange.register({"w": parameter})
+    with pytest.raises(TypeError, match=r"w is a parameter, not a gradient: pass its \.grad"):
+        exchange({"w": parameter})
+    assert exchange({"w": np.ones(2)})["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("tensors", [[np.ones(2)], iter([np.ones(2)]), object()])
+def test_tensors_without_names_are_told(tensors):
+    with pytest.raises(
+        TypeError, match=r"expected a dict of arrays by name, such as dict\(model.named_parameters\(\)\)"
+    ):
+        GradientExchange(World, TopK(k=1)).register(tensors)
+
+
+def test_names_of_a_model_that_is_wrapped_on_one_side_are_told():
+    for known, other in (("e.weight", "module.e.weight"), ("module.e.weight", "e.weight")):
+        exchange = GradientExchange(World, TopK(k=1))
+        exchange.register({known: np.ones(2)})
+        with pytest.raises(KeyError, match=f"'{other}' is none .* it was registered as '{known}'"):
+            exchange.start(other, np.ones(2))
+        with pytest.raises(KeyError, match=r"'bias' is none of .*: use another exchange"):
+            exchange({"bias": np.ones(2)})

@@ -38,6 +38,8 @@ def dense_calls(values, other, number):
         yield host.above(values, 1.0, **options)
         yield host.exceeding(values, 0.0, **options)
         yield host.moments(values, **options)
+        yield host.sides(values, 1.0, **options)
+        yield host.largest_in_chunks(values, 3, 1000, 2, **options)
         yield host.histogram(values, **options)
         yield host.add(values, other, room, long=0, **options)
         yield total.copy()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import draw_sparse, expected_top_k, families, magnitude_keys
+from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families, magnitude_keys
 from numba.core.errors import TypingError
 from strategies import DTYPES, finite_values
 
@@ -16,6 +16,7 @@ from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
+    chunks,
     coding,
     fused,
     instructions,
@@ -28,7 +29,7 @@ from mpicomp.kernels.host import (
 )
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, coding, fused, merging, selection, statistics, streaming, surveying]
+MODULES = [bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -123,6 +124,32 @@ def test_divide_largest_parts_what_top_k_finds_from_the_rest(mode, dtype, family
         parts = indices[positions], values[positions], np.delete(indices, positions), np.delete(values, positions)
         for mine, theirs in zip(host.divide_largest(indices, values, k), parts, strict=True):
             assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes())
+
+
+CHUNKS = [(1, 1, 1), (1, 64, 1), (37, 100, 9), (100, 100, 100), (64, 1000, 7), (900, 1009, 200)]  # k, chunk, last
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", families(np.float32))
+def test_the_largest_of_every_chunk_are_exact_with_ties_to_the_lowest_position(mode, dtype, family):
+    values = families(dtype)[family].astype(dtype)
+    for k, chunk, last in CHUNKS if mode == "compiled" else CHUNKS[2:3]:
+        for some in (values, values[:1], values[:2500]) if mode == "compiled" else (values[:350],):
+            positions, found = host.largest_in_chunks(some, k, chunk, last)
+            np.testing.assert_array_equal(positions, expected_in_chunks(some, k, chunk, last), strict=True)
+            assert (found.dtype, found.tobytes()) == (dtype, some[positions].tobytes())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunks_of_any_scale_after_each_other(dtype):
+    """The floor that a chunk leaves for the next is far too high, far too low, or that of zeros."""
+    rng = np.random.default_rng(0)
+    scales = rng.choice([0, np.finfo(dtype).smallest_subnormal, 1e-3, 1, 1e3, np.inf, np.nan], 80)
+    values = (rng.standard_normal((80, 50)) * scales[:, None]).astype(dtype).reshape(-1)
+    for k in 1, 7, 49, 50:
+        positions, _ = host.largest_in_chunks(values, k, 50, 1)
+        magnitudes = np.where(np.isnan(values), np.inf, np.abs(values).astype(np.float64))
+        np.testing.assert_array_equal(positions, expected_in_chunks(magnitudes, k, 50, 1))
 
 
 @settings(max_examples=200)
@@ -387,6 +414,21 @@ def test_moments_of_nothing_and_of_the_largest():
     largest = np.full(70_000, np.finfo(np.float64).max)
     assert host.moments(largest).not_finite == -1
     assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sums_on_both_sides_of_a_threshold_are_those_of_moments(mode, dtype):
+    """Their order is that of `moments`, so each is that of the values of its side, with zeros at the others."""
+    size = 40_000 if mode == "compiled" else 100
+    for family in ("cauchy", "denormal", "quantised", "zeros", "neighbours") if mode == "compiled" else ["quantised"]:
+        values = families(dtype, size)[family].astype(dtype)
+        magnitudes = np.abs(values.astype(np.float64))
+        for threshold in (0.0, float(np.median(magnitudes)), float(magnitudes.mean()), np.nextafter(2, 0), 1e300):
+            above = magnitudes > threshold
+            sums = [host.moments(np.where(side, values, 0).astype(dtype)).absolute for side in (~above, above)]
+            found = host.sides(values, threshold)
+            assert found == (np.count_nonzero(~above), np.count_nonzero(above), *sums)
+    assert host.sides(values[:0], 1.0) == (0, 0, 0, 0)
 
 
 def sums_in_the_order_of_the_docstring(values, threshold):
@@ -727,6 +769,7 @@ def test_read_only_arrays_are_not_compiled_for():
         v, i, f = given(values), given(indices), given(few)
         host.largest(v, 9), host.above(v, 1.0), host.exceeding(v, 1.0), host.histogram(v), host.raise_not_finite(v)
         host.moments(v), host.survey(v, 0.5, 0.5), host.sample(given(np.tile(values, 16))), host.magnitude_range(v)
+        host.sides(v, 0.5), host.largest_in_chunks(v, 3, 50, 1)
         host.add(v, v, out, long=0), host.add_largest(v, v, out, 9, long=0), host.add_above(v, v, out, 9.0, long=0)
         host.gather(v, i), host.scatter(out, i, f), host.scatter_add(out, i, f), host.first_disorder(i, 1 << 16)
         host.merge(i, f, i, f), host.accumulate([i] * 3, [f] * 3, 1 << 16), host.divide(i, f, given(np.arange(3)))

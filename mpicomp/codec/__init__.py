@@ -3,8 +3,8 @@
 Layout, little-endian: a header of 64 bytes, the indices, the values. The indices take a multiple of 8 bytes.
 
     offset 0   2s   magic "MV"
-           2   u8   version (2)
-           3   u8   index format (`indices`), plus 16 times the value format (`values`)
+           2   u8   version (3)
+           3   u8   index format (`indices`), plus 8 times the value format (`values`)
            4   u32  0 where an index stands for a number; 1 + width where it stands for a row
            8   i64  length of the vector
           16   i64  entries
@@ -36,12 +36,13 @@ from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
 Buffer = NDArray[np.uint8]
 
-MAGIC, VERSION = b"MV", 2
+MAGIC, VERSION = b"MV", 3
 VECTOR, TEXT, ERROR = range(3)  # kinds of messages
 
 _HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")
 HEADER_NBYTES = _HEADER.size
 CRC_AT = 52
+_FORM_BITS = 3  # of the index format
 
 
 class Header(NamedTuple):
@@ -119,7 +120,7 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
 
 def fill(message: Buffer, vector: SparseVector, coding: Coding, count: int = 0, signature: int = 0) -> Buffer:
     """Write `vector` to all of `message`, which has `encoded_nbytes(vector, coding)` bytes, and return it."""
-    formats, width = coding.indices | coding.values.number << 4, vector.width
+    formats, width = coding.indices | coding.values.number << _FORM_BITS, vector.width
     row = 0 if width is None else 1 + width
     whole = MAGIC, VERSION, formats, row, vector.length, vector.nnz, message.size, count, signature, VECTOR, 0
     write_fields(message, _HEADER, *whole)
@@ -159,7 +160,7 @@ def decode(message: Buffer, header: Header | None = None) -> SparseVector:
     It does not look at every entry: that is `SparseVector.validate`.
     """
     _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
-    form, value_code = formats & 15, formats >> 4
+    form, value_code = formats & ((1 << _FORM_BITS) - 1), formats >> _FORM_BITS
     value_format = format_of(value_code, message[:nbytes])
     if form >= len(INDEX_FORMATS) or value_format is None:
         raise CodecError(f"got index format {form} and value format {value_code}: expected known ones")

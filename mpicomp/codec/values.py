@@ -3,18 +3,24 @@
     0, 1, 2   float16, float32, float64 as they are
     3, 4      float32 that are all float16, or bfloat16, numbers: 2 N
     5, 6, 7   float64 that are all float32, float16, or bfloat16, numbers: 4 N, 2 N, 2 N
-    8, 9, 10  float16, float32, float64 of one magnitude: the magnitude as float64, and a sign bit each: 8 + N / 8
-    11        float32 that are all integers of 0 to 255, such as counts: N
-    12 to 14  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as those of
-              entries do that were selected for it: w bits and a sign each, in planes of 8 bits and of one, each a
-              multiple of 8 bytes; then the least magnitude and w: 16 + N (w + 1) / 8, and up to 7 a plane
+    8         float32 that are all integers of 0 to 255, such as counts: N
+    9 to 11   float16, float32, float64 in runs of one magnitude: a plane of signs; 8 + N / 8, and 16 a run
+    12 to 14  float16, float32, float64 in runs of at most two magnitudes: a plane of signs, and one of bits that are
+              set at the larger magnitude; 8 + N / 4, and 24 a run
+    15 to 17  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as is usual
+              for entries selected by magnitude: w bits and a sign each, in planes of 8 bits and of one;
+              then the least magnitude and w: 16 + N (w + 1) / 8, and up to 7 a plane
+
+A plane has one bit a value, and is a multiple of 8 bytes. Runs are of values that follow each other: a message of
+several tensors has at least one run for each. After the planes come, for each run, the position of its first value and
+the bits of its magnitudes, the least first; then the number of runs. All of these are int64.
 
 To make values fit a shorter format is `mpicomp.compressors.Quantised`: there the sender gets the error back.
 """
 
 import struct
 from functools import reduce
-from operator import and_, or_
+from operator import or_
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,8 +32,10 @@ Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 
 _SAMPLE = 8  # values that are looked at before all of them are
-_LEAST_AND_WIDTH = struct.Struct("<qq")  # what offsets end with
-_OFFSETS_OF = {dtype: number for number, dtype in enumerate(VALUE_DTYPES, 12)}
+_PAIR = struct.Struct("<qq")  # that offsets end with
+_MOST_RUNS = 1024
+_RUNS_OF = {(dtype, most): 6 + 3 * most + place for most in (1, 2) for place, dtype in enumerate(VALUE_DTYPES)}
+_OFFSETS_OF = {dtype: number for number, dtype in enumerate(VALUE_DTYPES, 15)}
 _FEW = 32  # values: below, offsets spare next to nothing
 
 
@@ -53,10 +61,10 @@ class ValueFormat(Protocol):
 class FixedFormat(ValueFormat, Protocol):
     """A format that is the same for all values."""
 
-    def may_fit(self, one_has: int, all_have: int) -> bool:
-        """Say whether values may fit, of which some have these bits: most that do not are found out at no cost.
+    def may_fit(self, one_has: int) -> bool:
+        """Return whether values may fit, by a sample of them: this finds most that do not, at no cost.
 
-        one_has: the bits that one of those has, or more of them do. all_have: the bits that all of those have.
+        one_has: the bits that at least one of the sample has.
         """
         ...
 
@@ -66,7 +74,7 @@ class FixedFormat(ValueFormat, Protocol):
 
 
 class Stored:
-    """Formats 0 to 7, and 11: the values of one dtype, stored as numbers of another one."""
+    """Formats 0 to 8: the values of one dtype, stored as numbers of another one."""
 
     def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
         """Take the dtype of the values, that in which they are stored, and how many bits of a fraction it holds."""
@@ -78,12 +86,12 @@ class Stored:
         """See `ValueFormat.nbytes`."""
         return count * int(self.stored.itemsize)
 
-    def may_fit(self, one_has: int, all_have: int) -> bool:
-        """See `ValueFormat.may_fit`."""
+    def may_fit(self, one_has: int) -> bool:
+        """See `FixedFormat.may_fit`."""
         return not one_has & self._lost
 
     def fits(self, values: Array) -> bool:
-        """See `ValueFormat.fits`."""
+        """See `FixedFormat.fits`."""
         return self.dtype == self.stored or bool((_bits(self._back(self._shortened(values))) == _bits(values)).all())
 
     def write(self, values: Array, section: Buffer) -> None:
@@ -123,51 +131,78 @@ class StoredBfloat16(Stored):
         return super()._back(wide.view(np.float32))
 
 
-class Signs:
-    """Formats 8 to 10."""
+class Runs:
+    """Formats 9 to 14: runs of values that have at most one, or two, magnitudes."""
 
-    def __init__(self, number: int, dtype: Any) -> None:
-        self.number, self.dtype = number, np.dtype(dtype)
-        self._magnitude = (1 << 8 * self.dtype.itemsize - 1) - 1
-        least = (
-            1 << np.finfo(self.dtype).nmant
-        )  # bits of the least number that is normal: a device may lose those below
-        self._normal = range(least, self._magnitude & -least)
+    def __init__(self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]) -> None:
+        """Take how many magnitudes a run has at most, and a row for each run, in main memory: see the module."""
+        self.number, self.dtype, self.most, self.table = _RUNS_OF[dtype, most], dtype, most, table
+
+    @classmethod
+    def of(cls, values: Array, most: int) -> "Runs | None":
+        """Return the format for values (1-d); None without values, and for too many runs, or several with zeros."""
+        if not values.size:
+            return None
+        magnitudes, xp = _magnitudes(values), namespace(values)
+        changes = np.flatnonzero(magnitudes[1:] != magnitudes[:-1]) + 1
+        firsts = np.concatenate([xp.zeros(1, changes.dtype), changes])
+        stretches = magnitudes[firsts]  # each of equal magnitudes, and next to it another one
+        breaks = (
+            np.flatnonzero(stretches[most:] != stretches[:-most]) + most
+        )  # of runs, and behind each perhaps one more
+        if breaks.size > most * _MOST_RUNS or (breaks.size and not stretches.all()):  # zeros: of a dense vector
+            return None
+        starts = [0]
+        for place in to_numpy(breaks).tolist():
+            if place >= starts[-1] + most:  # the second stretch of a run is never a third magnitude
+                starts.append(place)
+        if len(starts) > _MOST_RUNS:
+            return None
+        first = xp.asarray(np.array(starts))
+        pair = [stretches[np.minimum(first + place, stretches.size - 1)] for place in range(most)]
+        ordered = pair if most == 1 else [np.minimum(*pair), np.maximum(*pair)]
+        columns = [to_numpy(each).astype(np.int64) for each in (firsts[first], *ordered)]
+        return cls(values.dtype, most, np.stack(columns, axis=1))
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
-        return 8 + 8 * -(-count // 64)
-
-    def may_fit(self, one_has: int, all_have: int) -> bool:
-        """See `ValueFormat.may_fit`."""
-        return not (one_has & ~all_have) & self._magnitude
-
-    def fits(self, values: Array) -> bool:
-        """See `ValueFormat.fits`."""
-        if not values.size:
-            return False
-        magnitudes = _bits(values) & self._magnitude
-        first = magnitudes[:1].tolist()[0]
-        return (not first or first in self._normal) and bool((magnitudes == magnitudes[:1]).all())
+        return self.most * _plane_nbytes(count) + self.table.nbytes + 8
 
     def write(self, values: Array, section: Buffer) -> None:
         """See `ValueFormat.write`."""
         section[:] = 0
-        section[:8].view(np.float64)[:] = np.abs(values[:1])
-        signs = np.packbits(np.signbit(values), bitorder="little")
-        section[8 : 8 + signs.size] = signs
+        plane = _plane_nbytes(values.size)
+        _write_plane(section[:plane], np.signbit(values))
+        if self.most == 2:
+            magnitudes, keys = _magnitudes(values), _keys(values.dtype)
+            larger = [magnitudes[run] != keys.type(least) for run, least, _ in self._runs(values.size)]
+            _write_plane(section[plane : 2 * plane], np.concatenate(larger))
+        tail = np.append(self.table.reshape(-1), len(self.table)).view(np.uint8)
+        section[self.most * plane :] = namespace(section).asarray(tail)
 
     def read(self, section: Buffer, count: int) -> Array:
-        """See `ValueFormat.read`."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            magnitude = section[:8].view(np.float64).astype(self.dtype)
-        signs = np.unpackbits(section[8:], bitorder="little")[:count].view(np.bool_)
-        values: Array = np.where(signs, -magnitude, magnitude)
-        return values
+        """See `ValueFormat.read`; raises ValueError unless the table has runs in order, and their magnitudes."""
+        (starts, *bits), sign, plane = self.table.T, _sign_of(self.dtype), _plane_nbytes(count)
+        if starts[0] or (np.diff(starts) <= 0).any() or starts[-1] >= count:
+            raise ValueError(f"got runs of {count} values: expected starts in order, from 0 on, below the number")
+        if (bits[0] < 0).any() or (bits[0] > bits[-1]).any() or (bits[-1] >= sign).any():
+            raise ValueError(f"got runs of other bits: expected those of magnitudes of {self.dtype}, in order")
+        keys, flags = _keys(self.dtype), _read_plane(section[plane * (self.most - 1) :], count)
+        found: Array = _read_plane(section[:plane], count).astype(keys) * keys.type(sign)
+        for run, least, largest in self._runs(count):
+            found[run] |= keys.type(least)
+            if least < largest:
+                found[run] ^= flags[run].astype(keys) * keys.type(least ^ largest)
+        return found.view(self.dtype)
+
+    def _runs(self, count: int) -> list[tuple[slice, int, int]]:
+        """Return the positions of each run, and the bits of its least and its largest magnitude."""
+        ends = [*self.table[1:, 0].tolist(), count]
+        return [(slice(row[0], end), row[1], row[-1]) for row, end in zip(self.table.tolist(), ends, strict=True)]
 
 
 class Offsets:
-    """Formats 12 to 14: how far the bits of a magnitude are above those of the least one."""
+    """Formats 15 to 17: how far the bits of a magnitude are above those of the least one."""
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
         """Take the bits of the least magnitude, and how many bits hold the distance to the largest."""
@@ -183,23 +218,52 @@ class Offsets:
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
         octets, bits = divmod(self.width + 1, 8)
-        return 8 * (octets * -(-count // 8) + bits * -(-count // 64)) + _LEAST_AND_WIDTH.size
+        return 8 * (octets * -(-count // 8) + bits * -(-count // 64)) + _PAIR.size
 
     def write(self, values: Array, section: Buffer) -> None:
         """See `ValueFormat.write`."""
         section[:] = 0
-        kernels_for(values).to_offsets(values, self.least, self.width, section[: -_LEAST_AND_WIDTH.size])
-        write_fields(section[-_LEAST_AND_WIDTH.size :], _LEAST_AND_WIDTH, self.least, self.width)
+        kernels_for(values).to_offsets(values, self.least, self.width, section[: -_PAIR.size])
+        write_fields(section[-_PAIR.size :], _PAIR, self.least, self.width)
 
     def read(self, section: Buffer, count: int) -> Array:
         """See `ValueFormat.read`."""
         values: Array = namespace(section).empty(count, self.dtype)
-        kernels_for(section).from_offsets(section[: -_LEAST_AND_WIDTH.size], self.least, self.width, values)
+        kernels_for(section).from_offsets(section[: -_PAIR.size], self.least, self.width, values)
         return values
 
 
 def _bits(values: Array) -> Array:
     return values.view(f"u{values.itemsize}")
+
+
+def _keys(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the bits of values."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def _sign_of(dtype: np.dtype[Any]) -> int:
+    return 1 << 8 * dtype.itemsize - 1
+
+
+def _magnitudes(values: Array) -> Array:
+    """Return the bits of values without their signs."""
+    return _bits(values) & _keys(values.dtype).type(_sign_of(values.dtype) - 1)  # type: ignore[no-any-return]
+
+
+def _plane_nbytes(count: int) -> int:
+    return 8 * -(-count // 64)
+
+
+def _write_plane(section: Buffer, flags: Array) -> None:
+    """Write a bit for each flag into the first bytes of a section, the low bits first."""
+    plane = np.packbits(flags, bitorder="little")
+    section[: plane.size] = plane
+
+
+def _read_plane(section: Buffer, count: int) -> Array:
+    """Return so many flags that `_write_plane` wrote."""
+    return np.unpackbits(section, bitorder="little")[:count].view(np.bool_)
 
 
 _HALF, _SINGLE, _DOUBLE = VALUE_DTYPES
@@ -210,8 +274,7 @@ VALUE_FORMATS: tuple[FixedFormat, ...] = (
     Stored(5, _DOUBLE, _SINGLE),
     Stored(6, _DOUBLE, _HALF),
     StoredBfloat16(7, _DOUBLE),
-    *(Signs(number, dtype) for number, dtype in enumerate(VALUE_DTYPES, 8)),
-    Stored(11, _SINGLE, np.uint8, precision=7),
+    Stored(8, _SINGLE, np.uint8, precision=7),
 )
 
 _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}
@@ -221,11 +284,20 @@ def format_of(number: int, message: Buffer) -> ValueFormat | None:
     """Return the format of a number, of which the end of a message may say more; None where there is no such."""
     if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
-    dtype = next((dtype for dtype, its_own in _OFFSETS_OF.items() if its_own == number), None)
-    if dtype is None or message.size < _LEAST_AND_WIDTH.size:
+    if message.size < _PAIR.size:
         return None
-    least, width = read_fields(message[-_LEAST_AND_WIDTH.size :], _LEAST_AND_WIDTH)
-    return Offsets(dtype, least, width) if least >= 0 and 0 <= width < 8 * dtype.itemsize else None
+    least, last = read_fields(message[-_PAIR.size :], _PAIR)
+    for (dtype, most), its_own in _RUNS_OF.items():
+        if number == its_own:
+            nbytes = 8 * (1 + most) * last
+            if not 0 < last <= _MOST_RUNS or nbytes + 8 > message.size:
+                return None
+            table = to_numpy(message[-8 - nbytes : -8]).copy().view(np.int64)
+            return Runs(dtype, most, table.reshape(last, 1 + most))
+    for dtype, its_own in _OFFSETS_OF.items():
+        if number == its_own and least >= 0 and 0 <= last < 8 * dtype.itemsize:
+            return Offsets(dtype, least, last)
+    return None
 
 
 def as_they_are(values: Array) -> ValueFormat:
@@ -243,13 +315,13 @@ def smallest(values: Array) -> ValueFormat:
 
 
 def _shortest(values: Array) -> ValueFormat:
-    """Return the fixed format that stores values in the fewest bytes."""
+    """Return the format that stores values in the fewest bytes, but for offsets."""
     some = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
-    one_has, all_have = reduce(or_, some, 0), reduce(and_, some, -1)
-    candidates = [form for form in _FORMATS_FOR[values.dtype] if form.may_fit(one_has, all_have)]
-    if len(candidates) == 1:
-        return candidates[0]
+    one_has, sign = reduce(or_, some, 0), _sign_of(values.dtype)
+    candidates: list[Runs | FixedFormat] = [each for each in _FORMATS_FOR[values.dtype] if each.may_fit(one_has)]
+    found = len({bits & ~sign for bits in some})
+    candidates += [each for most in (1, 2) if found <= most and (each := Runs.of(values, most)) is not None]
     for form in sorted(candidates, key=lambda form: form.nbytes(values.size)):
-        if form.fits(values):
+        if isinstance(form, Runs) or form.fits(values):
             return form
     return as_they_are(values)

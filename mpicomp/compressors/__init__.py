@@ -11,6 +11,7 @@ from mpicomp.compressors.base import (
     expect_integer,
     expect_number,
 )
+from mpicomp.compressors.chunked import ChunkedTopK
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.quantised import Quantised, quantise
 from mpicomp.compressors.random_k import BlockRandomK, RandomK
@@ -25,6 +26,7 @@ __all__ = [
     "AggregationAware",
     "BlockRandomK",
     "Check",
+    "ChunkedTopK",
     "Compressor",
     "Dense",
     "GaussianK",

@@ -7,12 +7,12 @@ wraps another compressor derives from `Wrapper`. docs/compressors.md has an exam
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import Parameter, signature
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, read_only, to_numpy
+from mpicomp.settings import Configured
 from mpicomp.vector import SparseVector
 
 Check = Callable[[Any, Array | None], Any]
@@ -37,7 +37,7 @@ class Report:
     rounds: int = 1
 
 
-class Compressor:
+class Compressor(Configured):
     """Select the entries of a dense vector that are sent.
 
     Store every constructor argument in an attribute of the same name: `repr` shows them, and ranks compare settings by
@@ -146,16 +146,6 @@ class Compressor:
     def _state_keys(self) -> dict[str, tuple["Compressor", str]]:
         """Return the compressor and the attribute of each key of a state."""
         return {f"{depth}.{name}": (part, name) for depth, part in enumerate(self.chain()) for name in part.state}
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the constructor's arguments by name."""
-        variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-        parameters = signature(type(self)).parameters.values()
-        return {each.name: getattr(self, each.name, "?") for each in parameters if each.kind not in variadic}
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._settings().items() if value is not None)
-        return f"{type(self).__name__}({shown})"
 
 
 class Wrapper(Compressor):

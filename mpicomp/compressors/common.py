@@ -100,11 +100,21 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
     return _nonzero_entries(dense, positions, kernels_for(dense).gather(dense, positions))
 
 
+def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
+    """Return the largest entries of a dense vector, which a kernel found; ValueError if the vector is not finite."""
+    _check_found(dense, values)
+    return placed(positions, values, dense.size)
+
+
 def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
     """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
+    _check_found(dense, values)
+    return _nonzero_entries(dense, positions, values)
+
+
+def _check_found(dense: Array, values: Array) -> None:
     if not np.isfinite(values).all():  # they count as the largest, so one of them is found if there is any
         kernels_for(dense).raise_not_finite(dense)
-    return _nonzero_entries(dense, positions, values)
 
 
 def _nonzero_entries(dense: Array, positions: Array, values: Array) -> SparseVector:

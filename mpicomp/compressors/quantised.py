@@ -1,18 +1,20 @@
 """Quantisation: send the entries that another compressor selects with fewer bits a value; the error is in the residual.
 
 Sources: one magnitude and signs: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit stochastic gradient descent",
-Interspeech 2014, with one scale for all entries. float16 and bfloat16: rounded to nearest, ties to even.
+Interspeech 2014, with one scale for all entries. Two magnitudes: S. P. Lloyd, "Least squares quantization in PCM", IEEE
+Trans. Information Theory 28(2), 1982, on the magnitudes. float16 and bfloat16: rounded to nearest, ties to even.
 
 Differences from the paper: quantised values keep their dtype, so sums over the ranks are computed as before;
 `codec="smallest"` detects that they fit a shorter format and encodes them in it. Sums of quantised values need not fit
 and are then sent in full.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, kernels_for, namespace
 from mpicomp.compressors.base import Compressor, Wrapper
 from mpicomp.compressors.common import mean_and_largest
 from mpicomp.vector import SparseVector
@@ -49,16 +51,52 @@ def _to_signs(values: Array) -> Array:
     return signed
 
 
-_ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_signs}
+_ROUNDS = 20  # of Lloyd's, at most
+
+
+def _to_two_magnitudes(values: Array) -> Array:
+    mean, largest = mean_and_largest(values.reshape(-1))
+    if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
+        scaled: Array = _to_two_magnitudes(values * 2.0**-64) * 2.0**64
+        return scaled
+    low, high, threshold = _two_magnitudes(values.reshape(-1), mean, largest)
+    limit = values.dtype.type(threshold)
+    if float(limit) > threshold:  # rounded down, it divides values of the dtype as the threshold does
+        limit = np.nextafter(limit, values.dtype.type(0))
+    pair = namespace(values).asarray(np.array([low, high], values.dtype))
+    signed: Array = np.copysign(np.where(np.abs(values) <= limit, pair[:1], pair[1:]), values)
+    return signed
+
+
+def _two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
+    """Return two magnitudes, the first not above the second, and the threshold between those they stand for.
+
+    values: 1-d; mean, largest: of the magnitudes. Lloyd's rounds, from the mean as the threshold until it stays: each
+    reads the values once. Where one magnitude is enough, both are the mean.
+    """
+    low, high, threshold = mean, mean, mean
+    for _ in range(_ROUNDS):
+        sides = kernels_for(values).sides(values, threshold)
+        if not (sides.below and sides.above):
+            break
+        low = min(sides.sum_below / sides.below, threshold)  # whatever rounding does to a mean
+        high = min(sides.sum_above / sides.above, largest)
+        before, threshold = threshold, (low + high) / 2
+        if threshold == before:
+            break
+    return low, high, threshold
+
+
+_ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_signs, "two_bit": _to_two_magnitudes}
 
 
 def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVector]:
     """Return (quantised, error): the vector with values that fit a shorter format, and the difference at every index.
 
-    form: "float16", "bfloat16", or "sign" (the mean magnitude, and the signs), else ValueError. Values beyond the range
-    of a format are clipped to its largest. quantised + error is the vector, up to the rounding of the error to the
-    dtype of the values; it is exact if value and quantised value are within a factor of two of each other (Sterbenz'
-    lemma).
+    form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or "two_bit" (of two magnitudes the nearer
+    one, and the signs), else ValueError. Values beyond the range of a format are clipped to its largest. quantised +
+    error is the vector, up to the rounding of the error to the dtype of the values; it is exact if value and quantised
+    value are within a factor of two of each other (Sterbenz' lemma).
     """
     if form not in _ROUNDINGS:
         raise ValueError(f"form is {form!r}: expected one of {list(_ROUNDINGS)}")
@@ -72,8 +110,8 @@ def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVecto
 class Quantised(Wrapper):
     """Quantise the entries that another compressor selects.
 
-    compressor: any. form: "float16", "bfloat16" or "sign", else ValueError. Feedback adds the error to the residual.
-    `error` is that of the last call, None before any.
+    compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError. Feedback adds the error to the
+    residual. `error` is that of the last call, None before any.
     """
 
     def __init__(self, compressor: Compressor, form: str) -> None:

@@ -8,10 +8,8 @@ Differences from the paper: the selection is exact, ties go to the lowest indice
 
 from typing import Any
 
-import numpy as np
-
 from mpicomp.arrays import Array, kernels_for, to_vector
-from mpicomp.compressors.common import Density, placed
+from mpicomp.compressors.common import Density, selected
 from mpicomp.vector import SparseVector
 
 
@@ -30,13 +28,9 @@ class TopK(Density):
         corrected: an array of any shape, taken in C order; float16, float32 or float64.
         """
         dense = to_vector(corrected)
-        return self._found(dense, *kernels_for(dense).largest(dense, self.count(dense.size)))
+        return self.reported(selected(dense, *kernels_for(dense).largest(dense, self.count(dense.size))))
 
     def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
         """See `Compressor.compress_sum`; adds and selects in one pass."""
-        return self._found(out, *kernels_for(out).add_largest(residual, gradient, out, self.count(out.size)))
-
-    def _found(self, dense: Array, positions: Array, values: Array) -> SparseVector:
-        if not np.isfinite(values).all():  # they count as the largest, so one of them is found if there is any
-            kernels_for(dense).raise_not_finite(dense)
-        return self.reported(placed(positions, values, dense.size))
+        found = kernels_for(out).add_largest(residual, gradient, out, self.count(out.size))
+        return self.reported(selected(out, *found))

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicomp.arrays import VALUE_DTYPES, Array, beside, kernels_for, namespace, on_device, read_only, to_numpy
 from mpicomp.compressors import Compressor
+from mpicomp.settings import Configured
 from mpicomp.vector import SparseVector
 
 Added = tuple[SparseVector, ...]  # vectors to add to the gradient's own array, in this order
@@ -28,11 +29,12 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.promote_types(dtype, np.float32)
 
 
-class Feedback:
+class Feedback(Configured):
     """Keep the entries that are not sent. Base class of all methods.
 
     A method implements `correct`, `settle` and `_layout`, which returns the dtypes of the arrays it keeps, all of shape
-    (n,); they are zero before the first gradient. One object serves one vector of one length and dtype.
+    (n,); they are zero before the first gradient. One object serves one vector of one length and dtype. Constructor
+    arguments are stored in attributes of the same name: `repr` shows them, and saved states are compared by it.
     """
 
     in_place: bool = False  # the gradient's own array holds the residual; see `ErrorFeedback`

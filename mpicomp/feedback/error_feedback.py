@@ -1,19 +1,20 @@
-"""Error feedback (EF-SGD): p = g + e, send D = C(p), keep e = p - D.
+"""Error feedback (EF-SGD): p = g + decay e, send D = C(p), keep e = p - D.
 
 Source: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient compression
-schemes", ICML 2019 (arXiv 1901.09847).
+schemes", ICML 2019 (arXiv 1901.09847); the decay: "Communication efficient LLM pre-training with SparseLoCo", 2025
+(arXiv 2508.15706).
 
 Differences from the paper: the residual is in gradient units (the paper scales by the learning rate first), and entries
 that the collective rejects are added to it. `in_place` is the same arithmetic, with the same bits, without a copy.
 
-Invariant: residual after + sent - rejected = residual before + gradient, exactly where the additions are exact.
+Invariant: residual after + sent - rejected = decay * residual before + gradient, exactly where the sums are exact.
 """
 
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, kernels_for, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.feedback.base import Added, Feedback, Layout, check_range
 from mpicomp.vector import SparseVector
@@ -29,26 +30,51 @@ class ErrorFeedback(Feedback):
     sent, and the next backward pass adds to it, so do not clear it between steps (in PyTorch: no `zero_grad`). A step
     then reads the gradient once and writes the entries that were sent or rejected. This object has no state then: save,
     clear or rescale the gradient arrays yourself.
+
+    decay: the factor by which the residual is multiplied before each gradient is added, 0 < decay <= 1. Below 1 old
+    entries that were not sent fade: 1 - decay of the residual is lost in each step on purpose. A step then takes about
+    two more passes over the residual.
+
+    Raises ValueError for a decay out of range, and for one below 1 with `in_place`.
+
+    >>> ErrorFeedback(decay=0.95)
+    ErrorFeedback(in_place=False, decay=0.95)
     """
 
-    def __init__(self, *, in_place: bool = False) -> None:
+    def __init__(self, *, in_place: bool = False, decay: float = 1.0) -> None:
         super().__init__()
-        self.in_place = bool(in_place)
+        if not 0 < decay <= 1:
+            raise ValueError(
+                f"decay is {decay!r}: expected 0 < decay <= 1 (1 keeps all; to keep nothing take NoFeedback())"
+            )
+        if in_place and decay < 1:
+            raise ValueError(
+                f"got in_place=True and decay={decay!r}: in place, the gradient's array holds the sum of residual and "
+                "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
+            )
+        self.in_place, self.decay = bool(in_place), float(decay)
 
     def correct(self, gradient: Array) -> Array:
-        """Return gradient + residual in a separate buffer; in place, the gradient itself.
+        """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
 
         Raises ValueError if the gradient has another size or dtype than the residual: use one object for each tensor.
         """
         self._stage(gradient)
         if self.in_place:
             return gradient
-        corrected = self._spare("residual")
-        kernels_for(corrected).add(self._arrays["residual"], gradient, corrected)
+        residual, corrected = self._arrays["residual"], self._spare("residual")
+        if self.decay == 1:
+            kernels_for(corrected).add(residual, gradient, corrected)
+        else:  # rounded twice, on the host as on a device: no fused multiply-add
+            np.multiply(residual, residual.dtype.type(self.decay), out=corrected)
+            corrected += gradient
         return corrected
 
     def compress(self, gradient: Array, compressor: Compressor) -> tuple[Array, SparseVector]:
-        """Return gradient + residual and the selected entries; in one pass if the compressor has a fused kernel."""
+        """Return what `correct` does, and the selected entries; in one pass where there is a kernel and no decay."""
+        if self.decay < 1:
+            corrected = self.correct(gradient)
+            return corrected, compressor.compress(read_only(corrected), gradient=gradient)
         if self.in_place and compressor.needs_gradient:
             raise TypeError(f"{compressor!r} needs the new gradient: expected ErrorFeedback(in_place=False)")
         if self.in_place or compressor.needs_gradient:

@@ -76,7 +76,7 @@ class MomentumCorrection(Feedback):
         before, residual = self._arrays["velocity"], self._arrays["residual"]
         velocity, corrected = self._spare("velocity"), self._spare("residual")
         if self.clip is not None and self.ranks is not None:
-            limit, norm = self.clip / math.sqrt(self.ranks), _norm(gradient)
+            limit, norm = self.clip / math.sqrt(self.ranks), euclidean_norm(gradient)
             if limit < norm < math.inf:  # a gradient that is not finite is left for the compressor to report
                 gradient = np.multiply(gradient, limit / norm, out=corrected)
         if self.nesterov:
@@ -105,7 +105,7 @@ class MomentumCorrection(Feedback):
         return {"residual": dtype, "velocity": wide(dtype)}
 
 
-def _norm(gradient: Array) -> float:
+def euclidean_norm(gradient: Array) -> float:
     """Return the Euclidean norm, also if the squares overflow; NaN or infinity if a value is."""
     squares = kernels_for(gradient).survey(gradient).all().squares
     if squares != math.inf:

@@ -125,5 +125,9 @@ class StepAhead(Feedback):
         super().reset()
         self.since_averaging = 0
 
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings that states are compared by: all but the rate, which is part of the state."""
+        return {name: value for name, value in super()._settings().items() if name != "rate"}
+
     def _layout(self, dtype: np.dtype[Any]) -> Layout:
         return {"residual": dtype} | ({"velocity": wide(dtype)} if self.momentum else {})

@@ -106,6 +106,21 @@ def floors_from_a_sample(device, cupy):
                 assert found.get().tolist() == [sample[-rank], 0, 77]
 
 
+def largest_in_chunks(device, cupy):
+    for dtype in DTYPES:
+        tile = TILES[dtype.itemsize]
+        cases = (1, 1, 1, 30), (3, 50, 1, 170), (9, 1009, 5, 2500), (64, tile, 9, 2 * tile), (70, tile + 5, 3, 2 * tile)
+        for k, chunk, last, size in cases:
+            for family in ("quantised", "infinite"):
+                values = families(dtype, size)[family].astype(dtype)
+                compare(device, cupy, "largest_in_chunks", values, k, chunk, last)
+        values = families(dtype, 300)["negative zeros"].astype(dtype)
+        compare(device, cupy, "largest_in_chunks", values, 50, 50, 1)
+        compare(device, cupy, "largest_in_chunks", values[:0], 3, 50, 1)
+        sent = cupy.asarray(values)[1:]
+        assert_same(here(device.largest_in_chunks(sent, 3, 64, 3)), host.largest_in_chunks(values[1:], 3, 64, 3))
+
+
 def every_k(device, cupy):
     values = np.round(9 * np.random.default_rng(3).standard_normal(120)).astype(np.float32)
     for k in range(1, 122):
@@ -173,6 +188,15 @@ def moments_of_many_blocks(device, cupy):
         exponent += shift
     assert totals.get().tolist() == [*expected.tolist(), sums[2].max(), product]
     assert numbers.get().tolist() == [counts[0].sum(), exponent]
+
+
+def sides_of_thresholds(device, cupy):
+    for dtype in DTYPES:
+        for size in (0, 1, 255, 16_384, 40_000):
+            for family in ("normal", "denormal", "neighbours"):
+                values = families(dtype, max(size, 18))[family][:size].astype(dtype)
+                for threshold in (0.0, float(np.abs(values).max(initial=0)) / 2, 1.0):
+                    compare(device, cupy, "sides", values, threshold)
 
 
 def surveys(device, cupy):
@@ -403,6 +427,7 @@ ALL = [
     top_k_of_several_blocks,
     top_k_by_a_sample,
     floors_from_a_sample,
+    largest_in_chunks,
     every_k,
     not_finite_values,
     thresholds,
@@ -410,6 +435,7 @@ ALL = [
     histograms_and_selections,
     moments,
     moments_of_many_blocks,
+    sides_of_thresholds,
     surveys,
     a_survey_of_many_groups,
     surveys_without_room,

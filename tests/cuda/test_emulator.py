@@ -32,7 +32,11 @@ RUNS = {
             comparisons.misaligned_sums,
         ],
     ),
-    "statistics.cu": ([COMMON, SELECTION, "statistics.cu"], [comparisons.moments, comparisons.moments_of_many_blocks]),
+    "statistics.cu": (
+        [COMMON, SELECTION, "statistics.cu"],
+        [comparisons.moments, comparisons.moments_of_many_blocks, comparisons.sides_of_thresholds],
+    ),
+    "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_chunks]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
 }

@@ -6,12 +6,14 @@ device and stream. Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
 ``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
+``chunks``      the largest magnitudes of each chunk of consecutive values
 ``statistics``  sums over a gradient, in one read
 ``surveying``   sums in one fast read, and the values that the next steps are expected to need
 ``merging``     sums of sparse vectors, and copies between sparse and dense
 ``coding``      indices as bitmaps, indices and values in few bits
 """
 
+from mpicomp.kernels.device.chunks import largest_in_chunks
 from mpicomp.kernels.device.coding import (
     from_bitmap,
     from_elias_fano,
@@ -44,13 +46,14 @@ from mpicomp.kernels.device.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.device.statistics import moments
+from mpicomp.kernels.device.statistics import moments, sides
 from mpicomp.kernels.device.surveying import Survey, sample, survey
-from mpicomp.kernels.host.statistics import Moments
+from mpicomp.kernels.host.statistics import Moments, Sides
 from mpicomp.kernels.host.surveying import Sums
 
 __all__ = [
     "Moments",
+    "Sides",
     "Sums",
     "Survey",
     "above",
@@ -70,6 +73,7 @@ __all__ = [
     "gather",
     "histogram",
     "largest",
+    "largest_in_chunks",
     "magnitude_range",
     "merge",
     "moments",
@@ -77,6 +81,7 @@ __all__ = [
     "sample",
     "scatter",
     "scatter_add",
+    "sides",
     "survey",
     "to_bitmap",
     "to_elias_fano",

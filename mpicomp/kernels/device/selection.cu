@@ -30,6 +30,27 @@ __device__ inline void append(
     }
 }
 
+// Append the items of `above`, and of those of `equal` the first ones: `ties` in all, of which `equal_before` lie before
+// this warp, as `above_before` items of `above` do.
+template <typename Key>
+__device__ inline void append_with_ties(
+    const Items<Key>& items, u32 above, u32 equal, i64 first, const i64* sources, u64 above_before, u64 equal_before,
+    u64 ties, u64 room, i64* positions, Key* kept) {
+    const u64 place = above_before + lesser(equal_before, ties);
+#pragma unroll
+    for (int l = 0; l < Items<Key>::LOADS; ++l) {
+        u32 part = equal >> (l * Items<Key>::VECTOR) & ((1u << Items<Key>::VECTOR) - 1);
+        if (!__any_sync(ALL, part != 0)) continue;
+        u32 own = __popc(part), through = warp_scan(own);
+        u64 at = equal_before + through - own;
+#pragma unroll
+        for (int i = l * Items<Key>::VECTOR; i < (l + 1) * Items<Key>::VECTOR; ++i)
+            if (equal >> i & 1) above |= (u32)(at++ < ties) << i;
+        equal_before += __shfl_sync(ALL, through, 31);
+    }
+    append(items, above, first, sources, place, room, positions, kept);
+}
+
 // Write positions and bits of the magnitudes at or above `floor` (or `*floors`), in order, as far as there is room;
 // *total is how many there are. read_items: reads the items of a warp that begin at a position.
 template <typename Key, typename Reader>
@@ -125,19 +146,7 @@ __device__ inline void select(
     equal &= real_items<Key>(first, size);
     u64 counts[2] = {warp_sum((u64)__popc(above)), warp_sum((u64)__popc(equal))};
     scan_grid(scan, counts, states, tiles, totals);
-    u64 before = counts[1];
-#pragma unroll
-    for (int l = 0; l < Items<Key>::LOADS; ++l) {  // of what equals the threshold, the first ones stay
-        u32 part = equal >> (l * Items<Key>::VECTOR) & ((1u << Items<Key>::VECTOR) - 1);
-        if (!__any_sync(ALL, part != 0)) continue;
-        u32 own = __popc(part), through = warp_scan(own);
-        u64 at = before + through - own;
-#pragma unroll
-        for (int i = l * Items<Key>::VECTOR; i < (l + 1) * Items<Key>::VECTOR; ++i)
-            if (equal >> i & 1) above |= (u32)(at++ < ties) << i;
-        before += __shfl_sync(ALL, through, 31);
-    }
-    append(items, above, first, sources, counts[0] + lesser(counts[1], ties), room, positions, kept);
+    append_with_ties(items, above, equal, first, sources, counts[0], counts[1], ties, room, positions, kept);
 }
 
 #define SELECT(name, Key)                                                                                           \

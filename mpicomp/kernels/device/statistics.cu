@@ -98,3 +98,50 @@ KERNEL add_moments(const double* sums, const i64* counts, i64 blocks, double* to
     if (lane() == 0 && warp() < 4) totals[warp()] = total;
     if (lane() == 0 && (warp() == 2 || warp() == 3)) numbers[warp() - 2] = number;
 }
+
+struct SideLanes {
+    double below[LANES], beyond[LANES];
+    i64 above[LANES];
+};
+
+// Write the sums of a block of values up to a threshold and above it, a row of sums, and the number of values above it.
+template <typename Value>
+__device__ inline void block_sides(const Value* values, i64 size, u64 threshold_bits, double* sums, i64* counts) {
+    SHARED(SideLanes, lanes);
+    const int j = threadIdx.x;
+    const double threshold = __longlong_as_double((i64)threshold_bits);
+    double below = 0, beyond = 0;
+    i64 above = 0, first = (i64)blockIdx.x * LANES * ROWS + j;
+#pragma unroll 8
+    for (int row = 0; row < ROWS; ++row) {
+        i64 place = first + row * LANES;
+        double value = place < size ? (double)widened(values[place]) : 0.0, x = value < 0 ? -value : value;
+        bool is_above = x > threshold;
+        below += is_above ? 0.0 : x;
+        beyond += is_above ? x : 0.0;
+        above += is_above;
+    }
+    lanes.below[j] = below, lanes.beyond[j] = beyond, lanes.above[j] = above;
+    __syncthreads();
+    for (int half = LANES / 2; half; half /= 2) {
+        if (j < half) {
+            lanes.below[j] += lanes.below[j + half];
+            lanes.beyond[j] += lanes.beyond[j + half];
+            lanes.above[j] += lanes.above[j + half];
+        }
+        __syncthreads();
+    }
+    if (j) return;
+    sums[2 * blockIdx.x] = lanes.below[0], sums[2 * blockIdx.x + 1] = lanes.beyond[0];
+    counts[blockIdx.x] = lanes.above[0];
+}
+
+KERNEL block_sides_f2(const Half* values, i64 size, u64 threshold, double* sums, i64* counts) {
+    block_sides(values, size, threshold, sums, counts);
+}
+KERNEL block_sides_f4(const Single* values, i64 size, u64 threshold, double* sums, i64* counts) {
+    block_sides(values, size, threshold, sums, counts);
+}
+KERNEL block_sides_f8(const double* values, i64 size, u64 threshold, double* sums, i64* counts) {
+    block_sides(values, size, threshold, sums, counts);
+}

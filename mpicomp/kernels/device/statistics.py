@@ -7,7 +7,7 @@ import numpy as np
 
 from mpicomp.kernels.device.compiling import Array, launch
 from mpicomp.kernels.device.selection import first_not_finite
-from mpicomp.kernels.host.statistics import Moments
+from mpicomp.kernels.host.statistics import Moments, Sides, added_sides
 
 _BLOCK = 16384
 
@@ -26,3 +26,12 @@ def moments(values: Array) -> Moments:
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
     logs = math.log(product) if product > 0 else math.nan
     return Moments(nonzeros, absolute, squares, logs + exponents * math.log(2), largest, not_finite)
+
+
+def sides(values: Array, threshold: float) -> Sides:
+    """Return the sums over the magnitudes up to a threshold and above it, as `mpicomp.kernels.host.sides` does."""
+    blocks = values.size // _BLOCK + 1
+    sums, above = cupy.empty((blocks, 2)), cupy.empty(blocks, np.int64)
+    limit = int(np.float64(threshold).view(np.int64))
+    launch("block_sides", [values.dtype], blocks, values, values.size, limit, sums, above)
+    return added_sides(values.size, sums.get(), above.get())

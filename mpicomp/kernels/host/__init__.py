@@ -8,6 +8,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 (:mod:`mpicomp.threads`). The results do not depend on the number. Input arrays may be read-only.
 
 ``selection``     the largest magnitudes, and those above a threshold
+``chunks``        the largest magnitudes of each chunk of consecutive values
 ``statistics``    sums over a gradient, in one read
 ``surveying``     sums in one fast read, and the values that the next steps are expected to need
 ``merging``       sums of sparse vectors, and copies between sparse and dense
@@ -19,6 +20,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 """
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
+from mpicomp.kernels.host.chunks import largest_in_chunks
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.fused import add_above, add_largest
 from mpicomp.kernels.host.merging import (
@@ -40,12 +42,13 @@ from mpicomp.kernels.host.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, moments
+from mpicomp.kernels.host.statistics import Moments, Sides, moments, sides
 from mpicomp.kernels.host.streaming import add, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
 __all__ = [
     "Moments",
+    "Sides",
     "Sums",
     "Survey",
     "above",
@@ -65,6 +68,7 @@ __all__ = [
     "gather",
     "histogram",
     "largest",
+    "largest_in_chunks",
     "magnitude_range",
     "merge",
     "moments",
@@ -72,6 +76,7 @@ __all__ = [
     "sample",
     "scatter",
     "scatter_add",
+    "sides",
     "survey",
     "to_bitmap",
     "to_elias_fano",

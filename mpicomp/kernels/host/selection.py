@@ -63,7 +63,7 @@ def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
     positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)  # one more element, as below
     count: Any = np.uint64(0)
     for part in parts:
-        count, ties = _keep_at(*part, form.mask, threshold, ties, positions, found, np.uint64(count))
+        count, ties = keep_at(*part, form.mask, threshold, ties, positions, found, np.uint64(count))
     return positions[:k], found[:k]
 
 
@@ -289,7 +289,7 @@ def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> 
     """
     room = min(room, bits.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), bits.dtype)
-    count, seen = _compact(bits, form.mask, form.signed.type(floor), first, positions, found)
+    count, seen = compact(bits, form.mask, form.signed.type(floor), first, positions, found)
     return positions[: int(count)], found[: int(count)], bits.size - int(seen)
 
 
@@ -328,7 +328,7 @@ def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
+def compact(bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
     """Return how many magnitudes are at or above `floor`, and how many were compared: fewer if the buffer is full."""
     count, whole = np.uint64(0), bits.size // WORD
     for i in range(whole):
@@ -399,7 +399,7 @@ def _bin_of_kth(counts, k):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count):  # type: ignore[no-untyped-def]
+def keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the entries above `threshold` and the first `ties` that are equal to it; return the count, and ties left.
 
     Every entry is written, and the count incremented for those that are kept: so there is one more element.

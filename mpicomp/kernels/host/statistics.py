@@ -33,6 +33,15 @@ class Moments(NamedTuple):
     not_finite: int  # the first position of a NaN or an infinity; -1 if there is none
 
 
+class Sides(NamedTuple):
+    """Sums over the magnitudes of a vector up to a threshold, and over those above it."""
+
+    below: int  # entries, zeros among them
+    above: int
+    sum_below: float
+    sum_above: float
+
+
 def moments(values: Array, *, threads: int | None = None) -> Moments:
     """Return the moments of `values` (1-d contiguous float16, float32 or float64) in one read.
 
@@ -51,6 +60,34 @@ def moments(values: Array, *, threads: int | None = None) -> Moments:
     nonzeros, exponents = numbers.tolist()
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values, threads)
     return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
+
+
+def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sides:
+    """Return the sums over the magnitudes of `values` (as for `moments`) up to a threshold and above it, in one read.
+
+    values: finite. threshold: at least 0, compared in float64. threads, and the order of the additions: as for
+    `moments`.
+    """
+    values, wanted = as_writable(values), np.float64(threshold)
+    parts = in_pieces(lambda start, end: _sides_of_blocks(values[start:end], wanted), values.size, threads, step=_BLOCK)
+    return added_sides(values.size, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def added_sides(size: int, sums: Array, above: Array) -> Sides:
+    """Add up the sums of the blocks of `size` values, a row each: up to the threshold, and above it; in order."""
+    below, beyond = np.add.accumulate(sums)[-1].tolist()
+    entries = int(above.sum())
+    return Sides(size - entries, entries, below, beyond)
+
+
+def _sides_of_blocks(values: Array, threshold: np.float64) -> tuple[Array, Array]:
+    """Return the sums of every block up to a threshold and above it, and the number of values above it."""
+    sums, above, done = np.empty((values.size // _BLOCK + 1, 2)), np.empty(values.size // _BLOCK + 1, np.int64), 0
+    for part in blocks(values, _BLOCK):
+        end = done + part.size // _BLOCK
+        _add_sides(part, threshold, sums[done:end], above[done:end])
+        done = end
+    return sums, above
 
 
 def _of_blocks(values: Array) -> tuple[Array, Array]:
@@ -153,3 +190,34 @@ def _fold(sums, counts):  # type: ignore[no-untyped-def]
             counts[0, j] += counts[0, j + half]
             counts[1, j] += counts[1, j + half]
         half //= 2
+
+
+@jit
+def _add_sides(values, threshold, block_sums, block_above):  # type: ignore[no-untyped-def]
+    """Write the sums of each block up to the threshold and above it, and the number of values above it."""
+    below, beyond = np.empty(_LANES), np.empty(_LANES)
+    for i in range(values.size // _BLOCK):
+        above = 0
+        for j in range(_LANES):
+            below[j] = beyond[j] = 0
+        for start in range(_BLOCK * i, _BLOCK * (i + 1), _LANES):
+            above += _add_sides_of_row(values[start : start + _LANES], threshold, below, beyond)
+        half = _LANES // 2
+        while half:
+            for j in range(half):
+                below[j] += below[j + half]
+                beyond[j] += beyond[j + half]
+            half //= 2
+        block_sums[i, 0], block_sums[i, 1], block_above[i] = below[0], beyond[0], above
+
+
+@jit
+def _add_sides_of_row(row, threshold, below, beyond):  # type: ignore[no-untyped-def]
+    above = 0
+    for j in range(_LANES):
+        x = abs(np.float64(row[j]))
+        is_above = x > threshold
+        below[j] += 0.0 if is_above else x
+        beyond[j] += x if is_above else 0.0
+        above += 1 if is_above else 0
+    return above
