@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from inspect import cleandoc, signature
 from operator import index
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,6 +247,26 @@ def nonblocking_sum(given: Any) -> Callable[[Any, Any], Any]:
             "sparse_allreduce, gtopk_allreduce or sparse_allgather (for a dense sum: sparse_allreduce with Dense())"
         )
     return known.nonblocking
+
+
+def with_votes(given: Any) -> Any:
+    """Return a collective whose result also says how many ranks sent each entry, bound arguments included.
+
+    It is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted (`unpack_sum`). A
+    function that is no collective of this library is returned as it is. Raises ValueError for another collective.
+    """
+    function = given
+    while isinstance(function, partial):
+        function = function.func
+    known = function if isinstance(function, Collective) else getattr(function, "collective", None)
+    if not isinstance(known, Collective) or get_origin(signature(known).return_annotation) is list:
+        return given
+    if "votes" in signature(known).parameters:
+        return partial(given, votes=True)
+    raise ValueError(
+        f"{known.name} does not count the ranks that sent an entry, by which average='contributors' divides: expected "
+        "sparse_allreduce or sparse_allgather, or average=True"
+    )
 
 
 def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, SparseVector | None, NDArray[Any] | None]:

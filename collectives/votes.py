@@ -5,19 +5,22 @@ in a byte each, with their positions in its share. For sums by other schedules t
 alone. So the values are coded as without votes. Counts are exact up to 2^24 ranks.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from collectives.partition import Blocks, Ranges
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import Array, namespace
+from mpicomp.arrays import Array, beside, namespace
 from mpicomp.vector import SparseVector
 
 
 def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blocks, group: Group) -> Steps[Array]:
     """Return the votes for each entry of a sum that all ranks have, as int64, from what the owners of shares counted.
 
-    counts: for this rank's share, float32. Of the most frequent count, an owner sends only how much it is.
+    counts: for this rank's share, float32. An owner sends its most frequent count once, without indices.
     """
     supports = shares.cut(total)
     own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)
@@ -31,3 +34,21 @@ def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blo
         votes[theirs.indices] = theirs.values.reshape(-1)  # no entries: of the shape of the sum
         parts.append(SparseVector(support.indices, votes, support.length))
     return shares.unite(parts).values.astype(np.int64)
+
+
+def contributors(total: SparseVector, votes: Any, ranks: int, whole: Sequence[tuple[int, int]]) -> Array:
+    """Return how many ranks contributed each entry of a sum, in its dtype; 1 where it is there and no rank did.
+
+    whole: ranges of which every rank contributes all values, zeros too. TypeError where there are no votes.
+    """
+    if votes is None:
+        raise TypeError(
+            "the collective returned no votes, by which average='contributors' divides: expected (sum, votes), or a "
+            "list of every rank's vector"
+        )
+    counts: Array = np.maximum(votes, 1).astype(total.dtype)
+    for bounds in whole:
+        edges = beside(np.array(bounds, total.indices.dtype), total.indices)
+        first, end = np.searchsorted(total.indices, edges).tolist()
+        counts[first:end] = ranks
+    return counts

@@ -9,6 +9,7 @@ import pytest
 
 from collectives.faults.state import Faults, absence, disagreement, interruption, named_ranks, report
 from mpicomp import CollectiveError, CollectiveTimeoutError, DamagedMessageError, RankFailedError
+from mpicomp.errors import NotFiniteError, StepSkippedError
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 LIMIT = 5.0  # seconds: the timeout
@@ -246,6 +247,15 @@ def test_what_follows_from_a_difference_is_not_compared(calls, said):
 def test_supports_that_differ_come_with_a_remedy():
     reports = [report(call(support=support), None) for support in (1, 2)]
     assert re.search("aligned supports come from CyclicLeader", str(disagreement("aligned_allreduce", reports)))
+
+
+def test_a_step_is_skipped_only_where_nothing_else_is_wrong():
+    skip, other = report(call(), NotFiniteError("nan")), report(call(), ValueError("no"))
+    sound, differs = report(call(), None), report(call(k=6), None)
+    for reports in ([skip], [sound, skip], [skip, skip, sound]):
+        assert type(disagreement("x", reports)) is StepSkippedError
+    for reports in ([skip, other], [skip, sound, differs], [sound, differs], [sound, other]):
+        assert type(disagreement("x", reports)) is CollectiveError
 
 
 def test_an_error_that_cannot_be_printed_is_reported_all_the_same():

@@ -1,6 +1,7 @@
 """The exchange itself: from the gradients of one rank to the mean over all of them."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -9,21 +10,18 @@ from numpy.typing import NDArray
 
 from collectives.agreement import gather_objects
 from collectives.allreduce import sparse_allreduce
-from collectives.collective import nonblocking_sum
+from collectives.collective import nonblocking_sum, with_votes
 from collectives.exchange.layout import Layout, Parts
 from collectives.exchange.statistics import Statistics, report
-from collectives.exchange.step import OPERATION, Bucket, Step
+from collectives.exchange.step import CONTRIBUTORS, OPERATION, Bucket, Step
 from collectives.faults.ledger import accounts, balance, name_step
 from collectives.plan import CyclicLeader
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import check_compressor
-from mpicomp.compressors.common import check_number
-from mpicomp.errors import CollectiveError
+from mpicomp.errors import CollectiveError, StepSkippedError
 from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
-from mpicomp.feedback.base import check_feedback
-from mpicomp.pipeline import Pipeline, restored_on_error
+from mpicomp.pipeline import Pipeline, load_whole_state, restored_on_error, set_back, whole_state
 from mpicomp.tensors import DICT, by_name, check_same_form, form_of, in_form, outs_by_name
 
 
@@ -32,14 +30,20 @@ class GradientExchange:
 
     comm: any mpi4py intracommunicator. compressor: picks what is sent. feedback: keeps the rest; one object for each
     exchange, `ErrorFeedback()` by default. collective: `sparse_allreduce`, `gtopk_allreduce`, `sparse_allgather`, with
-    keyword arguments bound by `functools.partial`; it runs in its nonblocking form. Or any function that takes
-    (vector, comm), in place of the vector also an exception, which it raises on all ranks, and that gives every rank
-    the same sum: a SparseVector, (sum, rejected), (sum, votes), a list of every rank's vector, or a Request for these.
+    keyword arguments bound by `functools.partial`; it runs in its nonblocking form. Or a function of (vector, comm),
+    where a rank that failed has an exception for a vector, to be raised on all ranks. It returns the same sum on all: a
+    SparseVector, (sum, rejected), (sum, votes), a list of every rank's vector, or a Request for these.
 
-    average: divide the sum by the number of ranks. downlink: compresses the mean once more, on all ranks alike.
-    choose(name, array): returns (compressor, feedback) for a named tensor; without it each gets copies of the two that
-    are given. small: named tensors with fewer numbers are sent dense. bucket_nbytes: the gradients of a message have
-    about as many bytes. log: called with the `Statistics` of each step, once it is kept.
+    average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
+    number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count. All ranks count for all of what
+    is sent dense, zeros too: small tensors, and those of `Dense`. downlink: compresses the mean once more, on all ranks
+    alike. choose(name, array): returns (compressor, feedback) for a named tensor; without it each gets copies of the
+    two that are given. small: named tensors with fewer numbers are sent dense. bucket_nbytes: the gradients of a
+    message have about as many bytes. log: called with the `Statistics` of each step kept; its errors are warnings.
+
+    nonfinite: "skip" skips a step on all ranks where a gradient of one has a NaN or an infinity, and takes one more
+    pass over the gradients to see it: residuals stay, the means that come back are all NaN, so that an optimiser that
+    looks skips it too (with sparse=True they are empty), and `finite` is False until a step is kept. "raise" raises.
 
     The object holds the residuals: use one for each model, and the same settings and calls on every rank. The settings,
     and the tensors, are compared in the first step. A step is kept by all ranks or by none. Raises TypeError or
@@ -56,27 +60,24 @@ class GradientExchange:
         feedback: Feedback | None = None,
         collective: Callable[[Any, Any], Any] = sparse_allreduce,
         *,
-        average: bool = True,
+        average: bool | str = True,
         downlink: TwoWay | None = None,
         choose: Callable[[str, Any], Parts] | None = None,
         small: int = 1024,
         bucket_nbytes: int = 2**25,
+        nonfinite: str = "raise",
         log: Callable[[Statistics], None] | None = None,
     ) -> None:
         feedback = ErrorFeedback() if feedback is None else feedback
         check_communicator(comm)
-        check_compressor(compressor)
-        check_feedback(feedback, compressor)
-        check_number("small", small, least=0)
-        check_number("bucket_nbytes", bucket_nbytes, least=0)
-        if not isinstance(downlink, TwoWay | None):
-            raise TypeError(f"downlink is {downlink!r}: expected an object such as TwoWay(TopK(density=0.01)), or None")
-        collective = nonblocking_sum(collective)
-        self.comm, self.compressor, self.feedback, self.log = comm, compressor, feedback, log
-        self.steps = 0  # that were kept
+        collective = nonblocking_sum(with_votes(collective) if average == CONTRIBUTORS else collective)
+        self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
+        self.steps = self.skipped = 0  # that were kept, and skipped
+        self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
         self._total: Statistics | None = None  # of all steps
-        self._layout = Layout(compressor, feedback, downlink, collective, choose, small, bucket_nbytes, average)
+        settings = downlink, collective, choose, small, bucket_nbytes, average, nonfinite
+        self._layout = Layout(compressor, feedback, *settings)
         self._checked = checking.asked()
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
@@ -185,36 +186,29 @@ class GradientExchange:
 
     def report(self) -> str:
         """Return what the steps so far did on this rank, in lines to print: bytes and milliseconds, against dense."""
-        if self._total is None:
-            return "no step yet"
-        itemsize = self._pipelines()[0].tensors[0].dtype.itemsize
-        return report(self._total, self.steps, self.comm.size, itemsize)
+        itemsize = next((tensor.dtype.itemsize for tensor in self._pipelines()[0].tensors), 0)
+        return report(self._total, self.steps, self.skipped, self.comm.size, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of all that this rank's exchange remembers: arrays by name, which np.savez can store.
 
-        Each rank saves its own. Settings are not in it, nor is the order of named tensors: `register` them in the same
-        order before `load_state_dict`; nor residuals in place: save the gradient arrays. A run resumed from it
-        continues bitwise. For each vector `holds` names what was saved, so that a missing part is noticed.
-        RuntimeError within a step.
+        Each rank saves its own, at any time: within a step it is the state before that step. A run resumed from it
+        continues bitwise. Rank, number of ranks, `average`, `small` and the parts of each vector are in it as text; not
+        the order of named tensors: `register` them in the same one first; nor residuals in place: save the gradients.
+        """
+        with set_back(self._step.snapshots() if self._step else []):
+            return whole_state(self._pipelines(), self._layout.settings(self.comm))
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
+        """Load all that `state_dict` returned on this rank of as many ranks; nothing changes where it raises.
+
+        same_settings: False to take it up with other settings, such as another density or decay, on purpose.
+
+        Raises ValueError for the state of another rank, number of ranks, or other settings, naming both, and for one
+        that does not fit, or of which something is missing; RuntimeError within a step.
         """
         self._check_between_steps()
-        return {
-            f"{pipeline.name}/{name}": array
-            for pipeline in self._pipelines()
-            for name, array in pipeline.state_dict().items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned, all of it; ValueError when it does not fit, and nothing changes then."""
-        self._check_between_steps()
-        got, names = {key.rpartition("/")[0] for key in state}, {pipeline.name for pipeline in self._pipelines()}
-        if got != names:
-            raise ValueError(f"the state is of {sorted(got)}: expected {sorted(names)}; register named tensors first")
-        with restored_on_error(self._pipelines()):
-            for pipeline in self._pipelines():
-                mine = [key for key in state if key.rpartition("/")[0] == pipeline.name]
-                pipeline.load_state_dict({key.rpartition("/")[2]: state[key] for key in mine})
+        load_whole_state(self._pipelines(), state, self._layout.settings(self.comm), same_settings=same_settings)
 
     def continue_on(self, comm: Any) -> None:
         """Go on with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
@@ -256,7 +250,8 @@ class GradientExchange:
     def _begin(self) -> Step:
         """Return the step that is under way; a new one where there is none."""
         if self._step is None:
-            self._step = Step(self._buckets, self.comm, average=self._layout.average, checked=self._checked)
+            modes = {"checked": self._checked, "skips": self._layout.nonfinite == "skip"}
+            self._step = Step(self._buckets, self.comm, average=self._layout.average, **modes)
         return self._step
 
     def _run(self, form: str, sparse: bool) -> dict[str, Any]:
@@ -269,7 +264,10 @@ class GradientExchange:
                 step.settle(sparse=sparse)
         except BaseException as error:
             self._end_badly(error)
-            raise
+            if not isinstance(error, StepSkippedError):
+                raise
+            self.finite, self.skipped = False, self.skipped + 1
+            return step.skip(sparse=sparse)
         self._step = None  # settled: an interrupt from here on leaves no step behind
         with np.errstate(all="ignore"):
             means = step.commit()
@@ -312,12 +310,14 @@ class GradientExchange:
 
     def _end_step(self, step: Step) -> None:
         """Count a step that was kept, and tell what it did."""
-        self.steps += 1
+        self.steps, self.finite = self.steps + 1, True
         if self._checked:
-            everyone = gather_objects(accounts(step.flights), self.comm, OPERATION)
-            balance(everyone, self.steps - 1, self.comm.size if self._layout.average else 1)
+            balance(gather_objects(accounts(step.flights), self.comm, OPERATION), self.steps - 1)
         sent = traffic(self.comm).nbytes - step.traffic
         self.statistics = Statistics.of(step.flights, sent, self.residual_norm if self.log else None)
         self._total = self.statistics.plus(self._total)
-        if self.log:
-            self.log(self.statistics)
+        try:
+            if self.log:
+                self.log(self.statistics)
+        except Exception as error:  # the other ranks have kept the step
+            warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)

@@ -18,9 +18,10 @@ from typing import Any
 
 from collectives.agreement import check_same, gather_objects
 from collectives.dense import dense_iallreduce
-from collectives.exchange.step import OPERATION, Bucket
+from collectives.exchange.step import CONTRIBUTORS, OPERATION, Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
+from mpicomp.compressors.common import check_number
 from mpicomp.feedback import Feedback, TwoWay
 from mpicomp.feedback.base import check_feedback
 from mpicomp.pipeline import Pipeline
@@ -40,7 +41,24 @@ class Layout:
     choose: Callable[[str, Any], Parts] | None
     small: int
     bucket_nbytes: int
-    average: bool
+    average: bool | str
+    nonfinite: str
+
+    def __post_init__(self) -> None:
+        check_number("small", self.small, least=0)
+        check_number("bucket_nbytes", self.bucket_nbytes, least=0)
+        given: Any = self.downlink
+        if not isinstance(given, TwoWay | None):
+            raise TypeError(f"downlink is {given!r}: expected an object such as TwoWay(TopK(density=0.01)), or None")
+        if self.average not in (True, False, CONTRIBUTORS):
+            raise ValueError(f"average is {self.average!r}: expected True, False or {CONTRIBUTORS!r}")
+        if self.nonfinite not in ("raise", "skip"):
+            raise ValueError(f"nonfinite is {self.nonfinite!r}: expected 'raise' or 'skip'")
+        self._checked((self.compressor, self.feedback), ALONE)
+
+    def settings(self, comm: Any) -> dict[str, Any]:
+        """Return by what a saved state is compared, beside the parts of each vector; the rank's place comes first."""
+        return {"rank": comm.rank, "ranks": comm.size, "average": self.average, "small": self.small}
 
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
@@ -72,7 +90,7 @@ class Layout:
 
     def _settings(self, form: str) -> dict[str, str]:
         """Return what all ranks must have set alike, as text; what they send may differ."""
-        names = "average", "small", "bucket_nbytes", "downlink"
+        names = "average", "small", "bucket_nbytes", "downlink", "nonfinite"
         return {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
 
     def _parts(self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]) -> dict[str, Parts]:
@@ -84,7 +102,7 @@ class Layout:
             elif self.choose is None:
                 parts[tensor.name] = deepcopy(self.compressor), deepcopy(self.feedback)
             else:
-                parts[tensor.name] = _checked(tensor.name, self.choose(tensor.name, arrays[tensor.name]))
+                parts[tensor.name] = self._checked(self.choose(tensor.name, arrays[tensor.name]), tensor.name)
         if len({id(feedback) for _, feedback in parts.values()}) < len(parts):
             raise ValueError("choose returned one feedback for two tensors: expected an object of its own for each")
         return parts
@@ -107,13 +125,14 @@ class Layout:
         every = [Bucket(pipelines, self.collective) for pipelines in buckets]
         return every + [Bucket([pipeline], dense_iallreduce, dense=True) for pipeline in dense]
 
-
-def _checked(name: str, chosen: Any) -> Parts:
-    if not (isinstance(chosen, tuple) and len(chosen) == 2):
-        raise TypeError(f"choose returned {chosen!r} for {name!r}: expected (compressor, feedback)")
-    check_compressor(chosen[0])
-    check_feedback(chosen[1], chosen[0])
-    return chosen
+    def _checked(self, parts: Any, of: str) -> Parts:
+        if not (isinstance(parts, tuple) and len(parts) == 2):
+            raise TypeError(f"choose returned {parts!r} for {of!r}: expected (compressor, feedback)")
+        check_compressor(parts[0])
+        check_feedback(parts[1], parts[0])
+        if self.average == CONTRIBUTORS and parts[1].has_dense_result:
+            raise ValueError(f"{parts[1]!r} keeps the mean over all ranks: expected average=True or False with it")
+        return parts
 
 
 def _without_plus(tensor: Tensor) -> str:

@@ -46,18 +46,22 @@ class Statistics:
         return Statistics(*[vars(self)[name] + vars(other)[name] for name in names])
 
 
-def report(total: Statistics, steps: int, ranks: int, itemsize: int) -> str:
+def report(total: Statistics | None, steps: int, skipped: int, ranks: int, itemsize: int) -> str:
     """Return lines that tell what steps did on this rank on average, and what a dense allreduce would send.
 
-    total: of all steps. itemsize: bytes of a value. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
+    total: of the steps that were kept, None without any; skipped: how many were not. itemsize: bytes of a value. Dense:
+    2 (P-1)/P n v bytes for n values of v bytes.
     """
+    more = f" ({skipped} more skipped)" if skipped else ""
+    if total is None:
+        return f"no step yet{more}"
     dense = 2 * (ranks - 1) * total.length * itemsize // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
     compress, communicate, restore = (f"{1e3 * seconds / steps:.3f}" for seconds in times)
     return "\n".join(
         [
-            f"{steps} steps on {ranks} ranks, {total.length // steps} values, density {total.density:.4g}",
+            f"{steps} steps{more} on {ranks} ranks, {total.length // steps} values, density {total.density:.4g}",
             f"bytes sent by this rank a step: {total.wire_nbytes // steps}, a dense allreduce {dense // steps}{share}",
             f"milliseconds a step: compress {compress}, communicate {communicate}, restore {restore}",
         ]

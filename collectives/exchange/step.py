@@ -4,13 +4,16 @@ A rank whose part is bad starts its bucket with the error: the collective raises
 others, so nobody waits for ever. What can fail on one rank alone comes before the ranks agree on the step: compression,
 and in `settle` all that is done with the sums. What follows, `commit`, cannot fail. NumPy's floating-point errors are
 off meanwhile, as they may be set differently by rank; values that leave their range are looked for instead.
+
+A step is skipped as it fails: the error of a gradient that is not finite is then NotFiniteError, for which the
+collective raises StepSkippedError on all ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -19,16 +22,20 @@ import numpy as np
 from collectives.agreement import agree_to_keep, note_failure, raise_together
 from collectives.collective import unpack_sum
 from collectives.dense import dense_iallreduce
-from collectives.exchange.transfer import Transfer
+from collectives.exchange.transfer import Arrays, Transfer
 from collectives.faults.ledger import CheckedTransfer
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
+from collectives.votes import contributors
 from mpicomp.arrays import check_apart
+from mpicomp.compressors import Dense
+from mpicomp.errors import NotFiniteError, StepSkippedError
 from mpicomp.feedback.base import check_range
-from mpicomp.pipeline import Pipeline
+from mpicomp.pipeline import Pipeline, Snapshot
 from mpicomp.vector import SparseVector, concatenate, split
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
+CONTRIBUTORS = "contributors"  # average: divide an entry by the number of ranks that sent it
 
 
 @dataclass(frozen=True)
@@ -49,20 +56,25 @@ class Bucket:
         """Where each vector begins in the message, and its length."""
         return [0, *accumulate(pipeline.bounds[-1] for pipeline in self.pipelines)]
 
+    @cached_property
+    def whole(self) -> list[tuple[int, int]]:
+        """The ranges of the message of which every rank sends all values."""
+        pairs = zip(self.pipelines, pairwise(self.bounds), strict=True)
+        return [bounds for pipeline, bounds in pairs if isinstance(pipeline.compressor.chain()[-1], Dense)]
+
 
 class Flight:
     """A bucket in a step: its transfers, and the sum under way."""
 
-    def __init__(self, bucket: Bucket, *, checked: bool) -> None:
+    def __init__(self, bucket: Bucket, *, checked: bool, skips: bool) -> None:
         self.bucket, self.length = bucket, bucket.bounds[-1]
         self.sent = self.received = self.rejected = self.nbytes = 0
         self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0
-        self.outcome: Any = None  # a Request, or what a collective that blocks returned
+        self.outcome: Any = None  # a Request; what a collective that blocks returned; or why the step is skipped
+        self._refused = NotFiniteError if skips else ValueError if checked else None  # for what is not finite
         self.transfers = [(CheckedTransfer if checked else Transfer)(pipeline) for pipeline in bucket.pipelines]
 
-    def start(
-        self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any, error: Exception | None = None
-    ) -> None:
+    def start(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None = None) -> None:
         """Compress this rank's gradients, and start the sum; an error of this rank is raised in `wait`, on all.
 
         error: of a rank that failed before; it takes part with it.
@@ -86,6 +98,8 @@ class Flight:
     def wait(self) -> Any:
         """Return what the collective returns; raises on all ranks alike."""
         with self._clocked("communicate_seconds"):
+            if isinstance(self.outcome, Exception):
+                raise self.outcome
             return self.outcome.wait() if isinstance(self.outcome, Request) else self.outcome
 
     def has_failed(self) -> bool:
@@ -93,20 +107,24 @@ class Flight:
         if isinstance(self.outcome, Request) and not self.outcome.failed:  # to raise it again would add this frame
             with suppress(Exception):
                 self.outcome.wait()
-        return isinstance(self.outcome, Request) and self.outcome.failed
+        return self.outcome.failed if isinstance(self.outcome, Request) else isinstance(self.outcome, Exception)
 
-    def settle(self, ranks: int, *, average: bool, sparse: bool) -> None:
+    def settle(self, ranks: int, *, average: bool | str, sparse: bool) -> None:
         """Give every transfer its part of the ranks' mean, or sum."""
         with self._clocked("restore_seconds"):
-            counting = any(pipeline.compressor.observes for pipeline in self.bucket.pipelines)
-            total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
+            observed = any(pipeline.compressor.observes for pipeline in self.bucket.pipelines)
+            counting = observed or average == CONTRIBUTORS
+            self.total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
             self.rejected = rejected.nnz if rejected is not None else 0
-            values = (total.values / ranks if average else total.values).astype(self._dtype, copy=False)
-            check_range(values, "sum over the ranks")
-            mean = SparseVector(total.indices, values, total.length)
+            if average == CONTRIBUTORS and not self.bucket.dense:
+                values = self.total.values / contributors(self.total, votes, ranks, self.bucket.whole)
+            else:
+                values = self.total.values / ranks if average else self.total.values
+            mean = SparseVector(self.total.indices, values.astype(self._dtype, copy=False), self.total.length)
+            check_range(mean.values, "sum over the ranks")
             mean.check_order(mean.length)
-            parts = [self._cut(mean), self._cut(rejected)]
-            parts.append(self._cut(None if votes is None else SparseVector(mean.indices, votes / ranks, mean.length)))
+            parts = [self.cut(mean), self.cut(rejected)]
+            parts.append(self.cut(None if votes is None else SparseVector(mean.indices, votes / ranks, mean.length)))
             for transfer, part, returned, share in zip(self.transfers, *parts, strict=True):
                 transfer.receive(part, returned, None if share is None else share.values, sparse=sparse)
 
@@ -118,21 +136,14 @@ class Flight:
                 means |= transfer.commit()
         return means
 
-    def roll_back(self) -> None:
-        """Be as before `start`."""
-        self.outcome = None  # a Request that failed, its error, the traceback and the step hold each other
-        for transfer in reversed(self.transfers):  # two may share a compressor: the first one saw it as it was
-            transfer.roll_back()
-
-    def _compressed(
-        self, arrays: Mapping[str, Any], outs: Mapping[str, Any], comm: Any, error: Exception | None
-    ) -> Any:
+    def _compressed(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None) -> Any:
         """Return what the collective takes, or this rank's error, without the frames that would hold the gradient."""
-        try:
-            for transfer in self.transfers if error is None else ():
-                transfer.take(arrays, outs)
-        except Exception as raised:  # whatever it is: the other ranks must learn of it
-            error = raised.with_traceback(None)
+        for transfer in self.transfers if error is None else ():  # each, as a step that is skipped fills all buffers
+            try:
+                transfer.take(arrays, outs, self._refused)
+            except Exception as raised:  # whatever it is: the other ranks must learn of it
+                if error is None or isinstance(error, NotFiniteError):  # no skip where something else is wrong
+                    error = raised.with_traceback(None)
         if any(pipeline.compressor.communicates for pipeline in self.bucket.pipelines):
             raise_together(error, comm, OPERATION)
         vectors = []
@@ -153,7 +164,8 @@ class Flight:
         finally:
             del error
 
-    def _cut(self, vector: SparseVector | None) -> Sequence[SparseVector | None]:
+    def cut(self, vector: SparseVector | None) -> Sequence[SparseVector | None]:
+        """Return the part of each transfer of a vector of the whole message."""
         return [None] * len(self.transfers) if vector is None else split(vector, self.bucket.bounds)
 
     @contextmanager
@@ -166,8 +178,8 @@ class Flight:
 class Step:
     """One step of an exchange: the gradients so far, by name, their output buffers, and the buckets that left."""
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Any, *, average: bool, checked: bool) -> None:
-        self.buckets, self._comm, self._average, self._checked = buckets, comm, average, checked
+    def __init__(self, buckets: Sequence[Bucket], comm: Any, *, average: bool | str, **modes: bool) -> None:
+        self.buckets, self._comm, self._average, self._modes = buckets, comm, average, modes
         self.arrays: dict[str, Any] = {}
         self.outs: dict[str, Any] = {}
         self.flights: list[Flight] = []
@@ -179,8 +191,11 @@ class Step:
         for bucket in self.buckets[len(self.flights) :]:
             if not (complete or bucket.names <= self.arrays.keys()):
                 break
-            self.flights.append(Flight(bucket, checked=self._checked))
-            self.flights[-1].start(self.arrays, self.outs, self._comm)
+            self.flights.append(Flight(bucket, **self._modes))
+            try:
+                self.flights[-1].start(self.arrays, self.outs, self._comm)
+            except StepSkippedError as skipped:  # of ranks that agree at once; `settle` raises it, as where they do not
+                self.flights[-1].outcome = skipped.with_traceback(None)
         self.progress()
 
     def progress(self) -> None:
@@ -196,7 +211,7 @@ class Step:
             flight.wait()
         error: Exception | None = None
         try:
-            check_apart([array for flight in self.flights for each in flight.transfers for array in each.written])
+            check_apart([array for transfer in self._transfers() for array in transfer.written])
             for flight in self.flights:
                 flight.settle(self._comm.size, average=self._average, sparse=sparse)
         except Exception as raised:  # this rank's alone, perhaps
@@ -210,10 +225,16 @@ class Step:
 
     def commit(self) -> dict[str, Any]:
         """Keep what was not sent, and return what the caller gets, by name."""
-        means: dict[str, Any] = {}
-        for flight in self.flights:
-            means |= flight.commit()
-        return means
+        return {name: mean for flight in self.flights for name, mean in flight.commit().items()}
+
+    def skip(self, *, sparse: bool) -> dict[str, Any]:
+        """Return what the caller gets of a step that all ranks skip, by name."""
+        check_apart([array for transfer in self._transfers() for array in transfer.written])
+        return {name: mean for each in self._transfers() for name, mean in each.skip(sparse=sparse).items()}
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the compressors as they were before the step; one that two vectors share as the first one saw it."""
+        return [snapshot for transfer in reversed(self._transfers()) for snapshot in transfer.snapshots]
 
     def roll_back(self, error: BaseException) -> None:
         """End a step that failed; all is as before it.
@@ -224,7 +245,7 @@ class Step:
         traceback = error.__traceback__
         if isinstance(error, Exception):
             for bucket in self.buckets[len(self.flights) :]:
-                self.flights.append(Flight(bucket, checked=self._checked))
+                self.flights.append(Flight(bucket, **self._modes))
                 with suppress(Exception):
                     self.flights[-1].start({}, {}, self._comm, error)
             known = any([flight.has_failed() for flight in self.flights])
@@ -233,8 +254,10 @@ class Step:
                     with suppress(Exception):
                         self._average_residuals(error)
                 note_failure(error, self._comm, OPERATION, known=known)
-        for flight in reversed(self.flights):
-            flight.roll_back()
+        for flight in self.flights:
+            flight.outcome = None  # a Request that failed, its error, the traceback and the step hold each other
+        for compressor, snapshot in self.snapshots():
+            compressor.restore(snapshot)
         error.__traceback__ = traceback  # raised again above, it holds this frame, which holds it
 
     def _average_residuals(self, error: Exception | None) -> Exception | None:
@@ -243,7 +266,7 @@ class Step:
         Returns this rank's error; raises on all ranks where one had an error before.
         """
         self._averaging = True
-        for transfer in [transfer for flight in self.flights for transfer in flight.transfers]:
+        for transfer in self._transfers():
             feedback = transfer.pipeline.feedback
             if feedback.averaging_due:
                 try:
@@ -257,3 +280,6 @@ class Step:
                 except Exception as raised:
                     error = raised.with_traceback(None)
         return error
+
+    def _transfers(self) -> list[Transfer]:
+        return [transfer for flight in self.flights for transfer in flight.transfers]

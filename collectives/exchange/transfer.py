@@ -1,11 +1,11 @@
 """One vector in one step on this rank: compressed, received, and kept or rolled back.
 
-Invariant: until `commit` nothing that outlives the step has changed, but for what a compressor remembers, which
-`roll_back` restores. `commit` writes to memory that is allocated, and swaps: it cannot fail, but for the conversion of
-means to another library's arrays.
+Invariant: until `commit` nothing that outlives the step has changed, but for what a compressor remembers, of which
+`snapshots` is as it was. `commit` writes to memory that is allocated, and swaps: it cannot fail, but for the conversion
+of means to another library's arrays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from mpicomp.arrays import kernels_for
 from mpicomp.compressors.base import check_selected
 from mpicomp.pipeline import Pipeline
-from mpicomp.tensors import ALONE
 from mpicomp.vector import SparseVector, split
 
 Array = NDArray[Any]
+Arrays = Mapping[str, Any]  # of any kind, by name
 
 
 class Transfer:
@@ -26,21 +26,28 @@ class Transfer:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self._snapshots = [(compressor, compressor.snapshot()) for compressor in pipeline.compressors]
+        self.snapshots = [(compressor, compressor.snapshot()) for compressor in pipeline.compressors]
         self._homes: list[Array] = []  # the gradients' own arrays, where they hold the residual
         self._changes: list[tuple[Array, SparseVector]] = []  # to be added to these
         self._means: list[SparseVector] = []  # one for each tensor, unless all values are there
+        self._given: list[Any] = [None] * len(pipeline.tensors)  # the caller's output buffers
+        self._outs: list[Array | None] = [None] * len(pipeline.tensors)  # these as vectors
 
-    def take(self, arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
-        """Take this rank's gradients and output buffers, by name, as views; raises for what is bad."""
+    def take(self, arrays: Arrays, outs: Arrays, refused: type[ValueError] | None) -> None:
+        """Take this rank's gradients and output buffers, by name, as views; raises for what is bad.
+
+        refused: the error for a NaN or an infinity; None to leave that to the compressor.
+        """
         pipeline = self.pipeline
         self._gradient = pipeline.flatten(arrays)
-        self._given = [outs.get(tensor.name) for tensor in pipeline.tensors]
-        self._outs: list[Array | None] = []
-        for tensor, out in zip(pipeline.tensors, self._given, strict=True):
-            self._outs.append(None if out is None else tensor.writable(out, f"out for {tensor.name}"))
+        for place, tensor in enumerate(pipeline.tensors):
+            if (out := outs.get(tensor.name)) is not None:
+                self._outs[place] = tensor.writable(out, f"out for {tensor.name}")
+                self._given[place] = out
             if pipeline.feedback.in_place:
                 self._homes.append(tensor.residual_in(arrays.get(tensor.name)))
+        if refused is not None:
+            pipeline.check_finite(self._gradient, refused)
 
     @property
     def written(self) -> list[Array]:
@@ -50,13 +57,9 @@ class Transfer:
     def compress(self) -> SparseVector:
         """Return what is sent of the vector; it is checked, as what a compressor returns may be anything."""
         pipeline = self.pipeline
-        try:
+        with pipeline.named():
             self._corrected, self._sent = pipeline.feedback.compress(self._gradient, pipeline.compressor)
             check_selected(self._sent, self._gradient, pipeline.compressor)
-        except Exception as error:
-            if pipeline.name != ALONE and error.args and isinstance(error.args[0], str):
-                error.args = (f"in {pipeline.name}: {error.args[0]}", *error.args[1:])
-            raise
         return self._sent
 
     def receive(self, mean: SparseVector, rejected: SparseVector | None, votes: Array | None, *, sparse: bool) -> None:
@@ -77,9 +80,7 @@ class Transfer:
             self._changes += zip(self._homes, split(changes, pipeline.bounds), strict=True)
         if not feedback.has_dense_result and (sparse or self._mean.nnz < pipeline.bounds[-1]):
             self._means = split(self._mean, pipeline.bounds)
-        if not sparse:
-            pairs = zip(pipeline.tensors, self._outs, strict=True)
-            self._dense = [tensor.xp.zeros(tensor.size, tensor.dtype) if out is None else out for tensor, out in pairs]
+        self._dense = [] if sparse else self._buffers()
 
     def commit(self) -> dict[str, Any]:
         """Keep what was not sent, and return what the caller gets, by name."""
@@ -89,18 +90,29 @@ class Transfer:
             pipeline.downlink.commit()
         for home, changes in self._changes:
             kernels_for(home).scatter_add(home, changes.indices, changes.values)
-        names = [tensor.name for tensor in pipeline.tensors]
         if self._sparse:
-            return dict(zip(names, self._means, strict=True))
+            return dict(zip([tensor.name for tensor in pipeline.tensors], self._means, strict=True))
         self._write_means(pipeline.feedback.result(self._mean))
-        rows = zip(pipeline.tensors, self._dense, self._given, strict=True)
-        means = [tensor.wrap(out.reshape(tensor.shape)) if given is None else given for tensor, out, given in rows]
-        return dict(zip(names, means, strict=True))
+        return self._returned(self._dense)
 
-    def roll_back(self) -> None:
-        """Be as before the step."""
-        for compressor, snapshot in self._snapshots:
-            compressor.restore(snapshot)
+    def skip(self, *, sparse: bool) -> dict[str, Any]:
+        """Return what the caller gets of a step that is skipped, by name: NaN, or with `sparse` empty vectors."""
+        if sparse:
+            return {each.name: each.nothing for each in self.pipeline.tensors}
+        buffers = self._buffers()
+        for buffer in buffers:
+            buffer.fill(np.nan)
+        return self._returned(buffers)
+
+    def _buffers(self) -> list[Array]:
+        """Return the caller's output buffers as vectors, with new arrays of zeros where there is none."""
+        pairs = zip(self.pipeline.tensors, self._outs, strict=True)
+        return [tensor.xp.zeros(tensor.size, tensor.dtype) if out is None else out for tensor, out in pairs]
+
+    def _returned(self, buffers: Sequence[Array]) -> dict[str, Any]:
+        """Return by name what was written to buffers: the caller's own, or the kinds of array of the gradients."""
+        rows = zip(self.pipeline.tensors, buffers, self._given, strict=True)
+        return {each.name: each.wrap(new.reshape(each.shape)) if given is None else given for each, new, given in rows}
 
     def _write_means(self, result: SparseVector | Array) -> None:
         """Write what the feedback returns, the mean or a dense array, to the output buffers."""

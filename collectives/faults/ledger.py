@@ -1,11 +1,11 @@
 """The ledger of the debug mode, MPICOMP_CHECK=1: what a step of the exchange moved, compared over all ranks.
 
-With c what was compressed (the gradient and the residual), e the residual afterwards, and m the mean of P ranks, every
-step has to have sum over ranks of (c - e) = P m, or m where the exchange does not average; where a method keeps
-nothing, what was sent less what was rejected stands for c - e. All of it has to be finite.
+With c what was compressed (the gradient and what a feedback adds to it, such as the decayed residual), e the residual
+afterwards, and s the sum over the ranks, before it is divided, every step has to have sum over ranks of (c - e) = s;
+where a method keeps nothing, what was sent less what was rejected stands for c - e. All of it has to be finite.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,9 @@ Array = NDArray[Any]
 
 
 class CheckedTransfer(Transfer):
-    """A transfer of the debug mode: checks all its inputs, and keeps an account of the step."""
+    """A transfer of the debug mode: compares what a compressor was given, and keeps an account of the step."""
 
     account: dict[str, Any]  # of the step, after `commit`: see `balance`
-
-    def take(self, arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
-        """See `Transfer.take`; a gradient that is not finite is an error that names the tensor."""
-        super().take(arrays, outs)
-        place = _first_not_finite(self._gradient)
-        if place is not None:
-            raise ValueError(f"{self.pipeline.name}[{place}] is {self._gradient[place]}: expected finite values")
 
     def compress(self) -> SparseVector:
         """See `Transfer.compress`; CheckError where the compressor changed what it was given."""
@@ -54,29 +47,23 @@ class CheckedTransfer(Transfer):
             left = mass(self._sent)
             if self._rejected is not None:
                 left = total_mass([left, scaled_mass(mass(self._rejected), -1.0)])
-        fault, mean = None, self._received
-        values = result.values if isinstance(result, SparseVector) else result
+        fault, values = None, result.values if isinstance(result, SparseVector) else result
         for what, array in (("the result", values), ("the residual", residual)):
-            if fault is None and array is not None and _first_not_finite(array) is not None:
+            if fault is None and array is not None and not np.isfinite(array).all():
                 fault = f"{what} is not finite after the step"
-        self.account = {
-            "vector": self.pipeline.name,
-            "left": left,
-            "mean": mass(mean),
-            "dtype": str(mean.dtype),
-            "entries": mean.nnz,
-            "fault": fault,
-        }
+        dtype = str(self._received.dtype)
+        self.account = {"vector": self.pipeline.name, "left": left, "dtype": dtype, "fault": fault}
         return means
 
 
 def accounts(flights: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the accounts of a step's vectors."""
-    return [transfer.account for flight in flights for transfer in flight.transfers]
+    """Return the accounts of a step's vectors, with what arrived: the mass of the sum."""
+    parts = [pair for flight in flights for pair in zip(flight.transfers, flight.cut(flight.total), strict=True)]
+    return [transfer.account | {"sum": mass(total)} for transfer, total in parts]
 
 
-def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int, times: int) -> None:
-    """Raise CheckError where what left the ranks is not `times` the mean.
+def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
+    """Raise CheckError where what left the ranks is not what arrived.
 
     everyone: the accounts of each rank, in rank order. Of one vector: its name, the mass that left the rank for good
     ("left"), that of the mean that it received, its dtype and entries, and what this rank found by itself ("fault").
@@ -87,9 +74,8 @@ def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int, times: int)
         for rank, account in enumerate(of_one):
             if account["fault"]:
                 raise CheckError(f"{where}rank {rank}, in {account['vector']}: {account['fault']}")
-        left, total = total_mass(account["left"] for account in of_one), scaled_mass(first["mean"], times)
-        lost = float(np.finfo(first["dtype"]).smallest_subnormal) * times * max(1, first["entries"])  # by division
-        if not is_same_mass(left, total, tolerance(np.dtype(first["dtype"]), len(everyone)), lost):
+        left, total = total_mass(account["left"] for account in of_one), first["sum"]
+        if not is_same_mass(left, total, tolerance(np.dtype(first["dtype"]), len(everyone))):
             raise CheckError(
                 f"{where}in {first['vector']}: mass is not conserved: {left[0]!r} left the ranks (weighted by "
                 f"position {left[1]!r}), and {total[0]!r} ({total[1]!r}) arrived"
@@ -100,9 +86,3 @@ def name_step(error: Exception, step: int, rank: int) -> None:
     """Put the rank and the step in front of what an error says."""
     if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("MPICOMP_CHECK: "):
         error.args = (f"MPICOMP_CHECK: step {step}, rank {rank}, {error.args[0]}", *error.args[1:])
-
-
-def _first_not_finite(array: Array) -> int | None:
-    """Return the first position of a NaN or an infinity; None where there is none."""
-    finite = np.isfinite(array)
-    return None if finite.all() else int(np.flatnonzero(~finite)[0])

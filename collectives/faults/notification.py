@@ -16,6 +16,7 @@ from typing import TypeVar
 from collectives.faults.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
+from mpicomp.errors import StepSkippedError
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ T = TypeVar("T")
 def all_or_none(group: Group, steps: Steps[T]) -> Steps[T]:
     """Run an operation's steps to their end; then return their result on every rank, or raise on every rank.
 
-    Raises this rank's own error where it has one, else CollectiveError naming the ranks and what they contributed.
+    Raises this rank's own error where it has one, else CollectiveError naming the ranks and what they contributed; and
+    StepSkippedError on every rank where gradients that are not finite are all that is wrong.
     """
     if group.error is None:
         try:
@@ -31,7 +33,8 @@ def all_or_none(group: Group, steps: Steps[T]) -> Steps[T]:
         except DisagreementError:
             pass
     reports = yield from group.notify(report(group.signature, group.error))
+    error: Exception = disagreement(group.signature["operation"], reports)
     try:
-        raise group.error if group.error is not None else disagreement(group.signature["operation"], reports)
+        raise error if group.error is None or isinstance(error, StepSkippedError) else group.error
     finally:
-        del group, steps  # else the error, its traceback and this frame hold each other
+        del group, steps, error  # else the error, its traceback and this frame hold each other

@@ -20,7 +20,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError, RankFailedError
+from mpicomp.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    DamagedMessageError,
+    NotFiniteError,
+    RankFailedError,
+    StepSkippedError,
+)
 
 _REMEDY = "The library no longer uses this communicator: end the job, or continue on another communicator"
 _ALIGNED = (
@@ -151,16 +158,18 @@ class Faults:
 
 def report(call: Mapping[str, Any], error: Exception | None) -> str:
     """Return what a rank tells all others of an operation that cannot be done: its arguments, or its own error."""
-    return json.dumps({"call": dict(call), "error": None if error is None else _words(error)})
+    said = None if error is None else _words(error)
+    return json.dumps({"call": dict(call), "error": said, "skip": isinstance(error, NotFiniteError)})
 
 
 def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
     """Return what ranks without an error of their own raise: it names who contributed what.
 
     reports: those of all ranks, in rank order. Arguments are compared in their order: where the first ones differ, so
-    do those that follow.
+    do those that follow. StepSkippedError, which all ranks raise, where `NotFiniteError` is all that is wrong.
     """
     contents = [json.loads(each) for each in reports]
+    skips = [rank for rank, each in enumerate(contents) if each["skip"]]
     faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(contents) if each["error"]]
     sound = {rank: each["call"] for rank, each in enumerate(contents) if not each["error"]}
     for name in {name: None for call in sound.values() for name in call}:
@@ -176,7 +185,7 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
             if name == "operation":
                 break
     text = f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
-    return CollectiveError(text)
+    return (StepSkippedError if len(skips) == len(faults) > 0 else CollectiveError)(text)
 
 
 def interruption(operation: str, round_number: int) -> CollectiveError:

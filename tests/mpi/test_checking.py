@@ -182,6 +182,7 @@ class Forgetful(ErrorFeedback):
 
 METHODS = {
     "error feedback": ErrorFeedback,
+    "decay": partial(ErrorFeedback, decay=0.9),
     "in place": partial(ErrorFeedback, in_place=True),
     "none": NoFeedback,
     "EF21": EF21,
@@ -232,7 +233,7 @@ def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
     spoilt = {**gradients, "bias": np.ones(8)}
     if comm.rank == culprit:
         spoilt["bias"][2] = np.nan
-    said = rf"MPICOMP_CHECK: step 1, rank {comm.rank}, .*bias\[2\] is nan: expected finite values"
+    said = rf"MPICOMP_CHECK: step 1, rank {comm.rank}, .*in bias: values\[2\] is nan: expected finite values"
     with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match=said):
         exchange(spoilt)
     exchange(gradients)

@@ -130,7 +130,7 @@ def test_tensors_with_a_plus_in_their_names_keep_states_of_their_own(comm):
     second.load_state_dict(through_a_file(first.state_dict()))
     expected, got = first(tensors), second(tensors)
     assert all(expected[name].tobytes() == got[name].tobytes() for name in tensors)
-    assert [name for name in sorted(first.state_dict()) if "holds" not in name] == [
+    assert [name for name in sorted(first.state_dict()) if name.endswith("residual")] == [
         r"a+b/feedback.residual",
         r"a\+b/feedback.residual",
     ]
@@ -143,7 +143,7 @@ def test_a_compressors_state_is_whole(comm):
     random = GradientExchange(comm, RandomK(0.1), ErrorFeedback(), gtopk_allreduce)
     for more in ({}, {"gradient/compressor.0.step": np.ones(3, int)}):
         with pytest.raises(ValueError, match=r"the state has .* as 0.step: expected an integer from 0 to"):
-            random.load_state_dict(plain.state_dict() | more)
+            random.load_state_dict(plain.state_dict() | more, same_settings=False)
     assert random(gradient(comm.rank, 0)).shape == SHAPES["weight"]
 
 
@@ -311,3 +311,81 @@ def test_the_servers_residual_keeps_what_it_does_not_send(comm):
         applied += total
         kept = sum(comm.allgather(exchange.feedback.residual)) + exchange._pipelines()[0].downlink.residual
         np.testing.assert_array_equal(applied + kept, given)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_within_a_step_the_state_is_that_before_it(comm, maker):
+    """Also where a compressor has remembered the step already; and the step goes on as if nobody had looked."""
+    exchange, twin = (MAKERS[maker](comm) for _ in range(2))
+    for step in range(2):
+        exchange({name: gradient(comm.rank, step, name) for name in SHAPES})
+        twin({name: gradient(comm.rank, step, name) for name in SHAPES})
+    before = exchange.state_dict()
+    for name in SHAPES:
+        exchange.start(name, gradient(comm.rank, 2, name))
+        np.testing.assert_equal(exchange.state_dict(), before)
+    mean, expected = exchange.finish(), twin({name: gradient(comm.rank, 2, name) for name in SHAPES})
+    assert all(mean[name].tobytes() == expected[name].tobytes() for name in SHAPES)
+    np.testing.assert_equal(exchange.state_dict(), twin.state_dict())
+
+
+def test_a_state_of_another_rank_or_number_of_ranks_is_refused(comm):
+    exchange = MAKERS["error feedback"](comm)
+    exchange(gradient(comm.rank, 0))
+    before = exchange.state_dict()
+    states = comm.allgather(before)
+    other = (comm.rank + 1) % comm.size
+    if other != comm.rank:
+        said = f"the state was saved with rank {other}: expected {comm.rank}; each rank loads what it saved"
+        with pytest.raises(ValueError, match=said):
+            exchange.load_state_dict(states[other], same_settings=False)
+    more = {"exchange/settings": np.char.replace(before["exchange/settings"], str(comm.size), "77")}
+    more["exchange/settings"][0, 1] = str(comm.rank)
+    with pytest.raises(ValueError, match=f"the state was saved with ranks 77: expected {comm.size}; each rank"):
+        exchange.load_state_dict(before | more, same_settings=False)
+    np.testing.assert_equal(exchange.state_dict(), before)
+
+
+OTHERS = {
+    "density": (
+        {"compressor": TopK(0.2)},
+        r"of 'gradient' was saved with compressor TopK\(density=0.2\): expected TopK",
+    ),
+    "decay": (
+        {"feedback": ErrorFeedback(decay=0.5)},
+        r"saved with feedback ErrorFeedback\(.*decay=0.5\): expected Error",
+    ),
+    "average": ({"average": "contributors"}, "the state was saved with average contributors: expected True; make the"),
+    "small": ({"small": 5}, "the state was saved with small 5: expected 1024"),
+    "downlink": ({"downlink": TwoWay(TopK(k=4))}, r"downlink TwoWay\(TopK\(k=4\)\): expected TwoWay\(TopK\(k=3\)\)"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_state_of_other_settings_is_refused_unless_that_is_asked_for(comm, what):
+    usual = {"compressor": TopK(0.1), "feedback": ErrorFeedback(), "downlink": TwoWay(TopK(k=3))}
+    changed, said = OTHERS[what]
+    one = GradientExchange(comm, **(usual | changed))
+    other = GradientExchange(comm, **(usual | {"feedback": ErrorFeedback(), "downlink": TwoWay(TopK(k=3))}))
+    one(gradient(comm.rank, 0))
+    other(gradient(comm.rank, 1))
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=said):
+        other.load_state_dict(one.state_dict())
+    np.testing.assert_equal(other.state_dict(), before)
+    other.load_state_dict(through_a_file(one.state_dict()), same_settings=False)
+    np.testing.assert_array_equal(other.feedback.residual, one.feedback.residual)
+
+
+def test_what_changes_between_steps_is_no_other_setting(comm):
+    """A learning rate, which is part of the state; a density that is warmed up; residuals that are rescaled."""
+    for name in ("step ahead", "momentum"):
+        exchange = MAKERS[name](comm)
+        exchange(gradient(comm.rank, 0))
+        if name == "step ahead":
+            exchange.feedback.rate = 0.01
+        exchange.rescale(2.0)
+        exchange(gradient(comm.rank, 1))
+        fresh = MAKERS[name](comm)
+        fresh.load_state_dict(through_a_file(exchange.state_dict()))
+        assert exchange(gradient(comm.rank, 2)).tobytes() == fresh(gradient(comm.rank, 2)).tobytes()

@@ -46,10 +46,10 @@ def test_mass_is_conserved_over_steps(comm, collective, dtype):
         np.testing.assert_array_equal(applied + owed, given)
 
 
-@pytest.mark.parametrize("form", ["float16", "bfloat16", "sign"])
+@pytest.mark.parametrize("form", ["float16", "bfloat16", "sign", "two_bit"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_quantised_gradients_lose_nothing_either(comm, collective, form):
-    """Up to the rounding of float64: the scale of the signs is a mean."""
+    """Up to the rounding of float64: the magnitudes of the signs are means."""
     compressor, send = Quantised(TopK(density=0.05), form), partial(collective, codec="smallest")
     exchange = GradientExchange(comm, compressor, ErrorFeedback(), send, average=False)
     applied, given = np.zeros(LENGTH), np.zeros(LENGTH)

@@ -262,7 +262,7 @@ def test_the_log_gets_plain_numbers(comm, collective):
     assert min(did.compress_seconds, did.communicate_seconds, did.restore_seconds) > 0
 
 
-def test_the_log_that_raises_comes_out_of_a_step_that_is_done(comm):
+def test_what_the_log_raises_is_a_warning_as_all_ranks_have_kept_the_step(comm):
     def full(statistics):
         raise OSError("no space left")
 
@@ -271,7 +271,7 @@ def test_the_log_that_raises_comes_out_of_a_step_that_is_done(comm):
     for step in range(2):
         mine, mean = gradients(comm.rank, step)["a.weight"], np.empty((30, 40), np.float32)
         if comm.rank == comm.size - 1:
-            with pytest.raises(OSError, match="no space left"):
+            with pytest.warns(RuntimeWarning, match="no space left"):
                 exchange(mine, out=mean)
         else:
             exchange(mine, out=mean)
@@ -457,7 +457,6 @@ def test_what_is_kept_is_left_alone_within_a_step(comm):
     exchange.start("a.weight", mine["a.weight"])
     calls = (
         exchange.reset,
-        exchange.state_dict,
         partial(exchange.rescale, 2.0),
         partial(exchange.load_state_dict, state),
     )

@@ -1,0 +1,192 @@
+"""The mean over contributors: each entry of the sum is divided by the number of ranks that sent it."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from collectives import (
+    GradientExchange,
+    aligned_allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+    sparse_reduce,
+)
+from mpicomp import (
+    EF21,
+    Compressor,
+    Dense,
+    ErrorFeedback,
+    NoFeedback,
+    Quantised,
+    SparseVector,
+    TopK,
+    TwoWay,
+)
+
+LENGTH = 60
+COLLECTIVES = {
+    "allreduce": sparse_allreduce,
+    "dense": partial(sparse_allreduce, algorithm="dense"),
+    "split": partial(sparse_iallreduce, algorithm="split_allgather", votes=False),
+    "allgather": sparse_allgather,
+}
+every_collective = pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
+
+
+class NonZero(Compressor):
+    """Sends what is not zero."""
+
+    def compress(self, corrected, *, gradient=None):
+        return SparseVector.from_dense(corrected)
+
+
+def disjoint(rank, size):
+    return np.where(np.arange(LENGTH) % size == rank, 1.0 + np.arange(LENGTH), 0)
+
+
+def equal(rank, size):
+    return np.where(np.arange(LENGTH) % 3 == 0, rank + 1.0, 0)
+
+
+def random(rank, size):
+    rng = np.random.default_rng([rank, size])
+    return rng.integers(1, 9, LENGTH) * (rng.random(LENGTH) < 0.3).astype(float)
+
+
+def some_empty(rank, size):
+    return random(rank, size) * (rank % 2)
+
+
+PATTERNS = [disjoint, equal, random, some_empty]
+
+
+def expected(vectors, dtype):
+    """Return the mean over those that are not zero, rounded once."""
+    votes = np.maximum(1, sum(vector != 0 for vector in vectors))
+    return (sum(vectors) / votes).astype(dtype)
+
+
+@every_collective
+def test_each_entry_is_divided_by_the_ranks_that_sent_it(comm, collective):
+    for dtype in (np.float16, np.float64):
+        exchange = GradientExchange(comm, NonZero(), NoFeedback(), collective, average="contributors")
+        for pattern in PATTERNS:
+            vectors = [pattern(rank, comm.size) for rank in range(comm.size)]
+            mean = exchange(vectors[comm.rank].astype(dtype))
+            np.testing.assert_array_equal(mean, expected(vectors, dtype), strict=True)
+
+
+def test_every_form_of_the_mean_is_divided_alike(comm):
+    """Sparse, in a given array, as a list, and by name: several tensors, and one that is sent dense."""
+    settings = {"compressor": NonZero(), "feedback": NoFeedback(), "average": "contributors", "small": 8}
+    array, listed, named = (GradientExchange(comm, **settings) for _ in range(3))
+    vectors = [random(rank, comm.size) for rank in range(comm.size)]
+    mine, want, out = vectors[comm.rank], expected(vectors, float), np.full(LENGTH, np.nan)
+    np.testing.assert_array_equal(array(mine, out=out), want)
+    np.testing.assert_array_equal(array(mine, sparse=True).to_dense(), want)
+    np.testing.assert_array_equal(np.concatenate(listed([mine[:7], mine[7:]])), want)
+    means = named({"w": mine[:40], "b": mine[40:45], "v": mine[45:]})
+    np.testing.assert_array_equal(means["w"], want[:40])
+    np.testing.assert_array_equal(means["v"], want[45:])
+    np.testing.assert_array_equal(means["b"], sum(vectors)[40:45] / comm.size)
+    assert len(set(comm.allgather(out.tobytes() + b"".join(mean.tobytes() for mean in means.values())))) == 1
+
+
+def test_an_entry_of_one_rank_comes_back_with_its_bits(comm):
+    mine = np.zeros(LENGTH, np.float32)
+    mine[comm.rank :: comm.size] = np.random.default_rng(comm.rank).standard_normal(mine[comm.rank :: comm.size].size)
+    total = np.zeros_like(mine)
+    comm.Allreduce(mine, total)
+    exchange = GradientExchange(comm, TopK(1.0), average="contributors")
+    assert exchange(mine).tobytes() == total.tobytes()
+
+
+@every_collective
+def test_all_ranks_count_for_what_is_sent_dense(comm, collective):
+    """`Dense` beside TopK in one message, and `Dense` whose values are sent quantised; zeros count."""
+    compressors = {"d": Dense(), "k": NonZero(), "q": Quantised(Dense(), "bfloat16")}
+    exchange = GradientExchange(
+        comm,
+        TopK(k=1),
+        NoFeedback(),
+        collective,
+        average="contributors",
+        small=0,
+        choose=lambda name, array: (compressors[name], NoFeedback()),
+    )
+    vectors = [equal(rank, comm.size) * (rank > 0) + disjoint(rank, comm.size) for rank in range(comm.size)]
+    means = exchange(dict.fromkeys(compressors, vectors[comm.rank]))
+    np.testing.assert_array_equal(means["d"], sum(vectors) / comm.size)
+    np.testing.assert_array_equal(means["q"], sum(vectors) / comm.size)
+    np.testing.assert_array_equal(means["k"], expected(vectors, float))
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.exactly(3)
+@pytest.mark.exactly(4)
+@every_collective
+def test_the_accounts_are_balanced_before_the_division(comm, collective, monkeypatch):
+    """With residuals, a decay and a downlink, in the debug mode."""
+    monkeypatch.setenv("MPICOMP_CHECK", "1")
+    watched = comm.Dup()
+    for dtype in (np.float16, np.float32):
+        exchange = GradientExchange(
+            watched,
+            TopK(k=5),
+            ErrorFeedback(decay=0.5),
+            collective,
+            average="contributors",
+            downlink=TwoWay(TopK(k=7)),
+            small=10,
+        )
+        for step in range(3):
+            rng = np.random.default_rng([step, comm.rank])
+            exchange({"w": rng.standard_normal(50).astype(dtype), "b": rng.standard_normal(9).astype(dtype)})
+    watched.Free()
+
+
+def test_what_is_sent_and_kept_is_what_arrives_before_the_division(comm):
+    """Of integers with a decay of 1/2, by all collectives: the votes of a step are those of the entries sent."""
+    for collective in COLLECTIVES.values():
+        exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(decay=0.5), collective, average="contributors")
+        residuals = [np.zeros(LENGTH) for _ in range(comm.size)]
+        for step in range(3):
+            gradients = [
+                np.random.default_rng([step, rank]).integers(-64, 65, LENGTH) * 4.0 for rank in range(comm.size)
+            ]
+            mean = exchange(gradients[comm.rank])
+            sent = []
+            for rank, gradient in enumerate(gradients):
+                corrected = 0.5 * residuals[rank] + gradient
+                sent.append(TopK(k=9).compress(corrected).to_dense())
+                residuals[rank] = corrected - sent[rank]
+            np.testing.assert_array_equal(mean, expected(sent, float))
+            np.testing.assert_array_equal(exchange.feedback.residual, residuals[comm.rank])
+
+
+@pytest.mark.exactly(2)
+def test_what_gives_no_votes_is_refused(comm):
+    for collective in (gtopk_allreduce, partial(gtopk_allreduce, k=3), aligned_allreduce):
+        with pytest.raises(ValueError, match=r"_allreduce does not count .*: expected sparse_allreduce or sparse_allg"):
+            GradientExchange(comm, TopK(k=1), collective=collective, average="contributors")
+    with pytest.raises(TypeError, match="sparse_reduce, which does not give every rank the sum"):
+        GradientExchange(comm, TopK(k=1), collective=sparse_reduce, average="contributors")
+    with pytest.raises(ValueError, match=r"EF21\(.*\) keeps the mean over all ranks"):
+        GradientExchange(comm, TopK(k=1), EF21(), average="contributors")
+    with pytest.raises(ValueError, match="average is 'contributor': expected True, False or 'contributors'"):
+        GradientExchange(comm, TopK(k=1), average="contributor")
+    exchange = GradientExchange(
+        comm, TopK(k=1), collective=lambda vector, comm: sparse_allreduce(vector, comm), average="contributors"
+    )
+    with pytest.raises(TypeError, match=r"the collective returned no votes, .*: expected \(sum, votes\), or a list"):
+        exchange(np.ones(3))
+    exchange = GradientExchange(
+        comm,
+        TopK(k=1),
+        collective=lambda vector, comm: sparse_allreduce(vector, comm, votes=True),
+        average="contributors",
+    )
+    assert exchange(np.eye(2)[comm.rank]).tolist() == [1, 1]

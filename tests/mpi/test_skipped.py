@@ -1,0 +1,185 @@
+"""nonfinite="skip": a step in which the gradient of a rank is not finite is skipped on all ranks."""
+
+import numpy as np
+import pytest
+
+from collectives import (
+    CyclicLeader,
+    GradientExchange,
+    aligned_allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
+from mpicomp import (
+    EF21,
+    CollectiveError,
+    Compressor,
+    ErrorFeedback,
+    MomentumCorrection,
+    RandomK,
+    SparseVector,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
+
+SHAPES = {"w": (5, 6), "b": (7,), "v": (20,)}  # "b" is sent dense
+
+
+class First(Compressor):
+    """Sends the first value, and looks at no other."""
+
+    def compress(self, corrected, *, gradient=None):
+        return SparseVector([0], corrected[:1], corrected.size)
+
+
+SETTINGS = {
+    "default": lambda comm: {},
+    "allgather, contributors": lambda comm: {"collective": sparse_allgather, "average": "contributors"},
+    "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
+    "random, downlink": lambda comm: {"compressor": RandomK(k=3), "downlink": TwoWay(RandomK(k=2))},
+    "EF21": lambda comm: {"feedback": EF21()},
+    "averaging": lambda comm: {"feedback": StepAhead(0.5, averaging_period=1)},
+    "leader": lambda comm: {"compressor": CyclicLeader(comm, k=3), "collective": aligned_allreduce},
+    "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
+    "no checks": lambda comm: {"compressor": First()},
+}
+every_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+def gradients(rank, step, dtype=np.float32):
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def made(comm, name="default", **more):
+    settings = {"compressor": TopK(k=3), "nonfinite": "skip", "small": 10, "bucket_nbytes": 1}
+    return GradientExchange(comm, **(settings | SETTINGS[name](comm) | more))
+
+
+def spoilt(given, rank, name, bad=np.nan):
+    """Return gradients of which one has a value that is not finite, on the last rank only."""
+    copies = {key: array.copy() for key, array in given.items()}
+    copies[name].flat[-1] = bad if rank else copies[name].flat[-1]
+    return copies
+
+
+def is_last(comm):
+    return comm.rank == comm.size - 1
+
+
+@every_setting
+def test_all_ranks_skip_and_go_on_as_if_there_had_been_no_such_step(comm, name):
+    exchange, twin = made(comm, name), made(comm, name)
+    assert exchange.finite
+    for step, place in enumerate(SHAPES):  # the first step among them
+        mine = spoilt(gradients(comm.rank, 9), is_last(comm), place, (np.nan, np.inf)[step % 2])
+        given, before = {key: array.copy() for key, array in mine.items()}, exchange.state_dict() if step else None
+        means = exchange(mine)
+        assert {key: array.shape for key, array in means.items()} == SHAPES
+        assert all(array.dtype == np.float32 and np.isnan(array).all() for array in means.values())
+        assert not exchange.finite
+        np.testing.assert_equal(mine, given)
+        if before:
+            np.testing.assert_equal(exchange.state_dict(), before)
+        kept, same = exchange(gradients(comm.rank, step)), twin(gradients(comm.rank, step))
+        assert exchange.finite
+        np.testing.assert_equal(kept, same)
+    assert (exchange.steps, exchange.skipped) == (3, 3)
+    assert exchange.report().startswith(f"3 steps (3 more skipped) on {comm.size} ranks")
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.exactly(5)
+@every_setting
+def test_a_step_whose_tensors_are_started_one_by_one_is_skipped_in_finish(comm, name):
+    exchange = made(comm, name)
+    exchange.register(gradients(0, 0))
+    exchange(gradients(comm.rank, 0))
+    before = exchange.state_dict()
+    for tensor, array in spoilt(gradients(comm.rank, 1), is_last(comm), "w").items():
+        exchange.start(tensor, array)
+    assert all(np.isnan(mean).all() for mean in exchange.finish().values())
+    np.testing.assert_equal(exchange.state_dict(), before)
+    exchange(gradients(comm.rank, 1))
+    assert exchange.finite
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.exactly(3)
+def test_what_comes_back_of_a_step_that_is_skipped(comm):
+    """Output buffers are filled; a sparse mean is empty; an array and a list come back as such."""
+    bad = np.full(9, np.nan if is_last(comm) else 1.0)
+    exchange, listed = made(comm), made(comm)
+    out = np.zeros(9)
+    assert exchange(bad, out=out) is out
+    assert np.isnan(out).all()
+    vector = exchange(bad, sparse=True)
+    assert (vector.nnz, vector.length, vector.dtype, exchange.finite) == (0, 9, np.float64, False)
+    first, second = listed([bad[:4], bad[4:].astype(np.float64)])
+    assert np.isnan(first).all()
+    assert second.shape == (5,)
+    assert exchange.report() == "no step yet (2 more skipped)"
+
+
+@pytest.mark.exactly(3)
+def test_in_the_debug_mode_a_step_is_skipped_too(comm, monkeypatch):
+    monkeypatch.setenv("MPICOMP_CHECK", "1")
+    watched = comm.Dup()
+    exchange = made(watched)
+    for step in range(2):
+        assert np.isnan(exchange(spoilt(gradients(comm.rank, step), is_last(comm), "v"))["w"]).all()
+        exchange(gradients(comm.rank, step))
+    watched.Free()
+
+
+def test_in_place_the_gradient_stays_as_it_is(comm):
+    exchange = made(comm, feedback=ErrorFeedback(in_place=True))
+    mine = spoilt(gradients(comm.rank, 0), is_last(comm), "w")
+    given = {key: array.copy() for key, array in mine.items()}
+    assert np.isnan(exchange(mine)["v"]).all()
+    np.testing.assert_equal(mine, given)
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("collective", [sparse_allreduce, gtopk_allreduce, sparse_allgather])
+def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective):
+    """One rank has a NaN, another one an error of its own: no rank takes the step for skipped."""
+
+    class Failing(TopK):
+        def compress_sum(self, residual, gradient, out):
+            raise MemoryError("none left")
+
+    exchange = made(comm, compressor=Failing(k=3) if comm.rank == 0 else TopK(k=3), collective=collective)
+    mine = np.full(9, np.nan if is_last(comm) else 1.0)
+    with pytest.raises(MemoryError if comm.rank == 0 else ValueError if is_last(comm) else CollectiveError):
+        exchange(mine)
+    assert (exchange.steps, exchange.skipped, exchange.finite) == (0, 0, True)
+
+
+def test_a_residual_that_leaves_its_range_is_not_skipped(comm):
+    """The gradient is finite: to skip the step would hide it in each that follows."""
+    exchange = made(comm, feedback=ErrorFeedback(), compressor=TopK(k=1))
+    mine = np.array([6e4, 5e4], np.float16) * np.float16(is_last(comm))
+    exchange(mine)
+    with pytest.raises((ValueError, CollectiveError), match="inf"):
+        exchange(mine)
+
+
+@pytest.mark.exactly(2)
+def test_the_setting_is_the_same_on_all_ranks(comm):
+    with pytest.raises(CollectiveError, match="'nonfinite' is 'skip' on rank 0, and 'raise' on rank 1"):
+        made(comm, nonfinite="raise" if comm.rank else "skip")(np.ones(3))
+    with pytest.raises(ValueError, match="nonfinite is True: expected 'raise' or 'skip'"):
+        made(comm, nonfinite=True)
+
+
+@pytest.mark.parametrize("name", ["w", "v"])
+def test_a_skipped_message_fills_the_buffers_of_all_its_tensors(comm, name):
+    """On every rank, wherever in the message the value is that is not finite."""
+    exchange = made(comm, bucket_nbytes=2**20)
+    mine = spoilt(gradients(comm.rank, 0), is_last(comm), name)
+    exchange(mine, out=mine)
+    assert not exchange.finite
+    assert all(np.isnan(array).all() for array in mine.values())
