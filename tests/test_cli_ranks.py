@@ -12,7 +12,21 @@ from mpicomp_bench.bounds import index_bits
 from mpicomp_bench.train.training import LATENCY
 
 SUM = ["bench", "allreduce", "--lengths", "50000", "--densities", "0.01", "--repeats", "2", "--patterns", "shared"]
-TRAIN = ["train", "--task", "text", "--steps", "3", "--batch", "4", "--rate", "0.1", "--density", "0.01"]
+TRAIN = [
+    "train",
+    "--task",
+    "text",
+    "--steps",
+    "3",
+    "--batch",
+    "4",
+    "--rate",
+    "0.1",
+    "--density",
+    "0.01",
+    "--every",
+    "3",
+]
 COMMANDS = [
     [*SUM, "--codecs", "plain", "--json", "../there/sum.json"],
     [*SUM, "--json", "../none/sum.json"],

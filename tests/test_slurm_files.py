@@ -21,7 +21,7 @@ def test_a_script_says_how_to_start_it_and_what_to_change(script):
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
     text = script.read_text()
     assert text.startswith("#!/bin/bash\n# ")
-    assert re.search(rf"^# .*sbatch (slurm/)?{script.name}", text, re.MULTILINE)
+    assert re.search(rf"^# .*sbatch (.* )?(slurm/)?{script.name}", text, re.MULTILINE)
     assert text.count("# SITE: ") >= 3, "partition, MPI and environment, launcher"
     assert f"`{script.name}`" in README
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicomp_bench import main
 from mpicomp_bench.bench.compressors import COMPRESSORS
 from mpicomp_bench.train import dense_bytes
-from mpicomp_bench.train.methods import COLLECTIVES, FEEDBACKS, METHODS, Descent, Method
+from mpicomp_bench.train.methods import COLLECTIVES, FEEDBACKS, METHODS, Descent, LocalDescent, Method
 from mpicomp_bench.train.network import Network
 from mpicomp_bench.train.tasks import TASKS
 from mpicomp_bench.train.training import train
@@ -36,9 +36,9 @@ def lasting(rows):
 
 
 def test_every_method_trains_and_the_numbers_of_a_seed_are_the_same_again(capsys, trained):
-    rows = lasting(trained("--seeds", "2", "--density", "0.1", "0.01"))
+    rows = lasting(trained("--seeds", "2", "--density", "0.1", "0.01", "--every", "2"))
     printed = capsys.readouterr().out
-    assert len(rows) == 2 * len(METHODS) - 2  # dense and AdaComp ask for no density
+    assert len(rows) == 2 * len(METHODS) - 3  # dense, local-dense and AdaComp ask for no density
     assert {row["name"] for row in rows} == METHODS.keys()
     for row in rows:
         assert len(row["trainings"]) == 2
@@ -112,6 +112,22 @@ def test_where_everything_is_sent_every_feedback_is_the_same_descent(feedback):
         velocity, heavy = 0.5 * velocity + gradient, 0.5 * heavy + gradient
         np.testing.assert_allclose(dense.update(gradient), 0.25 * heavy, atol=1e-5)
         np.testing.assert_allclose(descent.update(gradient), 0.25 * velocity, atol=1e-5)
+
+
+def test_local_steps_with_dense_messages_on_one_rank_are_plain_descent():
+    rng = np.random.default_rng(2)
+    gradients, dense = (
+        rng.standard_normal((6, 300)).astype(np.float32),
+        Descent(MPI.COMM_SELF, METHODS["dense"], 1, 0.25, 0.5),
+    )
+    local = LocalDescent(MPI.COMM_SELF, METHODS["local-dense"], 1.0, 0.25, 0.5, every=2)
+    x, y = np.zeros(300, np.float32), np.zeros(300, np.float32)
+    for gradient in gradients:
+        dense.step(x, gradient)
+        local.point(y)
+        local.step(y, gradient)
+    np.testing.assert_allclose(y, x, atol=1e-5)
+    assert local.sent == 1
 
 
 def test_step_ahead_takes_its_gradient_ahead_and_the_others_where_they_are():

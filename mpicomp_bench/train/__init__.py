@@ -58,6 +58,7 @@ def add_to(commands: Any) -> None:
     add_list(own, "--collective", ["allgather"], "how it is sent: ", choices=list(COLLECTIVES))
     own.set_defaults(compressor=None, feedback=None, collective=None)
     add_list(parser, "--density", [0.01, 0.001], "fractions of entries that each rank sends ", type=share)
+    add_list(parser, "--every", [15], "local steps between two exchanges, of the methods local-* ", type=positive)
     add("--seeds", type=positive, default=1, help="trainings of each row, for mean and spread (%(default)s)")
     add("--steps", type=positive, default=300, help="steps of a training (%(default)s)")
     add("--batch", type=positive, default=32, help="examples of a rank in a step (%(default)s)")
@@ -78,7 +79,13 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     options.rate = options.rate or task.rates
     warm_up(comm)
     with one_thread(comm):
-        cells = [(each, d) for each in methods(options) for d in (options.density if each.has_density else [None])]
+        cells = [
+            cell
+            for each in methods(options)
+            for cell in product(
+                [each], options.density if each.has_density else [None], options.every if each.local else [None]
+            )
+        ]
         rows = (trained(task, *cell, options, comm) for cell in cells)
         done = show(rows, columns(task, comm.size), None if comm.rank else out)
     if comm.rank == 0:
@@ -161,8 +168,9 @@ def columns(task: Task, ranks: int) -> list[Column]:
 
 
 def label(row: Row) -> str:
-    """Return the name of a row: the method, and its density if it has one."""
-    return row["name"] if row["density"] is None else f"{row['name']} {row['density']:g}"
+    """Return the name of a row: the method, and its density and local steps if it has them."""
+    density, every = row["density"], row["every"]
+    return f"{row['name']}{f' {density:g}' if density else ''}{f' every {every}' if every else ''}"
 
 
 def notes(task: Task, options: argparse.Namespace, ranks: int) -> str:

@@ -43,10 +43,13 @@ class Network:
                 delta = (delta @ weights.T) * (values > 0)
         return flat
 
-    def evaluate(self, inputs: Floats, labels: Labels) -> tuple[float, float]:
-        """Return the mean cross entropy in nats, infinite where it is no number, and the share of correct labels."""
+    def evaluate(self, inputs: Floats, labels: Labels, at: Floats | None = None) -> tuple[float, float]:
+        """Return the mean cross entropy in nats, infinite where it is no number, and the share of correct labels.
+
+        at: see `gradient`.
+        """
         with np.errstate(all="ignore"):  # a rate may have been too high
-            logs = _forward([*self._layers(self.parameters)], inputs)[1]
+            logs = _forward([*self._layers(self.parameters if at is None else at)], inputs)[1]
             loss = -float(logs[np.arange(labels.size), labels].mean(dtype=float))
         return loss if np.isfinite(loss) else np.inf, float(np.mean(logs.argmax(axis=1) == labels))
 

@@ -9,7 +9,7 @@ import numpy as np
 from collectives import traffic
 from mpicomp import CollectiveError
 from mpicomp_bench.measuring import Progress, Row, progress
-from mpicomp_bench.train.methods import MOMENTUM, Descent, Method
+from mpicomp_bench.train.methods import MOMENTUM, Descent, LocalDescent, Method
 from mpicomp_bench.train.network import Floats, Network
 from mpicomp_bench.train.tasks import Task
 
@@ -19,8 +19,12 @@ NETWORKS = (1e9, 1e10)  # bits per second of the simulated times
 POINTS = 25  # of a curve
 
 
-def trained(task: Task, method: Method, density: float | None, options: argparse.Namespace, comm: Any) -> Row:
+def trained(
+    task: Task, method: Method, density: float | None, every: int | None, options: argparse.Namespace, comm: Any
+) -> Row:
     """Train one method at one density on all ranks, once for each seed, and return the row, the same on all ranks.
+
+    every: of a method with local steps, how many there are between two exchanges.
 
     Of several rates it takes the one with the least loss on the validation part, after a training without that part
     from a seed of its own. The trainings that count then have the validation part as well. options: rate, seeds, steps
@@ -32,7 +36,8 @@ def trained(task: Task, method: Method, density: float | None, options: argparse
     with progress(0 if comm.rank else steps) as done:
 
         def outcome(rate: float, seed: int, held_out: str) -> Row:
-            descent = Descent(comm, method, density or 1.0, rate, MOMENTUM)
+            terms = comm, method, density or 1.0, rate, MOMENTUM
+            descent = LocalDescent(*terms, every) if every else Descent(*terms)
             about = f"{method.name} {density or ''} at {rate:g}"
             return train(task, descent, seed, held_out, options, lambda figure: done(f"{about}: {figure}"))
 
@@ -49,13 +54,16 @@ def trained(task: Task, method: Method, density: float | None, options: argparse
     about = {
         **method._asdict(),
         "density": density,
+        "every": every,
         "rate": rate,
         "tried": {f"{each:g}": tried[each] for each in tried},
     }
     return {**about, **means, "spread": spread, "network_seconds": simulated, "trainings": trainings}
 
 
-def train(task: Task, descent: Descent, seed: int, held_out: str, options: argparse.Namespace, done: Progress) -> Row:
+def train(
+    task: Task, descent: Descent | LocalDescent, seed: int, held_out: str, options: argparse.Namespace, done: Progress
+) -> Row:
     """Train on all ranks, and return the outcome, the same on all of them.
 
     held_out: "test" or "validation". done: called after every step with the last figure. The outcome: figure, of the
@@ -69,10 +77,10 @@ def train(task: Task, descent: Descent, seed: int, held_out: str, options: argpa
     curve: list[tuple[int, float]] = []
     times: list[tuple[float, float]] = []
     shares: list[float] = []
-    loss, step, every, diverged = np.inf, 0, -(-options.steps // POINTS), False
+    loss, step, interval, diverged = np.inf, 0, -(-options.steps // POINTS), False
     while True:
-        if comm.rank == 0 and (step % every == 0 or step == options.steps or diverged):  # all ranks have one network
-            loss, correct = network.evaluate(*task.held_out(held_out))
+        if comm.rank == 0 and (step % interval == 0 or step == options.steps or diverged):
+            loss, correct = network.evaluate(*task.held_out(held_out), at=descent.common(network.parameters))
             curve.append((step, task.figure_of(loss, correct)))
         if diverged or step == options.steps:
             break
@@ -85,7 +93,7 @@ def train(task: Task, descent: Descent, seed: int, held_out: str, options: argpa
         if not diverged:
             step += 1
             times.append((perf_counter() - began, perf_counter() - computed))
-            shares.append(descent.sent)
+            shares += [sent] if (sent := descent.sent) is not None else []
         done(f"{curve[-1][1]:.2f}" if curve else "")
     now, (loss, curve) = traffic(comm), comm.bcast((loss, curve))
     counted = [now.messages - before.messages, now.nbytes - before.nbytes]
@@ -101,17 +109,18 @@ def train(task: Task, descent: Descent, seed: int, held_out: str, options: argpa
     }
 
 
-def updated(network: Network, descent: Descent, gradient: Floats) -> bool:
-    """Update the parameters; return False, with the parameters as before, where numbers left the range.
+def updated(network: Network, descent: Descent | LocalDescent, gradient: Floats) -> bool:
+    """Update the parameters; return False where numbers left the range, of gradients or of parameters.
 
     An exchange refuses what is not finite on all ranks: so they can ask each other.
     """
     try:
-        network.parameters -= descent.update(gradient)
+        descent.step(network.parameters, gradient)
     except OverflowError:  # the sum, which all ranks have
         return False
     except (ValueError, CollectiveError):
-        if not any(descent.comm.allgather(not np.isfinite(gradient).all())):
+        finite = bool(np.isfinite(gradient).all() and np.isfinite(network.parameters).all())
+        if all(descent.comm.allgather(finite)):
             raise
         return False
     return True

@@ -45,6 +45,8 @@ KillWait=5
 GresTypes=gpu
 NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=$cpus Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=near Nodes=n[1-$((nodes / 2))] MaxTime=INFINITE State=UP
+PartitionName=far Nodes=n[$((nodes / 2 + 1))-$nodes] MaxTime=INFINITE State=UP
 CONFIGURATION
   printf 'Name=gpu File=/dev/%s\n' null zero > "$folder/gres.conf"
 }

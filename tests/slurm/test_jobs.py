@@ -52,6 +52,16 @@ def test_train_digits(cluster, launch, nodes, tasks):
     assert (cluster.work / f"train_digits-{job}.png").exists()
 
 
+def test_local_steps_over_two_partitions(cluster):
+    """A heterogeneous job: one world of MPI over both of its components."""
+    launch = "srun --het-group=0,1 --mpi=pmix --wait=30"
+    job = cluster.submit(launch, "--partition=near", ":", "--partition=far", "local_steps.sbatch")
+    state, printed = cluster.ended(job)
+    assert state == "COMPLETED", printed
+    assert re.search(r"ranks +4 on", printed)
+    assert printed.count("check: ") == printed.count(": ok") > 0
+
+
 @pytest.mark.parametrize("wrong", ["srun --mpi=none", "srun --mpi=pmi2"])
 def test_a_launcher_that_does_not_fit_the_mpi_stops_the_job_before_the_training(cluster, wrong):
     state, printed = cluster.ended(cluster.submit(wrong, "train_digits.sbatch"))

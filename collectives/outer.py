@@ -1,0 +1,365 @@
+"""Local steps with a sparse outer exchange: ranks train on their own, and exchange what they learnt every H steps.
+
+Source: A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv
+2311.08105); with Top-k, error feedback and few bits a value: SparseLoCo, 2025 (arXiv 2508.15706).
+
+    anchor a: the model on which all ranks agree, the same bits on each
+    a round:  theta_r = H steps of any optimiser from a, on each rank r
+              Delta_r = a - theta_r                              the pseudo-gradient: of the sign of a gradient
+              Delta   = exchange(Delta_r)                        compression, residual and mean are the exchange's
+              v = momentum v + Delta                             u = Delta + momentum v with Nesterov, else u = v
+              a = a - rate u,  theta_r = a
+
+With a delay of d the exchange that is started after step H is finished d steps later, and the steps since are kept:
+theta_r = a' + (theta_r - theta_r at the start), where a' is the new anchor.
+
+Rounds and bytes: those of the exchange, every H steps. With clip, and in the debug mode (MPICOMP_CHECK=1), 2 ceil(lg P)
+small messages more. Memory: the anchor and the pseudo-gradient, and v with momentum, beside what the exchange keeps.
+
+Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor, v, residuals and parameters as
+they were, on all ranks: what can fail on one rank comes before the exchange ends, and what follows writes to memory
+that is allocated, but for pieces of bounded size.
+
+Differences from the papers: pseudo-gradients are not weighted by numbers of batches; there is no weight decay in the
+outer step; a round at rate 0 discards its progress, and the residuals.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.agreement import check_same, gather_objects
+from collectives.exchange import GradientExchange
+from mpicomp import checking
+from mpicomp.arrays import Array, read_only, to_numpy
+from mpicomp.compressors.common import check_number
+from mpicomp.errors import CheckError, CollectiveError
+from mpicomp.replica import Replica, copy, replicas
+from mpicomp.tensors import by_name, form_of, in_form
+
+OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
+
+
+class OuterLoop:
+    """Keep the models of all ranks together by an exchange of pseudo-gradients every `every` steps.
+
+    All ranks construct it, with the same settings and the same values of the parameters: broadcast those of rank 0
+    first. Then each calls `step` after each step of its own optimiser, whose state is never touched.
+
+    exchange: a `GradientExchange` that nothing else uses; its tensors are registered here. Tensors of fewer than its
+    `small` numbers are sent dense. parameters: arrays by name, such as `dict(model.named_parameters())`, or a list, or
+    one array; float16, float32 or float64, C-contiguous, of NumPy, CuPy, or a kind that supports DLPack, such as
+    PyTorch's tensors. They are written in place. Tied parameters, one memory under two names, count once. Parameters
+    not passed are not changed: leave frozen ones out. Average the statistics of batch normalisation yourself, with
+    `dense_allreduce`, before you evaluate or save the model.
+
+    every: H, steps from one exchange to the next; H = 1 compresses the update of each step. rate: multiplies the mean
+    at the end of a round; it may be changed between steps, on all ranks alike. At 0 a round discards the progress of
+    all ranks and their residuals, and leaves the momentum as it is. momentum, nesterov: as of PyTorch's SGD, without
+    weight decay, which belongs to the inner optimiser. delay: steps that an exchange may take, 0 <= delay < every;
+    meanwhile training goes on. clip: "median" scales the pseudo-gradient of a tensor down to the median norm over the
+    ranks that have one; None for none; not for float16 with a delay, where the progress could not be restored. anchor:
+    "beside" keeps the anchor and the momentum where the parameters are, "host" in host memory.
+
+    Raises TypeError or ValueError for bad arguments, and `CollectiveError` on the other ranks; CollectiveError on all
+    ranks for settings, tensors or parameters that differ, naming the ranks.
+
+    >>> outer = OuterLoop(exchange, dict(model.named_parameters()), every=30)
+    >>> for batch in data:
+    ...     inner_step(batch)
+    ...     outer.step()
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        parameters: Any,
+        every: int = 30,
+        rate: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        delay: int = 0,
+        *,
+        clip: str | None = None,
+        anchor: str = "beside",
+    ) -> None:
+        if not isinstance(exchange, GradientExchange):
+            raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
+        self.exchange = exchange
+        self.every, self.momentum, self.nesterov, self.delay, self.clip = every, momentum, nesterov, delay, clip
+        self.count = 0  # of steps
+        self.rounds = 0  # that were kept
+        self._in_flight = False  # an exchange was started, and is not finished
+        self._checked = checking.asked()
+        self._form = form_of(parameters)
+        contribution: Any
+        try:
+            self.rate = rate
+            self._check_settings(anchor)
+            self._by_name = replicas(by_name(parameters), momentum, host=anchor == "host")
+            self._replicas = {each.tensor.name: each for each in self._by_name.values()}  # tied ones once
+            if clip and delay and any(each.theta.dtype == np.float16 for each in self._replicas.values()):
+                raise ValueError("got clip and delay for float16: expected one of them, or wider parameters")
+            names = "every", "rate", "momentum", "nesterov", "delay", "clip"
+            contribution = {name: repr(getattr(self, name)) for name in names} | {"anchor": anchor}
+        except Exception as raised:  # whatever it is: the other ranks must learn of it
+            contribution = raised
+        try:
+            check_same(f"settings of {OPERATION}", self._gather(contribution))
+        finally:
+            del contribution  # else an error, its traceback and this frame hold each other
+        exchange.register({each.tensor.name: each.shaped_delta for each in self._replicas.values()})
+        self._check_anchors(self._gather(self._checked_feedback() or self._digest()))
+
+    @property
+    def rate(self) -> float:
+        """The outer learning rate of the next round."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"rate is {rate!r}: expected a learning rate of at least 0")
+        self._rate = float(rate)
+
+    @property
+    def anchor(self) -> Any:
+        """The model on which all ranks agree, in the form of the parameters: read-only views, of NumPy or CuPy.
+
+        In the middle of a round, and with a delay at any step, this is the model to evaluate, and at the end of
+        training the one to keep: the parameters of each rank have progress of their own.
+        """
+        views = {name: read_only(each.anchor.reshape(each.tensor.shape)) for name, each in self._by_name.items()}
+        return in_form(self._form, views, views)
+
+    def step(self) -> bool:
+        """Count a step of the inner optimiser, and exchange where that is due; return whether a round ended.
+
+        All ranks call it equally often. A rank that has no batch left calls it with its parameters unchanged: it then
+        contributes what its residual holds.
+
+        Raises what `GradientExchange.finish` does, for example ValueError on a rank whose parameters are not finite and
+        CollectiveError on the others. The round is then undone on all ranks: anchor, momentum and residuals are as
+        before it, the local progress stays in the parameters, and the next round, `every` steps later, covers it. With
+        a delay the error may be raised earlier on the rank that has it than on the others. An exchange that skips its
+        step instead leaves everything as it was too, and False is returned.
+        """
+        self.count += 1
+        place = self.count % self.every
+        with np.errstate(all="ignore"):  # they may be set differently by rank
+            if self._in_flight and place != self.delay:
+                self.exchange.progress()
+            if place == 0:
+                self._start()
+            if self._in_flight and place == self.delay:
+                return self._finish()
+        return False
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Return copies of all that this rank's loop and its exchange remember: arrays by name, for np.savez.
+
+        Each rank saves its own, together with its parameters and the state of its inner optimiser, at any step: also
+        in the middle of a round, and while an exchange is in flight. Settings, and the rate, are not in it.
+        """
+        state = {"count": np.array(self.count), "rounds": np.array(self.rounds)}
+        for name, array in self._arrays(in_flight=self._in_flight).items():
+            state[name] = np.array(to_numpy(array))
+        return state | {f"exchange/{name}": array for name, array in self.exchange.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
+        """Load what `state_dict` returned; the following steps have the same bits. All ranks call it.
+
+        Construct model, exchange and loop as at the start of the run, call this, and then write the saved parameters to
+        the model. An exchange that was in flight is started anew. same_settings: as of `GradientExchange`.
+
+        Raises ValueError on a rank whose state does not fit and CollectiveError on the others, CollectiveError on all
+        for states of different steps, and RuntimeError while an exchange is in flight; nothing changes then.
+        """
+        if self._in_flight:
+            raise RuntimeError("an exchange is in flight: load the state into a new OuterLoop")
+        before: dict[str, Any] = {}
+        contribution: Any
+        try:
+            before = self.exchange.state_dict()
+            arrays = self._fitting(state)
+            self.exchange.load_state_dict(_under("exchange/", state), same_settings=same_settings)
+            anchors = [arrays[f"anchor/{each.tensor.name}"] for each in self._ordered]
+            in_flight = any(name.startswith("delta/") for name in arrays)
+            contribution = {"count": str(state["count"]), "in flight": str(in_flight), "anchor": _digest(anchors)}
+        except Exception as raised:
+            contribution = raised
+        try:
+            check_same("saved state", self._gather(contribution))
+        except Exception:
+            if before:
+                self.exchange.load_state_dict(before)
+            raise
+        finally:
+            del contribution
+        self.count, self.rounds = int(state["count"]), int(state["rounds"])
+        for name, array in self._arrays(in_flight=in_flight).items():
+            copy(arrays[name], array)
+        if in_flight:
+            self._send()
+
+    def _check_settings(self, anchor: str) -> None:
+        """Raise ValueError for a setting out of range."""
+        check_number("every", self.every)
+        check_number("delay", self.delay, least=0)
+        if self.delay >= self.every:
+            raise ValueError(f"delay is {self.delay} and every {self.every}: expected 0 <= delay < every")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum!r}: expected 0 <= momentum < 1")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov is set and momentum is 0: expected a momentum above 0")
+        if self.clip not in (None, "median"):
+            raise ValueError(f'clip is {self.clip!r}: expected "median" or None')
+        if anchor not in ("beside", "host"):
+            raise ValueError(f'anchor is {anchor!r}: expected "beside" or "host"')
+
+    def _checked_feedback(self) -> Exception | None:
+        """Return an error for a feedback that needs the pseudo-gradient's buffer, or returns no sparse mean."""
+        for pipeline in self.exchange._pipelines():
+            if pipeline.feedback.in_place or pipeline.feedback.has_dense_result:
+                got = f"{type(pipeline.feedback).__name__}{'(in_place=True)' if pipeline.feedback.in_place else ''}"
+                return ValueError(f"the feedback of {pipeline.name!r} is {got}: expected one such as ErrorFeedback()")
+        return None
+
+    def _gather(self, contribution: Any) -> list[Any]:
+        try:
+            return gather_objects(contribution, self.exchange.comm, OPERATION)
+        finally:
+            del contribution
+
+    @property
+    def _ordered(self) -> list[Replica]:
+        """The parameters in the order of their names, which is the same on all ranks."""
+        return [self._replicas[name] for name in sorted(self._replicas)]
+
+    def _digest(self) -> str:
+        return _digest([to_numpy(each.anchor) for each in self._ordered])
+
+    def _check_anchors(self, digests: list[str]) -> None:
+        """Raise on all ranks, given the digest of each one's anchor, where some differ; names the fewer ranks."""
+        usual = Counter(digests).most_common(1)[0][0]
+        odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+        if odd and self.count:
+            raise CheckError(
+                f"{checking.VARIABLE}: after round {self.rounds} the anchor of ranks {odd} differs from that of the "
+                "other ranks: expected the same rate on all ranks, and nothing else that writes to it"
+            )
+        if odd:
+            raise CollectiveError(
+                f"the parameters of ranks {odd} differ from those of the other ranks: expected the same values at the "
+                "start; broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new exchange and loop"
+            )
+
+    def _start(self) -> None:
+        """Start the exchange of this round's pseudo-gradients."""
+        contribution: Any
+        try:
+            for each in self._replicas.values():
+                each.subtract()
+            contribution = {"norms": [each.norm() for each in self._ordered] if self.clip else []}
+            contribution |= {"anchor": self._digest()} if self._checked else {}
+        except Exception as raised:
+            contribution = raised
+        try:
+            if self.clip or self._checked:
+                self._clip_and_check(self._gather(contribution))
+            elif isinstance(contribution, Exception):
+                self.exchange._fail(contribution)
+        finally:
+            del contribution
+        self._send()
+
+    def _clip_and_check(self, everyone: list[dict[str, Any]]) -> None:
+        """Compare the anchors in the debug mode, and scale pseudo-gradients down to the median norm with clip."""
+        if self._checked:
+            self._check_anchors([each["anchor"] for each in everyone])
+        if self.clip:
+            by_tensor = zip(*[each["norms"] for each in everyone], strict=True)
+            for each, norms in zip(self._ordered, by_tensor, strict=True):
+                each.clip(norms[self.exchange.comm.rank], norms)
+
+    def _send(self) -> None:
+        for name, each in self._replicas.items():
+            self.exchange.start(name, each.shaped_delta)
+        self._in_flight = True
+
+    def _finish(self) -> bool:
+        """Finish the exchange that is in flight, and take the outer step, where it was kept; return whether it was.
+
+        Nothing after the exchange can fail.
+        """
+        self._in_flight = False
+        try:
+            for each in self._replicas.values():
+                each.look()
+        except Exception as raised:
+            self.exchange._fail(raised)
+        means = self.exchange.finish(sparse=True)
+        if not self.exchange.finite:  # it was skipped, on all ranks
+            return False
+        for name, each in self._replicas.items():
+            progress = bool(self.delay)
+            if progress:
+                each.cut_progress()
+            if self.rate:
+                each.move(means[name], self.rate, self.momentum, nesterov=self.nesterov)
+            each.go_on(progress=progress)
+        if not self.rate:
+            self.exchange.reset()
+        self.rounds += 1
+        return True
+
+    def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
+        """Return what is saved of each tensor, by name: the arrays themselves."""
+        return {
+            f"{part}/{name}": array
+            for name, each in self._replicas.items()
+            for part, array in each.arrays(in_flight=in_flight).items()
+        }
+
+    def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the arrays of a saved state, but for those of the exchange; raises ValueError if they do not fit."""
+        own = {name: np.asarray(state[name]) for name in state if not name.startswith("exchange/")}
+        counts = [own.pop(name, np.array(-1.0)) for name in ("count", "rounds")]
+        in_flight = any(name.startswith("delta/") for name in own)
+        expected = {name: _kind(array) for name, array in self._arrays(in_flight=in_flight).items()}
+        got = {name: _kind(array) for name, array in own.items()}
+        for name in sorted(got | expected):
+            if got.get(name) != expected.get(name):
+                raise ValueError(
+                    f"in the state {name} is {got.get(name, 'missing')}: expected {expected.get(name, 'none')}"
+                )
+        if any(count.shape != () or count.dtype.kind not in "iu" or count < 0 for count in counts):
+            raise ValueError("the state has no count and rounds: expected all that state_dict() returned")
+        if in_flight and not 0 <= int(counts[0]) % self.every < self.delay:
+            raise ValueError(
+                f"the state is of step {int(counts[0])}, with an exchange in flight: expected the every and delay with "
+                f"which it was saved, got every={self.every} and delay={self.delay}"
+            )
+        return own
+
+
+def _digest(arrays: Sequence[Array]) -> str:
+    """Return a hash of the bits of arrays in host memory."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a state whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+
+
+def _kind(array: Array) -> str:
+    return f"{array.dtype} of shape {array.shape}"

@@ -1,0 +1,530 @@
+"""OuterLoop against a simulation of all ranks in float64; restarts, faults, and the pitfalls of published code."""
+
+import io
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from devices import cupy_for_tests
+
+from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_allreduce
+from mpicomp import EF21, CheckError, CollectiveError, Dense, ErrorFeedback, RandomK, TopK
+
+SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
+START = {name: np.random.default_rng(len(name)).standard_normal(shape) for name, shape in SHAPES.items()}
+SMALL, DENSITY = 10, 0.1
+
+
+def few(test):
+    """Run a test on a few numbers of ranks only: what differs between these is tested elsewhere."""
+    for size in (1, 2, 5):
+        test = pytest.mark.exactly(size)(test)
+    return test
+
+
+def target(rank, step, name):
+    return np.random.default_rng([rank, step, len(name)]).standard_normal(SHAPES[name])
+
+
+def learn(parameters, rank, step):
+    """Take one step of an inner optimiser, in place."""
+    for name, array in parameters.items():
+        array -= 0.1 * (array - target(rank, step, name))
+
+
+def largest(vector, density):
+    """Return the entries that are sent of a tensor: all of a small one."""
+    k = vector.size if vector.size < SMALL else round(density * vector.size)
+    kept = np.zeros_like(vector)
+    places = np.argsort(-np.abs(vector), axis=None, kind="stable")[:k]
+    kept.flat[places] = vector.flat[places]
+    return kept
+
+
+def simulate(
+    size, steps, every, rate=1.0, momentum=0.0, nesterov=False, delay=0, decay=1.0, contributors=False, skipped=()
+):
+    """Return the anchor and every rank's parameters of one run, tensor by tensor."""
+    anchors, everyone = {}, [{} for _ in range(size)]
+    for name, start in START.items():
+        anchor, velocity, began = start, 0.0, None
+        theta, residual = [start.copy() for _ in range(size)], [np.zeros_like(start) for _ in range(size)]
+        for step in range(1, steps + 1):
+            for rank in range(size):
+                theta[rank] = theta[rank] - 0.1 * (theta[rank] - target(rank, step, name))
+            if step % every == 0 and step not in skipped:
+                began = [each.copy() for each in theta]
+            if began is None or step % every != delay:
+                continue
+            corrected = [decay * e + anchor - each for e, each in zip(residual, began, strict=True)]
+            sent = [largest(each, DENSITY) for each in corrected]
+            residual = [one - other for one, other in zip(corrected, sent, strict=True)]
+            dense = sent[0].size < SMALL or not contributors
+            mean = sum(sent) / (size if dense else np.maximum(sum(each != 0 for each in sent), 1))
+            velocity = momentum * velocity + mean
+            anchor = anchor - rate * (mean + momentum * velocity if nesterov else velocity)
+            theta = [anchor + (each - then) for each, then in zip(theta, began, strict=True)]
+            began = None
+        anchors[name] = anchor
+        for rank in range(size):
+            everyone[rank][name] = theta[rank]
+    return anchors, everyone
+
+
+def made(comm, *, parameters=None, compressor=None, decay=None, average=True, options=None, **settings):
+    """Return the parameters of this rank and their loop."""
+    parameters = {name: array.copy() for name, array in START.items()} if parameters is None else parameters
+    feedback = ErrorFeedback() if decay is None else ErrorFeedback(decay=decay)
+    exchange = GradientExchange(
+        comm, compressor or TopK(DENSITY), feedback, small=SMALL, average=average, **options or {}
+    )
+    return parameters, OuterLoop(exchange, parameters, **settings)
+
+
+def train(comm, parameters, loop, first, end):
+    """Take the steps first, ..., end - 1."""
+    for step in range(first, end):
+        learn(parameters, comm.rank, step)
+        loop.step()
+
+
+def same_everywhere(comm, arrays):
+    return len(set(comm.allgather(b"".join(np.asarray(array).tobytes() for array in arrays.values())))) == 1
+
+
+def bits(arrays):
+    return {name: np.asarray(array).tobytes() for name, array in arrays.items()}
+
+
+CASES = {
+    "plain": {},
+    "a rate": {"rate": 0.65},
+    "momentum": {"momentum": 0.9, "rate": 0.7},
+    "Nesterov": {"momentum": 0.9, "nesterov": True, "rate": 0.7},
+    "delay": {"delay": 1},
+    "delay, Nesterov": {"delay": 3, "momentum": 0.5, "nesterov": True, "rate": 0.5},
+    "every step": {"every": 1},
+    "decay": {"decay": 0.95, "rate": 0.65},
+    "contributors": {"contributors": True},
+    "decay, contributors, delay": {"decay": 0.5, "contributors": True, "delay": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_a_simulation_of_all_ranks(comm, case):
+    settings = {"every": 4} | CASES[case]
+    anchors, everyone = simulate(comm.size, 15, **settings)
+    average = "contributors" if settings.pop("contributors", False) else True
+    parameters, loop = made(comm, average=average, **settings)
+    train(comm, parameters, loop, 1, 16)
+    assert (loop.count, loop.rounds) == (15, 15 // loop.every)
+    for name in SHAPES:
+        np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(parameters[name], everyone[comm.rank][name], rtol=0, atol=1e-12)
+    assert same_everywhere(comm, loop.anchor)
+
+
+def test_right_after_a_round_all_ranks_have_the_same_bits(comm):
+    parameters, loop = made(comm, every=2, momentum=0.9, rate=0.7)
+    for step in range(1, 7):
+        learn(parameters, comm.rank, step)
+        ended = loop.step()
+        assert ended == (step % 2 == 0)
+        assert same_everywhere(comm, parameters) == (ended or comm.size == 1)
+        assert (bits(parameters) == bits(loop.anchor)) == ended
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(0.25, 1.0), (1.0, 0.25)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_every_step_and_dense_it_is_dense_sgd_bit_for_bit(comm, inner, outer, dtype):
+    """Where anchor - theta is exact, as of quarters; else it rounds once more than dense SGD, to the parameters' dtype.
+
+    The gradients are multiples of the number of ranks, so that their mean is exact too.
+    """
+
+    def gradient(theta, step):
+        return (comm.size * ((np.floor(4 * theta) * 3 + 5 * comm.rank + step) % 11 - 5)).astype(dtype)
+
+    start = np.arange(-150, 150).astype(dtype)
+    dense, local = start.copy(), start.copy()
+    _, loop = made(comm, parameters=local, compressor=Dense(), every=1, rate=outer)
+    for step in range(9):
+        dense -= dtype(0.25) * (dense_allreduce(gradient(dense, step), comm) / dtype(comm.size))
+        local -= dtype(inner) * gradient(local, step)
+        loop.step()
+        assert local.tobytes() == dense.tobytes()
+    assert local.tobytes() != start.tobytes()
+
+
+# Pitfalls of published code
+
+
+def test_the_rate_is_applied_once_in_the_direction_of_the_progress(comm):
+    mine = np.zeros(300)
+    _, loop = made(comm, parameters=mine, compressor=Dense(), every=1, rate=0.5)
+    mine += 8 * comm.size * (comm.rank + 1)
+    loop.step()
+    assert set(mine) == {4 * sum(rank + 1 for rank in range(comm.size))}
+
+
+@few
+def test_a_round_of_rate_0_discards_its_progress_and_the_residual(comm):
+    """So that nothing of a warm-up is applied later."""
+    parameters, loop = made(comm, every=2, rate=0)
+    train(comm, parameters, loop, 1, 5)
+    assert bits(parameters) == bits(START)
+    assert loop.exchange.residual_norm == 0
+    loop.rate = 1.0
+    fresh, other = made(comm, every=2)
+    train(comm, parameters, loop, 1, 5)
+    train(comm, fresh, other, 1, 5)
+    assert bits(parameters) == bits(fresh)
+    assert loop.exchange.residual_norm > 0
+
+
+def test_rounds_without_progress_end_at_what_was_learnt_and_decay_no_weight(comm):
+    """An inner learning rate of 0: the residuals are sent, round by round, and then nothing changes any more."""
+    parameters = {"weight": np.full(600, 3.0)}
+    _, loop = made(comm, parameters=parameters, every=1, average=False, momentum=0.0)
+    progress = np.random.default_rng(5).integers(-9, 10, 600)
+    parameters["weight"] += progress * (comm.rank + 1)
+    for _ in range(12):
+        loop.step()
+    expected = 3 + progress * sum(rank + 1 for rank in range(comm.size))
+    np.testing.assert_array_equal(parameters["weight"], expected)
+    assert loop.exchange.residual_norm == 0
+
+
+def test_ranks_with_different_numbers_of_batches_lose_nothing(comm):
+    parameters = {"weight": np.zeros(600)}
+    _, loop = made(comm, parameters=parameters, every=2, average=False)
+    total = np.zeros(600)
+    for step in range(8):
+        for rank in range(comm.size):
+            learnt = np.random.default_rng([rank, step]).integers(-9, 10, 600)
+            if step < 3 + rank:  # then this rank has no batch left
+                total += learnt
+                if rank == comm.rank:
+                    parameters["weight"] += learnt
+        loop.step()
+    residual = np.array(loop.exchange.state_dict()["weight/feedback.residual"])
+    comm.Allreduce(residual.copy(), residual)
+    np.testing.assert_array_equal(parameters["weight"] - residual, total)
+    assert residual.any() or comm.size == 1
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_rank_far_off_is_clipped_to_the_median_norm(comm, delay):
+    """Of the ranks that have learnt something; with a delay its own progress since stays whole."""
+    start = np.zeros(300)
+
+    def progress(rank):
+        far = 1e6 if rank == 0 else 1.0
+        return 0 * start if rank and rank % 3 == 0 else far * np.random.default_rng(rank).standard_normal(300)
+
+    everyone = [progress(rank) for rank in range(comm.size)]
+    norms = [np.linalg.norm(each) for each in everyone]
+    limit = np.median([norm for norm in norms if norm])
+    clipped = [each * min(1, limit / (norm or 1)) for each, norm in zip(everyone, norms, strict=True)]
+    mine = start.copy()
+    _, loop = made(comm, parameters=mine, compressor=Dense(), every=2, delay=delay, clip="median")
+    mine += progress(comm.rank)
+    loop.step()
+    loop.step()
+    if delay:
+        mine += 1.0
+        loop.step()
+    np.testing.assert_allclose(loop.anchor, sum(clipped) / comm.size, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(mine, loop.anchor + delay, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.at_least(2)
+def test_models_that_did_not_start_alike_are_named(comm):
+    odd = comm.size - 1
+    parameters = {name: array.copy() for name, array in START.items()}
+    parameters["bias"][3] += comm.rank == odd
+    with pytest.raises(CollectiveError, match=rf"the parameters of ranks \[{odd}\] differ .* broadcast rank 0's"):
+        made(comm, parameters=parameters)
+
+
+@pytest.mark.at_least(2)
+def test_the_debug_mode_compares_the_anchors_each_round(comm, monkeypatch):
+    monkeypatch.setenv("MPICOMP_CHECK", "1")
+    watched = comm.Dup()
+    parameters, loop = made(watched, every=2)
+    train(watched, parameters, loop, 1, 5)
+    loop.rate = 0.5 if comm.rank == comm.size - 1 else 1.0
+    train(watched, parameters, loop, 5, 8)
+    learn(parameters, comm.rank, 8)
+    with pytest.raises(CheckError, match=rf"after round 3 the anchor of ranks \[{comm.size - 1}\] differs"):
+        loop.step()
+    watched.Free()
+
+
+# Settings
+
+
+@few
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"every": 0}, "every is 0: expected an integer of at least 1"),
+        ({"every": 2, "delay": 2}, "delay is 2 and every 2: expected 0 <= delay < every"),
+        ({"rate": -1.0}, "rate is -1.0: expected a learning rate of at least 0"),
+        ({"momentum": 1.0}, "momentum is 1.0: expected 0 <= momentum < 1"),
+        ({"nesterov": True}, "nesterov is set and momentum is 0"),
+        ({"clip": "mean"}, "clip is 'mean': expected \"median\" or None"),
+        ({"anchor": "disk"}, 'anchor is \'disk\': expected "beside" or "host"'),
+        ({"parameters": {}}, "it is empty: expected at least one array"),
+        ({"parameters": np.arange(9)}, "values are int64: expected float16, float32 or float64"),
+        ({"parameters": np.zeros((4, 4)).T[::2]}, "not C-contiguous"),
+    ],
+)
+def test_a_bad_argument_of_one_rank_raises_on_all(comm, bad, match):
+    last = comm.rank == comm.size - 1
+    own = (ValueError, TypeError)
+    with pytest.raises(own if last else CollectiveError, match=match):
+        made(comm, **(bad if last else {}))
+
+
+@pytest.mark.at_least(2)
+def test_settings_and_tensors_that_differ_are_named(comm):
+    with pytest.raises(CollectiveError, match=r"same settings of OuterLoop: 'every' is 2 on rank 0, and 3 on rank 1"):
+        made(comm, every=2 + (comm.rank > 0))
+    with pytest.raises(CollectiveError, match=r"the same tensors: 'w' is float64 of shape \(9,\) on rank 0, and float"):
+        made(comm, parameters={"w": np.zeros(9, np.float32 if comm.rank else np.float64)})
+
+
+@few
+def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
+    for feedback in (ErrorFeedback(in_place=True), EF21()):
+        exchange = GradientExchange(comm, TopK(k=3), feedback)
+        with pytest.raises(ValueError, match=rf"feedback of 'gradient' is {type(feedback).__name__}.*: expected one"):
+            OuterLoop(exchange, np.zeros(2000))
+    with pytest.raises(TypeError, match="expected a GradientExchange"):
+        OuterLoop(TopK(k=3), np.zeros(2000))
+
+
+@few
+def test_tied_parameters_count_once_and_a_list_and_an_array_are_taken(comm):
+    shared = np.zeros((20, 30))
+    parameters = {"embedding": shared, "head": shared.reshape(600)}
+    _, loop = made(comm, parameters=parameters, compressor=Dense(), every=1)
+    shared += 2
+    loop.step()
+    np.testing.assert_array_equal(shared, 2)
+    assert list(loop.anchor) == ["embedding", "head"]
+    assert [name for name in loop.state_dict() if name.startswith("anchor/")] == ["anchor/embedding"]
+    assert loop.exchange.residual_norm == 0
+    first, second = np.zeros(5), np.zeros((30, 40), np.float32)
+    _, loop = made(comm, parameters=[first, second], compressor=Dense(), every=1)
+    second += 1
+    loop.step()
+    assert [each.sum() for each in loop.anchor] == [0, 1200]
+
+
+# Saved and taken up again
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    np.savez(file, **state)
+    file.seek(0)
+    return dict(np.load(file))
+
+
+RESTARTS = {
+    "plain": {"compressor": TopK(DENSITY)},
+    "delay": {"compressor": RandomK(DENSITY, seed=3), "delay": 2, "momentum": 0.5, "clip": "median"},
+}
+
+
+@few
+@pytest.mark.parametrize("case", RESTARTS)
+def test_a_run_that_is_taken_up_at_any_step_continues_bit_for_bit(comm, case):
+    settings = RESTARTS[case]
+    parameters, loop = made(comm, every=3, **settings)
+    saved = []
+    for step in range(1, 9):
+        saved.append((loop.state_dict(), {name: array.copy() for name, array in parameters.items()}))
+        train(comm, parameters, loop, step, step + 1)
+    assert len([state for state, _ in saved if "delta/weight" in state]) == (4 if "delay" in settings else 0)
+    for step, (state, then) in enumerate(saved, 1):
+        second, other = made(comm, every=3, **settings)
+        other.load_state_dict(through_a_file(state))
+        for name, array in second.items():
+            array[...] = then[name]
+        assert bits(other.state_dict()) == bits(state)
+        train(comm, second, other, step, 9)
+        assert (other.count, other.rounds) == (loop.count, loop.rounds)
+        assert bits(second) == bits(parameters)
+        assert bits(other.state_dict()) == bits(loop.state_dict())
+
+
+@few
+def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
+    last = comm.rank == comm.size - 1
+    parameters, loop = made(comm, every=2, delay=1)
+    train(comm, parameters, loop, 1, 4)
+    good = loop.state_dict()
+    _, other = made(comm, every=2, delay=1)
+    before = bits(other.state_dict())
+    for change, match in (
+        ({"anchor/weight": np.zeros(5)}, r"anchor/weight is float64 of shape \(5,\): expected float64 of"),
+        ({"momentum/weight": np.zeros(600)}, "momentum/weight is float64 of shape .*: expected none"),
+        ({"count": np.array(0.5)}, "no count and rounds"),
+        ({"exchange/weight/feedback.residual": np.zeros(3)}, "600"),
+        ({f"{part}/{name}": np.zeros(np.prod(SHAPES[name]) if part == "delta" else ())
+          for name in SHAPES for part in ("delta", "scale")}, "the every and delay with which it was saved"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError if last else CollectiveError, match=match):
+            other.load_state_dict(good | (change if last else {}))
+        assert bits(other.state_dict()) == before
+    if comm.size > 1:
+        with pytest.raises(CollectiveError, match="the same saved state: 'count' is 3 on rank 0, and 5 on rank"):
+            other.load_state_dict(good | ({"count": np.array(5)} if last else {}))
+    assert bits(other.state_dict()) == before
+    learn(parameters, comm.rank, 4)
+    loop.step()
+    with pytest.raises(RuntimeError, match="an exchange is in flight: load the state into a new OuterLoop"):
+        loop.load_state_dict(good)
+    learn(parameters, comm.rank, 5)
+    loop.step()
+
+
+# Faults
+
+
+@contextmanager
+def all_raise(comm, match):
+    with pytest.raises(ValueError if comm.rank == comm.size - 1 else CollectiveError, match=match):
+        yield
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": "median"}, {"delay": 1, "momentum": 0.5}])
+def test_a_round_that_fails_leaves_all_as_it_was_and_training_goes_on(comm, settings):
+    """To the end of a run that skips this round: its progress is in the next one."""
+    last, delay = comm.rank == comm.size - 1, settings.get("delay", 0)
+    parameters, loop = made(comm, every=3, **settings)
+    train(comm, parameters, loop, 1, 6)
+    learn(parameters, comm.rank, 6)
+    whole, before = parameters["weight"][2, 3], loop.state_dict()
+    if last:
+        parameters["weight"][2, 3] = np.nan
+    if delay:
+        loop.step()
+        if last:
+            parameters["weight"][2, 3] = whole
+        learn(parameters, comm.rank, 7)
+    local = bits(parameters)
+    with all_raise(comm, r"\[63\] is nan"):
+        loop.step()
+    assert bits(parameters) == local
+    assert bits(loop.state_dict()) == bits(before | {"count": np.array(6 + delay)})
+    if last and not delay:
+        parameters["weight"][2, 3] = whole
+    train(comm, parameters, loop, 7 + delay, 14)
+    if not settings.get("clip"):
+        anchors, everyone = simulate(comm.size, 13, 3, **settings, skipped=[6])
+        for name in SHAPES:
+            np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
+            np.testing.assert_allclose(parameters[name], everyone[comm.rank][name], rtol=0, atol=1e-12)
+    assert same_everywhere(comm, loop.anchor)
+    assert loop.rounds == 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": "median"}, {"delay": 1}])
+def test_a_step_that_the_exchange_skips_is_no_round(comm, settings):
+    parameters, loop = made(comm, every=3, options={"nonfinite": "skip"}, **settings)
+    train(comm, parameters, loop, 1, 6)
+    learn(parameters, comm.rank, 6)
+    whole, before = parameters["weight"][2, 3], bits(loop.anchor)
+    if comm.rank == comm.size - 1:
+        parameters["weight"][2, 3] = np.nan
+    local = bits(parameters)
+    assert [loop.step() for _ in range(2)] == [False, False]
+    assert (loop.rounds, bits(loop.anchor), bits(parameters)) == (1, before, local)
+    parameters["weight"][2, 3] = whole
+    loop.count -= 1  # of the step that learnt nothing
+    train(comm, parameters, loop, 7, 14)
+    if not settings.get("clip"):
+        anchors, _ = simulate(comm.size, 13, 3, **settings, skipped=[6])
+        for name in SHAPES:
+            np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
+    assert same_everywhere(comm, loop.anchor)
+
+
+@pytest.mark.parametrize("when", ["at the start", "in flight"])
+def test_parameters_that_cannot_be_written_to_any_more_on_one_rank(comm, when):
+    """With a delay the others learn of it when they finish; all try again in the next round."""
+    last = comm.rank == comm.size - 1
+    parameters, loop = made(comm, every=3, delay=1)
+    train(comm, parameters, loop, 1, 5)
+    before, array = bits(loop.anchor), parameters["bias"]
+    train(comm, parameters, loop, 5, 6)
+    learn(parameters, comm.rank, 6)
+    if when == "in flight":
+        loop.step()
+        learn(parameters, comm.rank, 7)
+    array.flags.writeable = not last
+    if when == "at the start":
+        if last:
+            with pytest.raises(ValueError, match=r"bias: .* is read-only"):
+                loop.step()
+            array.flags.writeable = True
+        else:
+            loop.step()
+        learn(parameters, comm.rank, 7)
+    if last and when == "at the start":
+        loop.step()
+    else:
+        with all_raise(comm, r"bias: .* is read-only"):
+            loop.step()
+    array.flags.writeable = True
+    assert bits(loop.anchor) == before
+    train(comm, parameters, loop, 8, 11)
+    anchors, _ = simulate(comm.size, 10, 3, delay=1, skipped=[6])
+    for name in SHAPES:
+        np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
+
+
+def test_a_sum_that_overflows_on_all_ranks_is_no_round(comm):
+    mine = np.zeros(2000, np.float32)
+    exchange = GradientExchange(comm, TopK(k=20), collective=sparse_allreduce, average=False)
+    loop = OuterLoop(exchange, mine, every=1)
+    mine[:3] = 3e38
+    if comm.size == 1:
+        loop.step()
+        return
+    with np.errstate(all="raise"), pytest.raises(OverflowError, match="the sum over the ranks leaves the range"):
+        loop.step()
+    assert (mine[:3] == np.float32(3e38)).all()
+    assert not loop.anchor.any()
+    assert loop.rounds == 0
+
+
+# Devices
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.exactly(3)
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "nesterov": True}, {"delay": 1, "clip": "median"}])
+def test_the_bits_on_a_device_are_those_of_the_host_with_the_anchor_on_either(comm, settings):
+    cupy = cupy_for_tests()
+    here, loop = made(comm, every=2, **settings)
+    there = [made(comm, parameters={name: cupy.asarray(array) for name, array in START.items()}, every=2,
+                  anchor=anchor, **settings) for anchor in ("beside", "host")]  # fmt: skip
+    for step in range(1, 8):
+        learn(here, comm.rank, step)
+        loop.step()
+        for parameters, other in there:
+            for name, array in parameters.items():
+                array -= 0.1 * (array - cupy.asarray(target(comm.rank, step, name)))
+            other.step()
+            assert {name: array.get().tobytes() for name, array in parameters.items()} == bits(here)
+            assert bits(other.state_dict()) == bits(loop.state_dict())
+    assert isinstance(there[0][1].anchor["bias"], cupy.ndarray)
+    assert isinstance(there[1][1].anchor["bias"], np.ndarray)
+    _, third = made(comm, parameters={name: cupy.asarray(array) for name, array in START.items()}, every=2, **settings)
+    third.load_state_dict(loop.state_dict())
+    assert bits(third.state_dict()) == bits(loop.state_dict())

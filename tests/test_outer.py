@@ -1,0 +1,151 @@
+"""A parameter in local steps: its memory, the pseudo-gradient, clipping, and the outer step; no MPI."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mpicomp import SparseVector, replica
+from mpicomp.replica import replicas
+
+
+def one(array, momentum=0.0):
+    (found,) = replicas({"w": array}, momentum, host=False).values()
+    return found
+
+
+def test_one_memory_under_two_names_is_one_replica():
+    shared, other = np.ones((3, 4)), np.ones(5)
+    found = replicas({"a": shared, "b": other, "c": shared.reshape(12), "d": np.ones((3, 4))}, 0.0, host=False)
+    assert found["a"] is found["c"]
+    assert len({id(each) for each in found.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "match"),
+    [
+        ({"a": (whole := np.ones(8)), "b": whole[2:5]}, ValueError, "two parameters share a part of their memory"),
+        ({"a": np.ones((4, 6)).T}, ValueError, "a: the array is not C-contiguous"),
+        ({"a": np.broadcast_to(np.ones(1), 4)}, ValueError, "a: .* is read-only"),
+        ({"a": np.ones(3, np.int32)}, TypeError, "a: values are int32"),
+        ({"a": [1.0, 2.0]}, TypeError, "a: got builtins.list"),
+        ({}, ValueError, "it is empty"),
+    ],
+)
+def test_arrays_that_cannot_be_trained_are_refused(arrays, error, match):
+    with pytest.raises(error, match=match):
+        replicas(arrays, 0.0, host=False)
+
+
+def test_an_array_of_another_library_is_written_in_place():
+    class Foreign:
+        def __init__(self):
+            self.memory = np.zeros(3)
+
+        @property
+        def __array_interface__(self):
+            return self.memory.__array_interface__
+
+    given = Foreign()
+    found = one(given)
+    given.memory += 4
+    found.subtract()
+    assert found.delta.tolist() == [-4, -4, -4]
+    found.move(SparseVector([1], [-2.0], 3), 0.5, 0.0, nesterov=False)
+    found.go_on(progress=False)
+    assert given.memory.tolist() == [0, 1, 0]
+
+
+def test_a_parameter_of_pytorch_is_written_in_place():
+    torch = pytest.importorskip("torch")
+    given = torch.nn.Parameter(torch.zeros(3))
+    found = one(given)
+    with torch.no_grad():
+        given += 4
+    found.subtract()
+    assert found.delta.tolist() == [-4, -4, -4]
+    found.go_on(progress=False)
+    assert given.tolist() == [0, 0, 0]
+
+
+def test_memory_that_was_replaced_is_taken_anew():
+    class Holder:
+        memory = np.zeros(3)
+
+        @property
+        def __array_interface__(self):
+            return self.memory.__array_interface__
+
+    given = Holder()
+    found = one(given)
+    given.memory = np.ones(3)
+    found.subtract()
+    assert found.delta.tolist() == [-1, -1, -1]
+    given.memory = np.ones(4)
+    with pytest.raises(ValueError, match=r"w is float64 of shape \(4,\): expected float64 of shape \(3,\)"):
+        found.subtract()
+
+
+@pytest.mark.parametrize(("nesterov", "steps"), [(False, [1, 1.5]), (True, [1 + 0.5 * 1, 1 + 0.5 * 1.5])])
+def test_momentum_is_that_of_sgd(nesterov, steps):
+    """v is 1, then 0.5 * 1 + 1."""
+    found = one(np.array([1.5, 4.0]), 0.5)
+    for _ in steps:
+        found.move(SparseVector([0], [1.0], 2), 2.0, 0.5, nesterov=nesterov)
+    assert found.anchor.tolist() == [1.5 - 2 * sum(steps), 4.0]
+
+
+def test_momentum_of_halves_is_kept_in_single():
+    found = one(np.zeros(2, np.float16), 0.9)
+    found.move(SparseVector([0], np.ones(1, np.float16), 2), 1.0, 0.9, nesterov=False)
+    assert (found.velocity.dtype, found.anchor.dtype) == (np.float32, np.float16)
+    assert found.anchor.tolist() == [-1, 0]
+
+
+def test_a_contribution_is_scaled_to_the_median_of_those_above_0():
+    mine = np.zeros(4)
+    found = one(mine)
+    mine[:] = -4
+    found.subtract()
+    assert found.norm() == 8
+    found.clip(8.0, [8.0, 2.0, 0.0, 4.0])
+    assert (found.delta.tolist(), found.scale) == ([2, 2, 2, 2], 0.5)
+    mine += 1
+    found.cut_progress()
+    assert mine.tolist() == [1, 1, 1, 1]
+    found.clip(0.0, [0.0, 0.0])
+    mine[2] = np.inf
+    found.subtract()
+    found.clip(found.norm(), [found.norm(), 1.0])
+    assert (found.norm(), found.scale) == (np.inf, 1)
+
+
+def test_an_empty_parameter():
+    found = one(np.zeros((0, 3)))
+    found.subtract()
+    assert found.norm() == 0
+    found.move(SparseVector.empty(0, np.float64), 1.0, 0.0, nesterov=False)
+    found.go_on(progress=False)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_follows_the_exchange_needs_little_memory_and_pieces_change_no_bit(momentum, monkeypatch):
+    """So a rank that is short of memory fails before the ranks agree on the round."""
+    size, rng = 2**18, np.random.default_rng(0)
+    start, learnt, values = (rng.standard_normal(size) for _ in range(3))
+    mean, results = SparseVector(np.arange(size), values, size), []
+    for piece in (replica._PIECE, 1000):
+        monkeypatch.setattr(replica, "_PIECE", piece)
+        mine = start.copy()
+        found = one(mine, momentum)
+        mine += learnt
+        found.subtract()
+        tracemalloc.start()
+        found.cut_progress()
+        found.move(mean, 0.7, momentum, nesterov=bool(momentum))
+        found.go_on(progress=True)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        results.append(mine.tobytes())
+    assert results[0] == results[1]
+    assert peak < mine.nbytes / 10
