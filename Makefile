@@ -10,7 +10,7 @@ export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-mpich test-slurm lint clean gpu-evidence
+.PHONY: demo test test-mpich test-torch test-slurm lint clean gpu-evidence
 
 demo: $(READY)
 	mkdir -p build
@@ -27,6 +27,16 @@ test-mpich:
 	$(MAKE) VENV=.venv-mpich MPI=mpich .venv-mpich/.ready
 	PATH="$(abspath .venv-mpich)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-mpich MPI_TEST_TIMEOUT=1800 \
 	  tests/launch.sh 8 tests/mpi -q
+
+# PyTorch: its tests, examples and the script of docs/frameworks.md, in an environment of its own. TORCH: what pip installs;
+# where the index has builds for GPUs only by that name, TORCH="torch==2.13.0 --index-url ..." names another.
+TORCH ?= torch==2.13.0
+test-torch:
+	$(MAKE) VENV=.venv-torch .venv-torch/.ready
+	.venv-torch/bin/python -m pip install --quiet $(TORCH)
+	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_examples.py -q -k "scripts or torch_"
+	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
+	  tests/launch.sh $$size tests/pytorch -q || exit 1; done
 
 # The scripts under slurm/, on a Slurm of virtual nodes on this machine; takes minutes. Installs Slurm where one is root.
 # (Slurm's plugin for PMIx opens libpmix.so by that name, which Debian has in the -dev package.)
@@ -48,7 +58,7 @@ lint: $(READY)
 	mypy
 
 clean:
-	rm -rf build dist .venv .venv-mpich *.egg-info
+	rm -rf build dist .venv .venv-mpich .venv-torch *.egg-info
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -2,8 +2,8 @@
 
     mpirun -n 2 python -m mpi4py examples/jax_digits.py
 
-`named` makes a dict of a pytree, with the path of each leaf as its name; the exchange takes JAX arrays and returns JAX
-arrays; `jax.tree.unflatten` makes a pytree again. The data are the digits that come with scikit-learn.
+`exchange_pytree` exchanges the leaves, each named by its path, and returns the means as a pytree of JAX arrays. The
+data are the digits that come with scikit-learn.
 
 Needs jax and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
 """
@@ -24,6 +24,7 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 
 from collectives import GradientExchange, warm_up
+from collectives.jax import exchange_pytree
 from mpicomp import TopK
 
 SIZES, BATCH, RATE = (64, 256, 128, 10), 32, 0.2
@@ -60,11 +61,6 @@ def descend(parameters, gradient):
     return jax.tree.map(lambda parameter, mean: parameter - RATE * mean, parameters, gradient)
 
 
-def named(tree):
-    """Return the leaves of a pytree by name, such as "[0]['bias']"; in the order of `jax.tree.leaves`."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def train(shard, comm, steps):
     """Return the parameters, and whether all means were JAX arrays of the gradients' shapes and dtypes."""
     exchange = GradientExchange(comm, TopK(density=0.02))
@@ -72,9 +68,9 @@ def train(shard, comm, steps):
     for _ in range(steps):
         chosen = rng.integers(len(shard[0]), size=BATCH)
         gradient = gradient_of(parameters, shard[0][chosen], shard[1][chosen])
-        means = [*exchange(named(gradient)).values()]  # in the order of the leaves that went in
-        alike &= all(map(same_kind, means, jax.tree.leaves(gradient)))
-        parameters = descend(parameters, jax.tree.unflatten(jax.tree.structure(gradient), means))
+        means = exchange_pytree(exchange, gradient)
+        alike &= all(jax.tree.leaves(jax.tree.map(same_kind, means, gradient)))
+        parameters = descend(parameters, means)
     return parameters, alike
 
 

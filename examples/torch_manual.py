@@ -13,7 +13,7 @@ rules:
 * a rank that has no batch left calls `finish` alone, until the last rank has none.
 
 The exchange compresses each large tensor on its own and sends the small ones dense, in its own buckets. The result does
-not depend on when gradients become ready: torch_ddp_hook.py, where DDP has buckets of its own, ends with the same bits.
+not depend on when gradients become ready: `collectives.torch.attach`, under DDP's own buckets, gives the same bits.
 The data are the digits that come with scikit-learn.
 
 Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.

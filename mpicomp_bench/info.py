@@ -4,17 +4,11 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, TextIO
 
+from collectives.launcher import singleton_warning
 from collectives.runtime import cuda_aware
-
-# Where launchers say how many ranks they started, the innermost one first: inside a batch job Open MPI's mpirun starts
-# its daemons through srun, and the ranks see both. A launcher of another MPI starts ranks that each believe they are
-# alone ("P singletons"): the job runs P times, and succeeds.
-LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
 
 EXAMPLES = """
 mpicomp info
@@ -68,14 +62,3 @@ def device() -> dict[str, str]:
     except ValueError as error:
         return {"arrays": seen, "device": f"cannot be used: {error}"}
     return {"arrays": seen, "device": f"{'direct' if direct else 'staged through pinned memory'}: {why}"}
-
-
-def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
-    """Return a warning when the launcher started another number of ranks than MPI sees; None when they agree."""
-    name = next((name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None)
-    if name is None or int(environment[name]) == size:
-        return None
-    return (
-        f"the launcher says {name}={environment[name]}, and MPI sees {size}: "
-        "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
-    )

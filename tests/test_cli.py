@@ -7,10 +7,14 @@ import json
 import os
 import shlex
 
+import numpy as np
 import pytest
 from commands import PARSER, SUBCOMMANDS, left, written
+from mpi4py import MPI
 
+from collectives import GradientExchange, launcher
 from collectives.choice import winners
+from mpicomp import TopK
 from mpicomp_bench import bench, files, info, main
 from mpicomp_bench.options import above_zero, not_negative, positive, share
 
@@ -35,10 +39,10 @@ def test_info_prints_the_versions_and_mpi(capsys):
     assert (found["ranks"], found["warning"]) == ("1 on 1 host", None)
 
 
-@pytest.mark.parametrize("name", info.LAUNCHER_SIZES)
+@pytest.mark.parametrize("name", launcher.LAUNCHER_SIZES)
 def test_a_launcher_of_another_mpi_is_noticed(name, monkeypatch):
-    assert info.singleton_warning(4, {name: "4"}) is None
-    assert f"{name}=4, and MPI sees 1" in info.singleton_warning(1, {name: "4"})
+    assert launcher.singleton_warning(4, {name: "4"}) is None
+    assert f"{name}=4, and MPI sees 1" in launcher.singleton_warning(1, {name: "4"})
     monkeypatch.setenv(name, "4")
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False), out) == 1
@@ -47,7 +51,19 @@ def test_a_launcher_of_another_mpi_is_noticed(name, monkeypatch):
 
 def test_the_innermost_launcher_is_believed():
     """Inside a batch job mpirun starts one daemon a node through srun: 2 tasks for Slurm, 4 ranks for MPI."""
-    assert info.singleton_warning(4, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}) is None
+    assert launcher.singleton_warning(4, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}) is None
+
+
+def test_torchrun_is_noticed(monkeypatch):
+    """Its processes are ranks of torch, and each of them is alone for MPI."""
+    assert launcher.torchrun_warning(2, {"WORLD_SIZE": "2"}) is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    out = io.StringIO()
+    assert info.run(argparse.Namespace(json=False), out) == 1
+    assert "warning: torchrun says WORLD_SIZE=2, and MPI sees 1" in out.getvalue()
+    assert "start with mpirun -n 2 or srun" in out.getvalue()
+    with pytest.raises(RuntimeError, match="each process would train alone"):
+        GradientExchange(MPI.COMM_SELF.Dup(), TopK(0.1))(np.ones(9))
 
 
 @pytest.mark.parametrize(

@@ -63,15 +63,18 @@ def checked(example, *arguments, size=2, cwd, checks):
     return done.stdout
 
 
-def test_torch_with_a_hook_of_ddp_and_without_ddp_ends_with_the_same_bits(tmp_path):
-    """With unused parameters, uneven batches, and both; in two jobs that know nothing of each other."""
-    pytest.importorskip("torch")
+def test_torch_in_ddp_resumes_bit_for_bit(tmp_path):
+    pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
     pytest.importorskip("sklearn")
-    manual = checked("torch_manual.py", "--steps", "20", cwd=tmp_path, checks=12)
-    hooked = checked("torch_ddp_hook.py", "--steps", "20", cwd=tmp_path, checks=14)
-    digests = [re.findall(r"^(.*): parameters ([0-9a-f]{16}),", printed, re.MULTILINE) for printed in (manual, hooked)]
-    assert digests[0] == digests[1]
-    assert len({digest for _, digest in digests[0]}) == 4  # the cases are no copies of each other
+    checked("torch_ddp.py", "--steps", "60", cwd=tmp_path, checks=3)
+
+
+def test_torch_without_ddp(tmp_path):
+    """With unused parameters, uneven batches, and both."""
+    pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
+    pytest.importorskip("sklearn")
+    printed = checked("torch_manual.py", "--steps", "20", cwd=tmp_path, checks=12)
+    assert len(set(re.findall(r"parameters ([0-9a-f]{16}),", printed))) == 4  # the cases are no copies of each other
 
 
 def test_jax(tmp_path):
@@ -86,6 +89,11 @@ def test_sharded_optimizer(tmp_path):
 
 def test_embedding_rows(tmp_path):
     checked("embedding_rows.py", "--steps", "60", cwd=tmp_path, checks=4)
+
+
+def test_local_steps(tmp_path):
+    pytest.importorskip("sklearn")
+    checked("local_steps.py", cwd=tmp_path, checks=4)
 
 
 def test_an_example_that_has_not_learnt_ends_with_status_1(tmp_path):

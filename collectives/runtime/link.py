@@ -3,6 +3,7 @@
 Host arrays, arrays on a device of a CUDA-aware MPI and staged ones are distinguished here and in `staging` only.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from collectives.faults.state import Faults
 from collectives.faults.ulfm import is_failure, on_death
+from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, messages, staging, waiting
 from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, send_size
 from mpicomp import checking, threads
@@ -176,13 +178,16 @@ def link_of(comm: Any, wait_for: Callable[[Pending], None], agree: Agree) -> Lin
     """Return the link of a communicator. The first call on it is collective, waits by `wait_for`, and calls `agree`.
 
     Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null; ValueError on all ranks for
-    a bad environment variable on any (`waiting`, `checking`), and what `agree` raises on all ranks.
+    a bad environment variable on any (`waiting`, `checking`), and what `agree` raises on all ranks; RuntimeError under
+    torchrun, whose processes MPI does not connect.
     """
     from mpi4py import MPI
 
     check_communicator(comm)
 
     def make() -> Link:
+        if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
+            raise RuntimeError(wrong)
         duplicate = comm  # until there is one
         try:
             unmade, request = comm.Idup()

@@ -1,0 +1,26 @@
+"""JAX: a pytree of gradients in, a pytree of means out.
+
+Imported by those who use JAX, and by nobody else: nothing of the library imports this module.
+"""
+
+from typing import Any
+
+import jax
+
+from collectives.exchange import GradientExchange
+
+
+def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:
+    """Return the means of a pytree of gradients, as a pytree of the same structure.
+
+    gradients: a pytree of JAX arrays. Each leaf is a tensor of its own, named by its path, such as "[0]['bias']". The
+    same structure, shapes and dtypes on every rank and in every step. Call it outside `jax.jit`: it waits for the
+    gradients, and communicates. Raises what a call of the exchange does.
+
+    >>> gradients = jax.grad(loss)(parameters, batch)
+    >>> means = exchange_pytree(exchange, gradients)
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    by_path = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    means = exchange(by_path)
+    return jax.tree_util.tree_unflatten(structure, [means[name] for name in by_path])

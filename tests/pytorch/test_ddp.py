@@ -1,0 +1,416 @@
+"""`collectives.torch.attach`: a model in DistributedDataParallel, on all ranks of the world."""
+
+import io
+import math
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
+from models import SIZES, Weighted, blocking, gradients, have_same_bits, inputs_of, residuals  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from collectives import GradientExchange, sparse_allreduce  # noqa: E402
+from collectives.torch import attach, init_process_group, outer_loop, to_arrays, to_tensors  # noqa: E402
+from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
+from mpicomp.errors import CollectiveError  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+
+def wrapped(module, **settings):
+    return DistributedDataParallel(module, bucket_cap_mb=0.02, **settings)
+
+
+def attached(comm, settings=None, dtype=torch.float32, compressor=None, collective=sparse_allreduce, **terms):
+    model = wrapped(Weighted(dtype), **(settings or {}))
+    return model, attach(model, GradientExchange(comm, compressor or TopK(0.1), collective=collective), **terms)
+
+
+def backward(model, comm, step, names=tuple(SIZES), scale=1):
+    model.zero_grad()
+    (model(inputs_of(step, comm.rank, names)) * scale).backward()
+
+
+def total(comm, step, names=tuple(SIZES)):
+    """Return the sum over the ranks of a step's gradients, by name."""
+    everyone = [inputs_of(step, rank) for rank in range(comm.size)]
+    return {name: sum(each[name].numpy() for each in everyone) if name in names else 0 for name in SIZES}
+
+
+def check_conserved(found, left, given):
+    for name in SIZES:
+        np.testing.assert_array_equal(found[name] + left[name], given[name], name)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_dense_exchange_trains_as_ddp_alone(world, views):
+    def train(compressed):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(40, 100), nn.ReLU(), nn.Linear(100, 60), nn.ReLU(), nn.Linear(60, 5))
+        model = wrapped(network, gradient_as_bucket_view=views)
+        if compressed:
+            attach(model, GradientExchange(world, Dense(), NoFeedback()))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        generator = torch.Generator().manual_seed(world.rank)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(16, 40, generator=generator)).square().mean().backward()
+            optimizer.step()
+        return network
+
+    ours, theirs = train(True), train(False)
+    assert have_same_bits(ours, world)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"static_graph": True}])
+def test_the_means_are_those_of_a_loop_without_ddp(world, settings):
+    model, loop = attached(world, settings)[0], GradientExchange(world, TopK(0.1))
+    for step in range(3):
+        backward(model, world, step)
+        for name, mean in loop(dict(reversed(inputs_of(step, world.rank).items()))).items():
+            np.testing.assert_array_equal(gradients(model.module)[name], mean.numpy(), name)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_nothing_is_lost_with_new_buckets_accumulation_and_unused_parameters(world, views):
+    """DDP has other buckets after the first step. Every third step some ranks, or all, leave the branch out."""
+    model, handle = attached(world, {"find_unused_parameters": True, "gradient_as_bucket_view": views})
+    found, given = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
+    for step in range(6):
+        model.zero_grad()
+        for part in (0, 1):
+            with model.no_sync() if part == 0 else nullcontext():
+                uses = [step % 3 == 0 or (step % 3 == 1 and rank == 0) for rank in range(world.size)]
+                names = [name for name in SIZES if name != "branch" or uses[world.rank]]
+                model(inputs_of(2 * step + part, world.rank, names)).backward()
+            for rank in range(world.size):
+                for name, values in inputs_of(2 * step + part, rank).items():
+                    given[name] = given[name] + values.numpy() * (name != "branch" or uses[rank])
+        means = gradients(model.module)
+        assert len(set(world.allgather(b"".join(mean.tobytes() for mean in means.values())))) == 1
+        found = {name: found[name] + means[name] * world.size for name in SIZES}
+    assert handle.exchange.steps == 6
+    check_conserved(found, residuals(handle, world), given)
+    assert np.count_nonzero(residuals(handle, world)["a"])
+
+
+class Convolutions(nn.Module):
+    """Two convolutions of the inputs, of which a step may leave the second out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3), nn.Conv2d(4, 8, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images, uses_second):
+        """Return a sum whose gradients are integers, other ones for each entry of a weight."""
+        found = self.first(images) + self.second(images) if uses_second else self.first(images)
+        return (found * torch.arange(1, 9).reshape(8, 1, 1)).sum()
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("kind", ["none", "find_unused_parameters", "static_graph"])
+def test_means_of_channels_last_parameters_keep_their_places(world, kind, views):
+    """The second of two batches leaves a convolution out where DDP allows that: the first one's gradient is there."""
+    model, reference = Convolutions(), Convolutions()
+    ddp = wrapped(model, gradient_as_bucket_view=views, **({} if kind == "none" else {kind: True}))
+    attach(ddp, GradientExchange(world, Dense(), NoFeedback()))
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(2):
+        for each in (ddp, reference):
+            each.zero_grad()
+        for part in (1,) if kind == "static_graph" else (0, 1):  # a static graph starts without no_sync()
+            images = torch.randint(-4, 5, (2, 4, 5, 5), generator=generator).float()
+            uses_second = part == 0 or kind != "find_unused_parameters"
+            with ddp.no_sync() if part == 0 else nullcontext():
+                ddp(images, uses_second).backward()
+            reference(images, uses_second).backward()
+        for mine, alone in zip(model.parameters(), reference.parameters(), strict=True):
+            expected = world.allreduce(alone.grad.contiguous().numpy(), MPI.SUM) / world.size
+            np.testing.assert_array_equal(mine.grad.contiguous().numpy(), expected)
+            assert mine.grad.stride() == mine.stride()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_residual_of_a_channels_last_parameter_that_nobody_used_keeps_its_place(world, views):
+    """A step sends half of the entries, and the next one, without a gradient, the other half."""
+    model, reference = Convolutions(), Convolutions()
+    ddp = wrapped(model, gradient_as_bucket_view=views, find_unused_parameters=True)
+    attach(ddp, GradientExchange(world, TopK(0.5), small=0))
+    images = torch.randint(-4, 5, (2, 4, 5, 5), generator=torch.Generator().manual_seed(world.rank)).float()
+    reference(images, True).backward()
+    found = 0
+    for uses_second in (True, False):
+        ddp.zero_grad()
+        ddp(images, uses_second).backward()
+        found = found + model.second.weight.grad.contiguous().numpy()
+    given = world.allreduce(reference.second.weight.grad.contiguous().numpy(), MPI.SUM)
+    np.testing.assert_array_equal(found * world.size, given)
+
+
+def test_a_parameter_that_nobody_used_has_no_gradient(world):
+    """As with DDP alone: weight decay would act on it."""
+    model, _ = attached(world, {"find_unused_parameters": True})
+    backward(model, world, 0, ["a", "bias"])
+    assert model.module.b.grad is None
+    np.testing.assert_array_equal(model.module.bias.grad.numpy() * world.size, total(world, 0)["bias"])
+
+
+def test_nothing_is_lost_when_a_rank_has_fewer_batches(world):
+    model, handle = attached(world)
+    found, given = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
+    steps = [3 if rank == 1 else 5 for rank in range(world.size)]
+    means = []
+    with model.join():
+        for step in range(steps[world.rank]):
+            backward(model, world, step)
+            means.append(gradients(model.module))
+    means = world.bcast(means)
+    for step in range(5):
+        there = [inputs_of(step, rank) for rank in range(world.size) if step < steps[rank]]
+        for name in SIZES:
+            found[name] = found[name] + means[step][name] * world.size
+            given[name] = given[name] + sum(each[name].numpy() for each in there)
+    check_conserved(found, residuals(handle, world), given)
+
+
+def test_bfloat16_parameters_have_residuals_in_float32(world):
+    model, handle = attached(world, dtype=torch.bfloat16)
+    for step in range(2):
+        backward(model, world, step)
+    assert handle.state_dict()["a/feedback.residual"].dtype == torch.float32
+    assert model.module.a.grad.dtype == torch.bfloat16
+    assert 0 < np.count_nonzero(gradients(model.module)["a"]) < SIZES["a"]
+    assert len(set(world.allgather(gradients(model.module)["a"].tobytes()))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_steps_are_dense(world, dtype):
+    model, handle = attached(world, dtype=dtype, warmup_steps=2)
+    for step in range(2):
+        assert handle.is_dense
+        backward(model, world, step)
+        for name, mean in gradients(model.module).items():
+            np.testing.assert_array_equal(mean * world.size, total(world, step)[name])
+    assert handle.exchange.steps == 0
+    backward(model, world, 2)
+    assert handle.exchange.steps == 1
+    assert np.count_nonzero(gradients(model.module)["a"]) < SIZES["a"] // 2
+
+
+def test_a_gradient_is_clipped_by_its_norm_over_all_parameters(world):
+    model, _ = attached(world, compressor=Dense(), clip=5.0)
+    for step in range(2):
+        backward(model, world, step)
+    limit, expected = 5 / math.sqrt(world.size), dict.fromkeys(SIZES, 0)
+    for rank in range(world.size):
+        mine = {name: values.numpy().astype(np.float64) for name, values in inputs_of(1, rank).items()}
+        norm = math.sqrt(sum(float(values @ values) for values in mine.values()))
+        expected = {name: expected[name] + mine[name] * limit / norm / world.size for name in SIZES}
+    for name, mean in gradients(model.module).items():
+        np.testing.assert_allclose(mean, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_small_gradient_is_not_clipped(world):
+    model, _ = attached(world, compressor=Dense(), clip=1e6)
+    backward(model, world, 0)
+    np.testing.assert_array_equal(gradients(model.module)["a"] * world.size, total(world, 0)["a"])
+
+
+def test_residuals_do_not_depend_on_the_scale_of_the_loss(world):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    model, handle = attached(world, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    found, given = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs_of(step, world.rank))).backward()
+        scaler.unscale_(optimizer)
+        found = {name: found[name] + mean * world.size for name, mean in gradients(model.module).items()}
+        given = {name: given[name] + values for name, values in total(world, step).items()}
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**14
+    check_conserved(found, residuals(handle, world), given)
+
+
+@pytest.mark.parametrize("collective", [sparse_allreduce, blocking])
+def test_a_step_that_is_refused_raises_from_backward_and_the_model_goes_on(world, collective):
+    """A collective that blocks raises from the hook of a bucket, which is not the last one."""
+    model, handle = attached(world, collective=collective)
+    backward(model, world, 0)
+    before = handle.state_dict()
+    with pytest.raises(ValueError if world.rank == 0 else CollectiveError):
+        backward(model, world, 1, scale=math.inf if world.rank == 0 else 1)
+    assert all(np.isnan(mean).all() for mean in gradients(model.module).values())
+    after = handle.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    backward(model, world, 2)
+    assert handle.exchange.steps == 2
+    assert all(np.isfinite(mean).all() for mean in gradients(model.module).values())
+
+
+def test_the_scaler_skips_a_step_with_infinities_on_all_ranks(world):
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=4.0), wrapped(Weighted())
+    exchange = GradientExchange(world, TopK(0.1), nonfinite="skip")
+    attach(model, exchange, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for step, bad in enumerate([False, True, False]):
+        optimizer.zero_grad()
+        before = [each.detach().clone() for each in model.parameters()]
+        loss = model(inputs_of(step, world.rank)) * (math.inf if bad and world.rank == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        assert (same, exchange.finite) == (bad, not bad)
+    assert (scaler.get_scale(), exchange.steps) == (2.0, 2)
+    assert have_same_bits(model, world)
+
+
+def test_after_detach_steps_are_dense_and_residuals_stay(world):
+    model, handle = attached(world, clip=1.0)
+    backward(model, world, 0)
+    before = residuals(handle, world)
+    handle.detach()
+    backward(model, world, 1)
+    np.testing.assert_array_equal(gradients(model.module)["a"] * world.size, total(world, 1)["a"])
+    np.testing.assert_array_equal(residuals(handle, world)["a"], before["a"])
+
+
+def saved(state):
+    """Return what `torch.load` returns with its defaults."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_a_run_continues_bitwise_from_a_checkpoint(world):
+    model, handle = attached(world, warmup_steps=1)
+    for step in range(3):
+        backward(model, world, step)
+    state = saved({"model": model.state_dict(), "exchange": handle.state_dict()})
+    assert all(type(value) is torch.Tensor for value in state["exchange"].values())
+    model2, handle2 = attached(world, warmup_steps=1)
+    model2.load_state_dict(state["model"])
+    handle2.load_state_dict(state["exchange"])
+    for each, comm_model in ((handle, model), (handle2, model2)):
+        assert not each.is_dense
+        backward(comm_model, world, 3)
+    for name, mean in gradients(model.module).items():
+        np.testing.assert_array_equal(mean, gradients(model2.module)[name])
+
+
+def test_a_state_is_loaded_with_other_settings_where_that_is_wanted(world):
+    model, handle = attached(world)
+    backward(model, world, 0)
+    state, (_, other) = saved(handle.state_dict()), attached(world, compressor=TopK(0.2), warmup_steps=1)
+    with pytest.raises(ValueError, match="load with same_settings=False"):
+        other.load_state_dict(state)
+    assert other.is_dense
+    other.load_state_dict(state, same_settings=False)
+    assert not other.is_dense
+    np.testing.assert_array_equal(residuals(other, world)["a"], residuals(handle, world)["a"])
+
+
+def test_a_state_of_a_loop_over_the_wrapped_model_is_taken(world):
+    """Its names begin with `module.`; small tensors are one vector, whose names plus signs join."""
+    model = wrapped(Weighted())
+    exchange = GradientExchange(world, TopK(0.1), small=4001)
+    exchange.register(dict(reversed([*model.named_parameters()])))
+    exchange({f"module.{name}": values for name, values in inputs_of(0, world.rank).items()})
+    loaded = attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1), small=4001))
+    loaded.load_state_dict(saved(to_tensors(exchange.state_dict())))
+    assert torch.count_nonzero(loaded.state_dict()["b/feedback.residual"])
+    with pytest.raises(ValueError, match="expected"):
+        loaded.load_state_dict({"other/feedback.residual": torch.zeros(3)})
+
+
+def test_text_and_numbers_of_a_state_survive():
+    state = {"x/holds": np.array(["é", "b"]), "x/rank": np.array(3), "y": np.array("TopK(0.1)"), "z": np.zeros(0)}
+    back = to_arrays(saved(to_tensors(state)))
+    assert back.keys() == state.keys()
+    for key, value in state.items():
+        np.testing.assert_array_equal(back[key], value)
+        assert back[key].dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"clip": 0.0}, "clip is 0.0: expected"),
+        ({"clip": math.inf}, "clip is inf: expected"),
+        ({"warmup_steps": -1}, "warmup_steps is -1: expected"),
+        ({"scaler": 65536.0}, "scaler is float: expected"),
+    ],
+)
+def test_a_bad_argument_on_one_rank_raises_on_all(world, terms, words):
+    model, exchange = wrapped(Weighted()), GradientExchange(world, TopK(0.1))
+    last = world.rank == world.size - 1
+    with pytest.raises((ValueError, TypeError) if last else CollectiveError, match=words if last else "rank"):
+        attach(model, exchange, **(terms if last else {}))
+    attach(model, exchange)
+    backward(model, world, 0)
+
+
+def test_what_is_no_model_of_ddp_and_no_exchange(world):
+    with pytest.raises(TypeError, match=r"model is Weighted: expected DistributedDataParallel\(model\), after init_"):
+        attach(Weighted(), GradientExchange(world, TopK(0.1)))
+    with pytest.raises(TypeError, match="exchange is TopK: expected GradientExchange"):
+        attach(wrapped(Weighted()), TopK(0.1))
+
+
+def test_a_process_group_of_another_size(world):
+    with pytest.raises(ValueError, match=rf"has {world.size} ranks, and the exchange's communicator 1: start with"):
+        attach(wrapped(Weighted()), GradientExchange(MPI.COMM_SELF, TopK(0.1)))
+
+
+def test_torchrun_is_refused(world, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world.size + 1))
+    with pytest.raises(RuntimeError, match=r"torchrun says WORLD_SIZE=.* mpirun -n \d or srun in place of torchrun"):
+        attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
+
+
+def test_a_second_process_group_is_refused(world):
+    with pytest.raises(RuntimeError, match="has a process group already: expected"):
+        init_process_group(world)
+
+
+def test_a_store_that_cannot_listen_raises_on_all_ranks(world, monkeypatch):
+    def refuse(*_, is_master, **__):
+        assert is_master, "a rank has waited for rank 0, and did not learn that it failed"
+        raise OSError("no free port")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
+    with pytest.raises(OSError if world.rank == 0 else CollectiveError, match="no free port"):
+        init_process_group(world)
+
+
+def test_a_second_hook_and_a_used_exchange_are_refused(world):
+    model, handle = attached(world)
+    backward(model, world, 0)
+    with pytest.raises(ValueError, match="has a communication hook, and DDP takes one only"):
+        attach(model, GradientExchange(world, TopK(0.1)))
+    with pytest.raises(RuntimeError, match="the exchange is in use, and attach needs a new one"):
+        attach(wrapped(Weighted()), handle.exchange)
+
+
+def test_local_steps_of_a_module(world):
+    network = nn.Linear(40, 100)
+    with torch.no_grad():
+        network.weight.fill_(1)
+        network.bias.fill_(1)
+    outer = outer_loop(network, GradientExchange(world, Dense(), NoFeedback()), every=2)
+    for _ in range(2):
+        network.weight.data = network.weight.data - world.rank  # in other memory
+        outer.step()
+    assert have_same_bits(network, world)
+    assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)

@@ -1,0 +1,159 @@
+"""`collectives.torch.attach_fsdp`: an FSDP2 model, sharded over two ranks; the other ranks are its replicas."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
+from models import blocking  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+
+from collectives import GradientExchange, sparse_allreduce  # noqa: E402
+from collectives.torch import attach_fsdp  # noqa: E402
+from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
+from mpicomp.errors import CollectiveError  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+
+class Network(nn.Module):
+    """Three layers, of which a step may leave the middle one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(40, 100), nn.Linear(100, 100), nn.Linear(100, 5)
+
+    def forward(self, inputs, uses_middle=True):
+        """Return the outputs."""
+        hidden = self.first(inputs).relu()
+        return self.last(self.middle(hidden).relu() if uses_middle else hidden)
+
+
+@pytest.fixture(scope="module")
+def mesh(world):
+    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replica", "shard"))
+
+
+def sharded(mesh, dtype=torch.float32):
+    torch.manual_seed(0)
+    model, policy = Network().to(dtype), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in (model.first, model.middle, model.last):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def between_replicas(world, mesh):
+    return world.Split(mesh.get_local_rank("shard"), world.rank)
+
+
+def shards(model):
+    """Return copies of this rank's gradient shards, by name; zeros where there is none."""
+    return {
+        name: (torch.zeros_like(each) if each.grad is None else each.grad).to_local().numpy().copy()
+        for name, each in model.named_parameters()
+    }
+
+
+def batch(world, step):
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + world.rank))
+
+
+def test_a_dense_exchange_trains_as_hybrid_sharding_alone(world, mesh):
+    def train(model):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in (0, 1):
+                model.set_requires_gradient_sync(part == 1)
+                model(batch(world, 2 * step + part)).square().mean().backward()
+            optimizer.step()
+        return [each.detach().full_tensor() for each in model.parameters()]
+
+    ours = sharded(mesh["shard"])
+    exchange = GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback())
+    attach_fsdp(ours, exchange)
+    mine, theirs = train(ours), train(sharded(mesh))
+    assert exchange.steps == 4
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert len(set(world.allgather(torch.cat([each.reshape(-1) for each in mine]).numpy().tobytes()))) == 1
+
+
+def test_nothing_is_lost_between_the_replicas(world, mesh):
+    """Integers as gradients; a layer that one replica left out counts as zero there."""
+    model, reference = sharded(mesh["shard"]), sharded(mesh["shard"])
+    comm = between_replicas(world, mesh)
+    handle = attach_fsdp(model, GradientExchange(comm, TopK(0.1), small=0))
+    found, given = {}, {}
+    for step in range(3):
+        uses = not (step == 1 and mesh.get_local_rank("replica") == 0)
+        inputs = torch.randint(-4, 5, (8, 40), generator=torch.Generator().manual_seed(step * 8 + world.rank)).float()
+        for each in (model, reference):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.to_local().fill_(1)
+            each.zero_grad()
+            (each(inputs, uses_middle=uses).sum() * 2).backward()  # even: FSDP's mean over two shards is exact
+        for name, mean in shards(model).items():
+            found[name] = found.get(name, 0) + mean * comm.size
+        for name, mine in shards(reference).items():
+            given[name] = given.get(name, 0) + comm.allreduce(mine, MPI.SUM)
+    state = handle.state_dict()
+    for name, parameter in model.named_parameters():
+        mine = state[f"{name}/feedback.residual"].reshape(parameter.to_local().shape).numpy()
+        np.testing.assert_array_equal(found[name] + comm.allreduce(mine, MPI.SUM), given[name], name)
+    handle.load_state_dict(state)
+    handle.detach()
+
+
+def test_a_layer_that_only_another_replica_used_gets_its_mean(world, mesh):
+    model = sharded(mesh["shard"])
+    attach_fsdp(model, GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback()))
+    model(batch(world, 0), uses_middle=mesh.get_local_rank("replica") == 0).square().mean().backward()
+    assert shards(model)["middle.weight"].any()
+
+
+def test_a_layer_in_bfloat16_that_no_replica_used_has_no_gradient(world, mesh):
+    model = sharded(mesh["shard"], torch.bfloat16)
+    attach_fsdp(model, GradientExchange(between_replicas(world, mesh), TopK(0.1)))
+    model(batch(world, 0).bfloat16(), uses_middle=False).square().mean().backward()
+    assert model.middle.weight.grad is None
+    assert model.first.weight.grad.to_local().any()
+
+
+@pytest.mark.parametrize("collective", [sparse_allreduce, blocking])
+def test_a_step_that_is_refused_leaves_nan_and_the_model_goes_on(world, mesh, collective):
+    """A collective that blocks raises from the hook of a shard, which is not the last one."""
+    model = sharded(mesh["shard"])
+    exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1), collective=collective, small=0)
+    attach_fsdp(model, exchange)
+    bad = mesh.get_local_rank("replica") == 0
+    with pytest.raises(ValueError if bad else CollectiveError):
+        (model(batch(world, 0)).square().mean() * (float("inf") if bad else 1)).backward()
+    assert all(np.isnan(each).all() for each in shards(model).values())
+    for step in (1, 2):
+        model.zero_grad()
+        model(batch(world, step)).square().mean().backward()
+        assert all(np.isfinite(each).all() for each in shards(model).values())
+    assert exchange.steps == 2
+
+
+def test_bad_meshes_models_and_communicators(world, mesh):
+    exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1))
+    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions.*use fully_shard\(model, mesh=mesh\[.shard.\]\)"):
+        attach_fsdp(sharded(mesh), exchange)
+    with pytest.raises(TypeError, match=r"model is Network: expected one that fully_shard"):
+        attach_fsdp(Network(), exchange)
+    with pytest.raises(ValueError, match=rf"a replica 2, and the process group {world.size}: expected comm.Split"):
+        attach_fsdp(sharded(mesh["shard"]), GradientExchange(world, TopK(0.1)))
+    attach_fsdp(sharded(mesh["shard"]), exchange)
+
+
+def test_ranks_that_have_different_shards_are_noticed(world, mesh):
+    if world.size < 4:
+        pytest.skip("needs two replicas")
+    wrong = world.Split(mesh.get_local_rank("replica"), world.rank)
+    with pytest.raises(CollectiveError, match="'index of the shard' is 0 on rank 0, and 1 on rank 1"):
+        attach_fsdp(sharded(mesh["shard"]), GradientExchange(wrong, TopK(0.1)))
