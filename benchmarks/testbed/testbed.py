@@ -40,13 +40,15 @@ OPEN_MPI = {
     "PRTE_MCA_prte_if_include": f"{SUBNET}0/24",
     "OMPI_MCA_mpi_yield_when_idle": "1",  # each host believes that all cores are its own
 }
-# Stands in for ssh: enters the host's namespace, under a name and a folder for temporary files of its own.
+# Stands in for ssh: enters the host's namespace, under a name and a folder for temporary files of its own. /etc/hosts
+# has the names of all hosts, in the namespace of mounts that `ip netns exec` makes: gloo looks its own one up.
 REMOTE_SHELL = """\
 #!/bin/bash
 while [[ $1 == -* ]]; do shift; done
 number=${{1##*.}}; shift
 host={name}-$number
-exec ip netns exec $host unshare --uts bash -c "hostname $host; export TMPDIR={folder}/tmp/$number; $*"
+start="hostname $host; mount --bind {folder}/hosts /etc/hosts; export TMPDIR={folder}/tmp/$number; $*"
+exec ip netns exec $host unshare --uts bash -c "$start"
 """
 
 
@@ -83,6 +85,8 @@ class Testbed:
             fail("it is up already: call `down` first")
         (self.folder / "tmp").mkdir(parents=True)
         (self.folder / "size").write_text(str(size))
+        names = [f"{SUBNET}{number} {host}\n" for number, host in enumerate(self.hosts, 1)]
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
         shell = self.folder / "remote-shell"
         shell.write_text(REMOTE_SHELL.format(name=self.name, folder=self.folder))
         shell.chmod(0o755)

@@ -11,14 +11,15 @@ from pathlib import Path
 
 FLOORS = [  # modules by the beginning of their names; the longest one that fits counts
     ["mpicomp_bench"],
-    ["collectives.exchange", "collectives.faults.ledger"],
+    ["collectives.torch", "collectives.jax"],
+    ["collectives.outer", "collectives.exchange", "collectives.faults.ledger"],
     ["collectives.gtopk", "collectives.allreduce", "collectives.allgather", "collectives.reduce_scatter",
      "collectives.rooted", "collectives.dense", "collectives.plan", "collectives.agreement", "collectives.votes",
      "collectives.warming"],
     ["collectives.collective", "collectives.choice", "collectives.patterns", "collectives.faults.debug",
      "collectives.faults.notification", "collectives.faults.recovery"],
     ["collectives.runtime", "collectives.faults"],
-    ["collectives.faults.state", "collectives.schedule", "collectives.partition"],
+    ["collectives.faults.state", "collectives.schedule", "collectives.partition", "collectives.launcher"],
     ["mpicomp"],
 ]  # fmt: skip
 

@@ -1,11 +1,12 @@
-"""Write the tables of the exchange in docs/performance.md anew, from the JSON files in docs/results.
+"""Write the tables of measurements in docs anew, from the JSON files in docs/results.
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     python benchmarks/threads.py --json docs/results/threads.json
-    python benchmarks/exchange_tables.py
+    python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
+    python benchmarks/doc_tables.py
 
-Each table is between two comments that name it; the rest of the page is left alone. With --check nothing is written:
-the exit status is 1 where the page is not what the files give.
+Each table is between two comments that name it; the rest of its page is left alone. With --check nothing is written:
+the exit status is 1 where a page is not what the files give.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
 RANKS = 4, 2
 
@@ -58,22 +59,48 @@ def threads() -> list[str]:
     return table([*heads, "two threads over one: throughput", "over two processes"], rows)
 
 
-TABLES = {"steps": ratios, "tensors": lambda: ratios("-tensors"), "threads": threads}
+def race() -> list[str]:
+    """Return the tables of the race, one for each rate of the links."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
+    from results import final, settings
+    from results import table as of_setting
+
+    found = settings(loaded("race")["rows"])
+    best_first = {each: dict(sorted(own.items(), key=lambda pair: final(pair[1]))) for each, own in found.items()}
+    return "\n".join(of_setting(*each) for each in best_first.items()).rstrip().split("\n")
+
+
+def quantisers() -> list[str]:
+    """Return the table of relative squared errors."""
+    rows = loaded("quantisers")["rows"]
+    cells = [[row["quantiser"], str(row["bits"]), *(f"{one:.4f}" for one in row["errors"].values())] for row in rows]
+    return table(["quantiser", "bits", *rows[0]["errors"]], cells)
+
+
+TABLES = {
+    "performance.md": {"steps": ratios, "tensors": lambda: ratios("-tensors"), "threads": threads},
+    "slow_links.md": {"race": race},
+    "compressors.md": {"quantisers": quantisers},
+}
 
 
 def main() -> int:
-    """Write the page, or check it."""
+    """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page differs")
-    check = parser.parse_args().check
-    page = before = PAGE.read_text()
-    for name, make in TABLES.items():
-        block = "\n".join([f"<!-- {name} -->", "", *make(), "", f"<!-- end of {name} -->"])
-        page, count = re.subn(rf"<!-- {name} -->.*?<!-- end of {name} -->", lambda _, b=block: b, page, flags=re.DOTALL)
-        assert count == 1, f"the page has {count} places for the table {name}"
-    if not check:
-        PAGE.write_text(page)
-    return int(check and page != before)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
+    check, differ = parser.parse_args().check, False
+    for name, tables in TABLES.items():
+        path = ROOT / "docs" / name
+        page = before = path.read_text()
+        for each, make in tables.items():
+            block = "\n".join([f"<!-- {each} -->", "", *make(), "", f"<!-- end of {each} -->"])
+            place = rf"<!-- {each} -->.*?<!-- end of {each} -->"
+            page, count = re.subn(place, lambda _, b=block: b, page, flags=re.DOTALL)
+            assert count == 1, f"{name} has {count} places for the table {each}"
+        differ |= page != before
+        if not check:
+            path.write_text(page)
+    return int(check and differ)
 
 
 if __name__ == "__main__":

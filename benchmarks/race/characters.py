@@ -1,0 +1,51 @@
+"""The character model of `mpicomp train` in plain NumPy, trained by momentum SGD; no PyTorch is needed."""
+
+from typing import Any
+
+import numpy as np
+
+from collectives import GradientExchange, dense_allreduce
+from mpicomp import TopK
+from mpicomp_bench.train.methods import MOMENTUM
+from mpicomp_bench.train.network import Floats, Network
+from mpicomp_bench.train.tasks import text
+
+RATE = 0.1
+BATCH = 32  # examples of a rank
+WIDTH = 1024  # of the hidden layer: 0.9e6 parameters
+
+
+class Trainer:
+    """One rank's replica with its optimiser: the same start on all ranks, batches of its own, both by the seed."""
+
+    def __init__(self, seed: int, rank: int, size: int) -> None:
+        self.task, self.seed, self.rank = text(), seed, rank
+        inputs, _, classes = self.task.sizes
+        self.network = Network((inputs, WIDTH, classes), seed)
+        self.examples, self.judges = self.task.training("validation"), self.task.held_out("validation")
+        self.judges = tuple(np.array_split(each, size)[rank] for each in self.judges)
+        self.mean: Any = lambda gradient: gradient
+        self.velocity: Floats = np.zeros_like(self.network.parameters)
+
+    @property
+    def arrays(self) -> dict[str, Floats]:
+        """The parameters by name, to be written in place."""
+        return {"network": self.network.parameters}
+
+    def average(self, kind: str, value: float, comm: Any) -> None:
+        """Let every step average the gradients over the ranks, as a method says."""
+        if kind == "dense":
+            self.mean = lambda gradient: dense_allreduce(gradient, comm) / np.float32(comm.size)
+        else:
+            self.mean = GradientExchange(comm, TopK(density=value))
+
+    def step(self, number: int) -> None:
+        """Train on a batch that the number of the step draws."""
+        drawn = np.random.default_rng([self.seed, self.rank, number]).integers(self.examples.size, size=BATCH)
+        gradient = self.network.gradient(*self.task.examples(self.examples[drawn]))
+        self.velocity = np.float32(MOMENTUM) * self.velocity + self.mean(gradient)
+        self.network.parameters -= np.float32(RATE) * self.velocity
+
+    def loss(self) -> float:
+        """Return the mean loss, in nats, on this rank's share of the held-out examples."""
+        return self.network.evaluate(*self.judges)[0]

@@ -1,0 +1,114 @@
+"""A GPT in plain PyTorch, trained by AdamW, and the ways of PyTorch's users to average its gradients in every step."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import text
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives import GradientExchange
+from mpicomp import TopK
+
+RATE = 1e-3  # of AdamW
+WINDOWS = 256  # of held-out text that judge the model, all ranks together
+START_OF_POWERSGD = 2  # the steps before are dense: the least that the hook accepts
+
+
+class Sizes(NamedTuple):
+    """Of the model and of a rank's batch. The defaults have 3.2e6 parameters."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 64
+    batch: int = 4
+
+
+class Block(nn.Module):
+    """A layer: attention, then a perceptron, each after a normalisation and beside a direct connection."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width = sizes.width
+        self.heads = sizes.heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, of the shape (batch, context, width) of its input."""
+        parts = self.attention(self.before_attention(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Gpt(nn.Module):
+    """A model of the next symbol."""
+
+    def __init__(self, symbols: int, sizes: Sizes) -> None:
+        super().__init__()
+        self.symbols, self.places = nn.Embedding(symbols, sizes.width), nn.Embedding(sizes.context, sizes.width)
+        self.blocks = nn.Sequential(*(Block(sizes) for _ in range(sizes.layers)))
+        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, symbols, bias=False)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Return the mean cross entropy in nats of windows of shape (batch, context + 1)."""
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        x = self.symbols(inputs) + self.places.weight
+        logits = self.head(self.norm(self.blocks(x)))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Trainer:
+    """One rank's replica with its optimiser: the same start on all ranks, batches of its own, both by the seed."""
+
+    def __init__(self, seed: int, rank: int, size: int, sizes: Sizes) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self.text, self.sizes, self.seed, self.rank = text.load(), sizes, seed, rank
+        self.network = Gpt(self.text.count, sizes)
+        self.model: nn.Module = self.network  # that computes the loss of a batch: the replica, or what wraps it
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), RATE)
+        windows = self.text.judges(WINDOWS, sizes.context + 1)
+        self.judges = torch.from_numpy(np.array_split(windows, size)[rank])
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """The parameters by name, to be written in place."""
+        return dict(self.network.named_parameters())
+
+    def average(self, kind: str, value: float, comm: Any) -> None:
+        """Let every step average the gradients over the ranks, as a method says."""
+        wrap = partial(DistributedDataParallel, self.network)
+        if kind == "powersgd":
+            self.model = wrap(bucket_cap_mb=1000)  # one bucket: with several the hook fails over gloo
+            terms = {"matrix_approximation_rank": int(value), "start_powerSGD_iter": START_OF_POWERSGD}
+            state = powerSGD_hook.PowerSGDState(None, **terms)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            return
+        self.model = wrap()
+        if kind == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if kind == "topk":
+            from collectives.torch import attach
+
+            attach(self.model, GradientExchange(comm, TopK(density=value)))
+
+    def step(self, number: int) -> None:
+        """Train on a batch that the number of the step draws."""
+        batch = self.text.windows([self.seed, self.rank, number], self.sizes.batch, self.sizes.context + 1)
+        self.optimizer.zero_grad()
+        self.model(torch.from_numpy(batch)).backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the mean loss, in nats, on this rank's share of the held-out windows."""
+        return float(self.network(self.judges))

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""The race: loss against seconds and bytes of what people train with over slow links, on hosts of the testbed.
+
+    sudo env PATH=$PATH python benchmarks/race/race.py --json docs/results/race.json --plot docs/figures/race.svg
+    python benchmarks/race/race.py --show --json docs/results/race.json --plot docs/figures/race.svg
+
+Every method trains the same model from the same start on the same batches for the same number of seconds. Rows that the
+JSON file has already are not measured again, so an interrupted run continues. README.md beside this file has the
+methods.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+from methods import known
+from results import key, plot, settings, table
+
+from mpicomp_bench.bench import machine
+from mpicomp_bench.files import look, new_figure, new_file, write
+from mpicomp_bench.measuring import Row
+from mpicomp_bench.options import above_zero, add_list, positive
+from mpicomp_bench.output import as_json
+
+HERE = Path(__file__).resolve().parent
+TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"
+EVERY_STEP = ["dense", "fp16", "powersgd-2", "powersgd-8", "topk-0.01", "topk-0.05"]
+LOCAL = [f"local-dense-{every}" for every in (5, 10, 20)] + [f"local-sparse-{every}" for every in (1, 5, 10, 20)]
+METHODS = {
+    "gpt": ["alone", *EVERY_STEP, *LOCAL],
+    "characters": ["alone", "dense", "topk-0.01", "topk-0.05", *LOCAL],
+}
+PATIENCE = 300.0  # seconds that a training takes beside its own: imports, compilation, evaluation
+ENVIRONMENT = {  # of the ranks; mpirun is that of the environment of this Python
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "MPICOMP_PROFILE": "none",
+}
+
+
+def parsed() -> argparse.Namespace:
+    """Return what the command line asks for."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--model", choices=METHODS, default="gpt", help="a GPT in PyTorch, or a perceptron in NumPy (%(default)s)")
+    add("--hosts", type=positive, default=4, help="one rank each (%(default)s)")
+    add_list(parser, "--rates", ["100mbit", "1gbit"], "of the links ")
+    add("--seconds", type=above_zero, default=80.0, help="of each training, without evaluation (%(default)s)")
+    add("--seeds", type=positive, default=2, help="trainings of each method (%(default)s)")
+    add_list(parser, "--methods", None, "some of those in README.md ")
+    add("--name", default="race", help="of the testbed (%(default)s)")
+    add("--json", type=new_file, required=True, metavar="FILE", help="the rows: read at the start, written after each")
+    add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
+    add("--show", action="store_true", help="measure nothing: table and figure of all rows in the file")
+    options = parser.parse_args()
+    options.parser, options.methods = parser, options.methods or METHODS[options.model]
+    for name in options.methods:
+        if not known(name, options.model):
+            parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
+    look(options)
+    return options
+
+
+def wanted(options: argparse.Namespace) -> list[Row]:
+    """Return the rows that are asked for, without their outcome: all methods at a rate before the next rate."""
+    cells = product(options.rates, range(options.seeds), options.methods)
+    about = {"model": options.model, "hosts": options.hosts, "limit": options.seconds}
+    return [{**about, "rate": rate, "seed": seed, "method": method} for rate, seed, method in cells]
+
+
+def testbed(options: argparse.Namespace, *arguments: str) -> list[str]:
+    """Return the command line of the testbed."""
+    return [sys.executable, str(TESTBED), "--name", options.name, *arguments]
+
+
+@contextmanager
+def hosts(options: argparse.Namespace, rate: str) -> Iterator[None]:
+    """Have hosts with links of a rate."""
+    if status := subprocess.run(testbed(options, "up", str(options.hosts), rate), check=False).returncode:
+        sys.exit(status)
+    try:
+        yield
+    finally:
+        subprocess.run(testbed(options, "down"), check=True)
+
+
+def measured(row: Row, options: argparse.Namespace) -> Row | None:
+    """Train on the hosts, and return the row with its outcome; None, after a message, where that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "row.json")
+        settings = [f"--{name}={row[name]}" for name in ("model", "seed")]
+        rank = [str(RANK), *settings, f"--methods={row['method']}", f"--seconds={row['limit']}", f"--json={file}"]
+        command = testbed(options, "run", sys.executable, "-m", "mpi4py", *rank)
+        environment = {**os.environ, **ENVIRONMENT}
+        process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+        try:
+            status: int | str = process.wait(PATIENCE + 3 * row["limit"])
+        except subprocess.TimeoutExpired:
+            status = "no end within the time"
+        finally:
+            if process.poll() is None:  # also where the user interrupts
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+        if status == 0:
+            return {**row, **json.loads(file.read_text())[0]}
+    sys.stderr.write(f"race: {row['method']} at {row['rate']}, seed {row['seed']}, failed: {status}\n")
+    return None
+
+
+def race(rows: list[Row], options: argparse.Namespace) -> int:
+    """Measure the rows that are missing, and write the file after each; return how many failed."""
+    present, failed = {*map(key, rows)}, 0
+    missing = [row for row in wanted(options) if key(row) not in present]
+    for rate in dict.fromkeys(row["rate"] for row in missing):
+        with hosts(options, rate):
+            for row in [row for row in missing if row["rate"] == rate]:
+                done = measured(row, options)
+                if done is None:
+                    failed += 1
+                    continue
+                rows.append(done)
+                seconds, steps, _, loss = done["curve"][-1]
+                told = f"{loss:.3f} after {seconds:.1f} s, {steps} steps"
+                sys.stderr.write(f"{rate} seed {row['seed']} {row['method']}: {told}\n")
+                about = {**machine(), "torch": metadata.version("torch") if row["model"] == "gpt" else None}
+                write(options, json=lambda file, about=about: file.write_text(as_json(rows, about)))
+    return failed
+
+
+def main() -> int:
+    """Measure what is missing, and print the tables and draw the figure of what is there."""
+    options = parsed()
+    rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    failed = 0 if options.show else race(rows, options)
+    order = {method: place for place, method in enumerate(METHODS["gpt"])}
+    rows.sort(key=lambda row: order.get(row["method"], len(order)))
+    shown = [row for row in rows if options.show or key(row) in {*map(key, wanted(options))}]
+    for setting, by_method in settings(shown).items():
+        print(table(setting, by_method))
+    return write(options, plot=partial(plot, shown)) or int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Rows of the race: their table and their figure.
+
+A row is one training: model, hosts, rate, limit (seconds to train for), method, seed, ranks, parameters, and `curve`,
+whose points are seconds, steps, bytes that the busiest host has sent, and held-out loss in nats. The rows of one
+setting (model, hosts, rate and limit) are one table and one column of panels.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp_bench.measuring import Row
+from mpicomp_bench.output import draw, markdown
+
+SETTING = "model", "hosts", "rate", "limit"
+SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
+OURS = "local-sparse"
+HEADS = ["method", "ms a step", "steps", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Return what tells a row apart from all others."""
+    return tuple(row[name] for name in (*SETTING, "method", "seed"))
+
+
+def settings(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
+    """Return the rows by setting and then by method, in the order in which they come."""
+    found: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        found.setdefault(key(row)[: len(SETTING)], {}).setdefault(row["method"], []).append(row)
+    return found
+
+
+def final(own: Sequence[Row]) -> float:
+    """Return the mean loss at the end of the trainings of a method."""
+    return float(np.mean([row["curve"][-1][LOSS] for row in own]))
+
+
+def best_other(by_method: dict[str, list[Row]]) -> float:
+    """Return the least final loss of the methods that are not ours; of ours where there is no other."""
+    others = [final(own) for method, own in by_method.items() if not method.startswith(OURS)]
+    return min(others or map(final, by_method.values()))
+
+
+def reached(row: Row, loss: float, axis: int) -> float:
+    """Return the seconds, or bytes, at which a training first has a loss, straight between points; nan for never."""
+    curve = np.array(row["curve"])
+    below = np.flatnonzero(curve[:, LOSS] <= loss)
+    if not below.size:
+        return float("nan")
+    if below[0] == 0:
+        return 0.0
+    (before, after), (high, low) = curve[below[0] - 1 : below[0] + 1, [axis, LOSS]].T
+    return float(before + (high - loss) / (high - low) * (after - before))
+
+
+def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]]) -> str:
+    """Return the table of a setting in Markdown, means over the seeds, beneath a line that says what it is."""
+    target = best_other(by_method)
+    model, hosts, rate, limit = setting
+    rows = [row for own in by_method.values() for row in own]
+    size, seeds = rows[0]["parameters"], len({row["seed"] for row in rows})
+    about = f"{model}, {size:,} parameters, {hosts} hosts at {rate}, {limit:g} s, {seeds} seeds"
+    cells = [line(method, own, target) for method, own in by_method.items()]
+    return f"{about}\n\n{markdown([head.format(target) for head in HEADS], cells)}\n"
+
+
+def line(method: str, own: Sequence[Row], target: float) -> list[str]:
+    """Return the cells of a method. target: the loss whose time and bytes are asked for."""
+    ends = np.array([row["curve"][-1] for row in own])
+    spread = f" +- {np.ptp(ends[:, LOSS]) / 2:.2f}" if len(own) > 1 else ""
+    seconds, nbytes = (np.mean([reached(row, target, axis) for row in own]) for axis in (SECONDS, NBYTES))
+    return [
+        method,
+        f"{1e3 * np.mean(ends[:, SECONDS] / ends[:, STEPS]):.0f}",
+        f"{np.mean(ends[:, STEPS]):.0f}",
+        f"{np.mean(ends[:, NBYTES] / ends[:, STEPS]) / 1e6:.3g}",
+        f"{np.mean(ends[:, LOSS]):.2f}{spread}",
+        f"{seconds:.0f}" if np.isfinite(seconds) else "-",
+        f"{nbytes / 1e6:.3g}" if np.isfinite(nbytes) else "-",
+    ]
+
+
+def plot(rows: Iterable[Row], file: Path) -> None:
+    """Draw loss against seconds, and below against bytes, a column of panels for each setting."""
+    found = settings(rows)
+    tops, bottoms = [], []
+    for (model, hosts, rate, limit), by_method in found.items():
+        curves = [np.array(row["curve"]).T for own in by_method.values() for row in own]
+        early = [np.interp(limit / 10, curve[SECONDS], curve[LOSS]) for curve in curves]
+        limits = {"ylabel": "held-out loss, nats", "ylim": (None, float(np.median(early)))}
+        seconds = lines(by_method, SECONDS, lambda curve: np.linspace(0, curve[-1, SECONDS], 21)[1:])
+        nbytes = lines(by_method, NBYTES, lambda curve: np.geomspace(curve[1, NBYTES], curve[-1, NBYTES], 21))
+        title = f"{model}, {hosts} hosts at {rate}"
+        tops.append({"lines": seconds, "title": title, "xlabel": "seconds of training", **limits})
+        bottoms.append({"lines": nbytes, "xlabel": "bytes that the busiest host has sent", "xscale": "log", **limits})
+    draw([tops, bottoms], file)
+
+
+def lines(
+    by_method: dict[str, list[Row]], axis: int, places: Callable[[NDArray[Any]], NDArray[Any]]
+) -> list[dict[str, Any]]:
+    """Return a line for each method: the mean over the seeds at `places` of the curve that ends first."""
+    found = []
+    for method, own in by_method.items():
+        if method == "alone" and axis == NBYTES:  # nothing but the system's own packets
+            continue
+        curves = [np.array(row["curve"]) for row in own]
+        shortest = min(curves, key=lambda curve: curve[-1, axis])
+        if shortest[-1, axis] > shortest[0, axis]:
+            x = places(shortest)
+            y = np.mean([np.interp(x, curve[:, axis], curve[:, LOSS]) for curve in curves], axis=0)
+            found.append({"label": method, "x": x, "y": y, "markevery": 5})
+    return found

@@ -1,0 +1,137 @@
+"""The race of benchmarks/race: methods train, rows become tables and figures, quantisers have known errors."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hosts import environment
+
+RACE = pathlib.Path(__file__).parent.parent / "benchmarks" / "race"
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch):
+    """Let the modules of the race import each other, as when one of them is the script."""
+    monkeypatch.syspath_prepend(str(RACE))
+
+
+def trained(tmp_path, *arguments):
+    file = tmp_path / "rows.json"
+    command = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", str(RACE / "rank.py"), f"--json={file}", *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {
+        row["method"]: [list(column) for column in zip(*row["curve"], strict=True)] for row in json.load(file.open())
+    }
+
+
+def test_the_gpt_of_torch_is_trained(tmp_path):
+    pytest.importorskip("torch")
+    sizes = "--layers=1", "--width=32", "--heads=2", "--context=16", "--steps=60"
+    methods = "fp16", "powersgd-2", "topk-0.05", "local-sparse-7"
+    curves = trained(tmp_path, *sizes, "--methods", *methods)
+    assert tuple(curves) == methods
+    for method, (_, steps, _, losses) in curves.items():
+        assert (steps[0], steps[-1]) == (0, 63 if method == "local-sparse-7" else 60)
+        assert losses[0] == curves["fp16"][-1][0]  # the same start
+        assert losses[0] - losses[-1] > 0.3
+    assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
+
+
+def test_the_characters_are_trained(tmp_path):
+    curves = trained(tmp_path, "--model=characters", "--steps=40", "--methods", "topk-0.05", "local-sparse-5")
+    for _, _, _, losses in curves.values():
+        assert losses[-1] < losses[0] - 1
+
+
+def test_starts_depend_on_the_seed_alone_and_batches_on_the_rank_too():
+    import characters
+
+    first, second, other = (characters.Trainer(*each, 2) for each in ((0, 0), (0, 1), (1, 0)))
+    start = first.arrays["network"].copy()
+    assert np.array_equal(start, second.arrays["network"])
+    assert not np.array_equal(start, other.arrays["network"])
+    first.step(0)
+    second.step(0)
+    assert not np.array_equal(first.arrays["network"], second.arrays["network"])
+    again = characters.Trainer(0, 0, 2)
+    again.step(0)
+    assert np.array_equal(first.arrays["network"], again.arrays["network"])
+
+
+def test_stretches_end_near_the_points_of_the_curve_and_in_whole_rounds():
+    from rank import POINTS, next_stretch
+
+    for every in 1, 7:
+        steps = points = 0
+        while stretch := next_stretch(steps, 1000, steps, every) if steps else every:  # a step a unit of time
+            assert stretch % every == 0
+            steps, points = steps + stretch, points + 1
+        assert 1000 <= steps < 1000 + every
+        assert POINTS <= points <= POINTS + 2
+
+
+def row(method, seed, *curve, rate="100mbit"):
+    about = {"model": "gpt", "hosts": 4, "rate": rate, "limit": 10.0, "ranks": 4, "parameters": 1000}
+    return {**about, "method": method, "seed": seed, "curve": [list(point) for point in curve]}
+
+
+ROWS = [
+    row("dense", 0, (0, 0, 0, 4.0), (10, 5, 50e6, 2.0)),
+    row("dense", 1, (0, 0, 0, 4.0), (10, 5, 50e6, 2.2)),
+    row("local-sparse-5", 0, (0, 0, 0, 4.0), (2, 10, 1e6, 2.5), (4, 20, 2e6, 1.7), (12, 60, 6e6, 1.0)),
+    row("local-sparse-5", 1, (0, 0, 0, 4.0), (2, 10, 1e6, 2.5), (4, 20, 2e6, 1.7), (12, 60, 6e6, 1.2)),
+]
+
+
+def test_the_table_says_when_a_method_reaches_the_best_other_loss():
+    from results import settings, table
+
+    ((setting, by_method),) = settings(ROWS).items()
+    lines = table(setting, by_method).splitlines()
+    assert lines[0] == "gpt, 1,000 parameters, 4 hosts at 100mbit, 10 s, 2 seeds"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert cells[0] == ["method", "ms a step", "steps", "MB sent a step", "loss", "s to 2.10", "MB to 2.10"]
+    assert cells[2] == ["dense", "2000", "5", "10", "2.10 +- 0.10", "-", "-"]  # one of its trainings does not
+    assert cells[3] == ["local-sparse-5", "200", "60", "0.1", "1.10 +- 0.10", "3", "1.5"]
+
+
+def test_rows_that_the_file_has_are_not_measured_again(tmp_path, monkeypatch, capsys):
+    import race
+
+    file, plot, ups, asked = tmp_path / "race.json", tmp_path / "race.png", [], []
+    pytest.importorskip("matplotlib")
+
+    def measured(wanted, options):
+        asked.append((wanted["rate"], wanted["seed"], wanted["method"]))
+        return None if len(asked) == 2 else {**ROWS[0], **wanted}
+
+    monkeypatch.setattr(race, "measured", measured)
+    monkeypatch.setattr(race, "testbed", lambda options, *arguments: ups.append(arguments) or ["true"])
+    monkeypatch.setattr(race.metadata, "version", lambda name: "1.0")
+    line = ["race.py", "--json", str(file), "--methods", "dense", "--seconds", "10", "--rates", "100mbit"]
+    monkeypatch.setattr(sys, "argv", line)
+    assert race.main() == 1  # the second seed failed
+    assert race.main() == 0
+    assert asked == [("100mbit", 0, "dense"), ("100mbit", 1, "dense"), ("100mbit", 1, "dense")]
+    monkeypatch.setattr(sys, "argv", [*line, "1gbit", "--plot", str(plot)])
+    assert race.main() == 0
+    assert ups[-2:] == [("up", "4", "1gbit"), ("down",)]
+    assert asked[3:] == [("1gbit", 0, "dense"), ("1gbit", 1, "dense")]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("s to 2.00") == 4
+    assert len(json.loads(file.read_text())["rows"]) == 4
+
+
+def test_quantisers_have_the_errors_that_are_known():
+    import quantisers
+
+    values = np.array([-4, -3, -2.5, -2, 2, 2.5, 3, 6])
+    assert np.allclose(quantisers.four_bins(values), [*[-9.5 / 3] * 3, *[2.5 / 3] * 3, 4.5, 4.5])
+    assert np.array_equal(quantisers.lloyd(values, 1), [-5, -2.5, -2.5, -2.5, 2.5, 2.5, 2.5, 5])
+    found = quantisers.errors(values)
+    assert found["4 bins over 6 sigma"] == pytest.approx(0.19705, abs=1e-5)
+    assert found["sign + 1 bit, Lloyd"] == pytest.approx(0.03315, abs=1e-5)
