@@ -74,29 +74,39 @@ class Case:
 
 
 def run(case):
-    """Run a case; return how long the job took to end, its exit status, and what it said."""
+    """Run a case; return how long the job took to end, its exit status, how many ranks saved, and what it said."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["mpirun", *(["--with-ft", "ulfm"] * (case.mpi == "ulfm")), "-n", str(case.ranks)]
         command += [sys.executable, "-m", "mpi4py", __file__, "--worker", folder, case.collective]
-        log = pathlib.Path(folder, "log")
-        with log.open("w") as out:
-            job = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-            )
-            try:
-                wait_for(lambda: len(list(pathlib.Path(folder).glob("*.pid"))) == case.ranks, job, log)
-                time.sleep(case.moment)
-                pid = int(pathlib.Path(folder, f"{case.victim}.pid").read_text())
-                began = time.monotonic()
-                os.kill(pid, signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
-                job.wait(PATIENCE)
-                took = time.monotonic() - began
-            except subprocess.TimeoutExpired:
-                took = float("inf")
-            finally:
-                end(job)
-        saved = len(list(pathlib.Path(folder).glob("*.saved")))
-        return took, job.returncode, saved, log.read_text(errors="replace")
+
+        def strike():
+            pid = int(pathlib.Path(folder, f"{case.victim}.pid").read_text())
+            os.kill(pid, signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
+
+        took, status, said = watched(command, folder, case.ranks, case.moment, strike, PATIENCE)
+        return took, status, len(list(pathlib.Path(folder).glob("*.saved"))), said
+
+
+def watched(command, folder, ranks, moment, strike, patience):
+    """Start a job, and strike `moment` seconds after all ranks have begun to exchange.
+
+    Returns how long it took to end then, infinity where it had to be ended, its exit status, and what it said.
+    """
+    log = pathlib.Path(folder, "log")
+    with log.open("w") as out:
+        job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True)
+        try:
+            wait_for(lambda: len(list(pathlib.Path(folder).glob("*.pid"))) == ranks, job, log)
+            time.sleep(moment)
+            began = time.monotonic()
+            strike()
+            job.wait(patience)
+            took = time.monotonic() - began
+        except subprocess.TimeoutExpired:
+            took = float("inf")
+        finally:
+            end(job)
+    return took, job.returncode, log.read_text(errors="replace")
 
 
 def wait_for(reached, job, log):
@@ -178,6 +188,8 @@ def work(folder, name):
 class Worker:
     """A rank that checks every sum, and keeps account of its exchange."""
 
+    quorum = 1  # on one host no link can be cut: whoever is left goes on
+
     def __init__(self, comm, collectives, name):
         from collectives import GradientExchange
         from mpicomp import ErrorFeedback, TopK
@@ -214,7 +226,7 @@ class Worker:
     def go_on(self):
         """Go on with the ranks that are left, and compare what they had and were given with what came of it."""
         faulthandler.dump_traceback_later(DEADLINE + MORE)
-        self.comm = self.collectives.shrink(self.comm)
+        self.comm = self.collectives.shrink(self.comm, quorum=self.quorum)
         self.exchange.continue_on(self.comm)
         self.ranks, self.number = self.comm.allgather(self.me), self.exchange.steps
         account = self.owed()

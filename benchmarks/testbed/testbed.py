@@ -4,6 +4,7 @@
 python testbed.py up 8 100mbit [DELAY]       P hosts, each with a full-duplex link of a rate to one switch
 python testbed.py up 4 100mbit --loss 1%     the same, over links that lose, double, reorder or delay frames
 python testbed.py run python -m mpi4py x.py  one rank a host, over TCP, by Open MPI's mpirun
+python testbed.py run -- --with-ft ulfm ...  the same, with options of mpirun in front of the command
 python testbed.py reset | bytes [--json]     what each host sent and received since `reset`, with headers
 python testbed.py faults [--json]            what each link did to the frames of its host since `reset`
 python testbed.py down                       remove everything
@@ -224,6 +225,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         )
     commands.add_parser("down", help="remove everything")
     options = parser.parse_args(arguments)
+    if options.command == "run" and options.line[:1] == ["--"]:
+        del options.line[0]
     if options.command == "run" and not options.line:
         parser.error("run: expected a command, such as: run python -m mpi4py x.py")
     if options.command == "up":

@@ -1,1 +1,1 @@
-"""What happens when ranks do not agree, fall silent or die."""
+"""Handling of ranks that disagree, do not respond or die."""

@@ -1,15 +1,16 @@
-"""Deadlines: a rank that waits too long gives up, notifies the others, and raises an error that names absent ranks.
+"""Deadlines: a rank that waits too long notifies the others, and raises an error that names the absent ranks.
 
-Off unless asked for (`configure`). The clock runs while a rank waits inside the library, and starts anew whenever
-something moves. A rank that gives up sends every other rank a notice of what it waits for, and awaits theirs: those
-that wait as well give up at once and answer. So the error names the ranks that did not respond; where all did, it says
-who waits for whom, as where ranks call different collectives that deadlock (`state.Faults`).
+Off unless set by `configure`. The clock runs while a rank waits inside the library. It restarts when a message moves,
+and when this rank itself did not run (SIGSTOP, `scontrol suspend`, a frozen cgroup). A rank that gives up sends all
+others a notice of the ranks it waits for, and receives their notices: ranks that wait too give up at once and answer.
+So the error names the ranks that did not respond. If all did, as in a deadlock of different collectives, it lists which
+rank waits for which (`state.Faults`).
 
-After that the library no longer uses the communicator: calls on it raise at once, on a late rank as soon as it makes
-one. Other communicators stay usable. A late rank may find all that it needs and return a result where the others
-raised: it cannot be notified in time.
+Then the library no longer uses the communicator: all later calls on it raise at once. Other communicators stay usable.
+A late rank may have received all its messages, and return a result although the others raised.
 """
 
+import math
 import time
 
 import numpy as np
@@ -19,12 +20,37 @@ from collectives.runtime.link import Link
 from collectives.runtime.messages import LINE, Pending, new_status
 
 GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
+_PAUSE = 0.1  # seconds between two looks at a clock, at most, where ranks share cores
+
+
+class Clock:
+    """Seconds that this rank has waited since a message moved.
+
+    timeout: of the deadline, in seconds; None for none. If two readings are more than half of it apart, and more than a
+    pause, this rank did not run in between.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self._gap = max((timeout or math.inf) / 2, _PAUSE)
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on: a message moved."""
+        self._began = self._looked = time.monotonic()
+
+    def waited(self) -> float:
+        """Read the clock; return the seconds."""
+        now, before = time.monotonic(), self._looked
+        if now - before > self._gap:
+            self._began = now
+        self._looked = now
+        return now - self._began
 
 
 def exchange_notices(link: Link, notice: str, timeout: float | None, abandoned: list[Pending]) -> None:
-    """Send a notice to all other ranks, and receive theirs, until all that may send one did, or the time is up.
+    """Send a notice to all other ranks, and receive theirs, until all awaited ones have arrived or the time is up.
 
-    abandoned: is given the messages, which MPI may own for as long as their receivers are absent.
+    abandoned: the messages are appended to it, as MPI may own them while their receivers are absent.
     """
     text = notice.encode()
     message = np.frombuffer(text.ljust(-(-len(text) // LINE) * LINE), np.uint8)
@@ -43,7 +69,7 @@ def exchange_notices(link: Link, notice: str, timeout: float | None, abandoned: 
 
 
 def has_notice(link: Link) -> bool:
-    """Return whether a notice of another rank has arrived."""
+    """Return whether another rank's notice has arrived."""
     from mpi4py import MPI
 
     try:
@@ -55,7 +81,7 @@ def has_notice(link: Link) -> bool:
 
 
 def receive_notice(link: Link) -> bool:
-    """Receive the notice of another rank, where one has arrived; return whether one has."""
+    """Receive another rank's notice, if one has arrived; return whether it has."""
     from mpi4py import MPI
 
     status = new_status()

@@ -1,15 +1,15 @@
-"""The debug mode of the collectives, MPICOMP_CHECK=1: more rounds, and every promise is checked in every call.
+"""The debug mode of the collectives, MPICOMP_CHECK=1: checks the promise of every call, in additional rounds.
 
-On each call, over the schedule of the allgather, 2 ceil(lg P) rounds more:
+Each call takes 2 ceil(lg P) more rounds, over the schedule of the allgather:
 
-* before it: which operation each rank calls, and from which line. Ranks that call different ones raise, whatever those
-  are; without the debug mode they may deadlock, until a deadline passes.
-* after it: every input and output is sound (in order, in range, finite); a result that all ranks are promised has the
-  same bits on all of them; what came back, and what was rejected, adds up to what went in (see `mpicomp.checking`),
-  within the rounding of one addition a rank.
+* before it, the ranks compare the operation and the calling line. Ranks that call different operations raise; without
+  the debug mode some combinations deadlock until a deadline passes.
+* after it, every input and output is validated (in order, in range, finite); a result promised to all ranks must have
+  the same bits on all; results and rejected entries must add up to the inputs (see `mpicomp.checking`), within the
+  rounding of one addition a rank.
 
-And every message has a checksum (`runtime.group`). The variable is read once for each communicator, at its first
-operation, and has to be set on all of its ranks or on none. Where it is not set nothing of this runs.
+Every message has a checksum (`runtime.group`). The variable is read once for each communicator, at its first operation,
+and must be the same on all of its ranks.
 """
 
 import sys
@@ -34,7 +34,7 @@ Promise = Callable[[Any], tuple[list[Any], list[Any]]]
 
 
 def checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
-    """Run an operation with all that the debug mode checks; return its result, or raise on all ranks.
+    """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
     contributed: the vector, or the array that MPI sums. promise: see `collectives.collective.collective`.
     """
@@ -56,7 +56,7 @@ def _checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise, 
 
 
 def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
-    """Raise CheckError on all ranks where they call different operations; each call is its name and its line."""
+    """Raise CheckError on all ranks if they call different operations; a call is its name and its line."""
     ranks: dict[str, list[int]] = {}
     for rank, (name, line) in enumerate(calls):
         ranks.setdefault(f"{name} at {line}", []).append(rank)
@@ -66,7 +66,7 @@ def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
 
 
 def _account(contributed: Any, promise: Promise, result: Any) -> dict[str, Any]:
-    """Return what this rank contributed and received, in numbers."""
+    """Return the masses of this rank's contribution and results."""
     try:
         everywhere, own = promise(result)
         fault = _fault([("its contribution", contributed), *(("its result", each) for each in (*everywhere, *own))])
@@ -82,7 +82,7 @@ def _account(contributed: Any, promise: Promise, result: Any) -> dict[str, Any]:
 
 
 def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
-    """Raise CheckError on all ranks where their accounts, in rank order, do not add up."""
+    """Raise CheckError on all ranks if their accounts, in rank order, do not add up."""
     faults = [f"rank {rank}: {each['fault']}" for rank, each in enumerate(accounts) if each["fault"]]
     if faults:
         raise CheckError(where + "; ".join(faults))
@@ -97,7 +97,7 @@ def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
     if not is_same_mass(returned, contributed, tolerance(np.dtype(dtype), len(accounts))):
         raise CheckError(
             f"{where}mass is not conserved: the ranks contributed {contributed[0]!r} in all (weighted by position "
-            f"{contributed[1]!r}), and {returned[0]!r} ({returned[1]!r}) came back"
+            f"{contributed[1]!r}), and the results have {returned[0]!r} ({returned[1]!r})"
         )
 
 

@@ -1,14 +1,14 @@
-"""Raise on every rank, or on none.
+"""Raise on every rank or on none: the call signature, and error notifications.
 
-What must be the same on all ranks, the call signature, is in the header of every message, as a digest. A rank that sees
-a difference stops there, and one with a bad argument does not begin: it sends an error notification to every other
-rank, as its last message, and receives theirs. A rank that waits for a message of such a rank gets its notification at
-the latest, and stops as well. In every collective's schedule, or in the round before it, data of every rank reach every
-other rank: so all ranks know, and all raise.
+The header of every message contains a digest of the call signature: all arguments that must be the same on all ranks. A
+rank that receives another digest stops, and a rank with a bad argument does not start: it sends an error notification
+to every other rank, as its last message, and receives theirs. A rank that waits for a message of such a rank receives
+its notification instead, and stops too. In every collective's schedule, or in the round before it, data of every rank
+reach every other rank, so all ranks raise.
 
-Two schedules need not meet where one of them begins with a message of every rank to every other one, as the exact
-gTop-k does: no rank of the other schedule waits in vain for one of this kind, which has sent to all, and this one
-receives a message of the other schedule, or a notification.
+This also holds between two different schedules if one of them begins with a message from every rank to every other one,
+as the exact gTop-k does: each rank of that schedule has sent to all ranks of the other one, and receives from them a
+message of the other schedule, or a notification.
 """
 
 from typing import TypeVar
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def all_or_none(group: Group, steps: Steps[T]) -> Steps[T]:
-    """Run an operation's steps to their end; then return their result on every rank, or raise on every rank.
+    """Run an operation to its end; return its result on every rank, or raise on every rank.
 
-    Raises this rank's own error where it has one, else CollectiveError naming the ranks and what they contributed; and
-    StepSkippedError on every rank where gradients that are not finite are all that is wrong.
+    Raises this rank's own error if it has one, else CollectiveError that names the ranks and their arguments;
+    StepSkippedError on every rank if gradients that are not finite are the only errors.
     """
     if group.error is None:
         try:

@@ -1,7 +1,7 @@
-"""Continue without the ranks that died, where MPI survives their death (ULFM: Open MPI 5, `mpirun --with-ft ulfm`).
+"""Continue without the ranks that died, under ULFM (Open MPI 5, `mpirun --with-ft ulfm`).
 
-Operations then raise `RankFailedError` on all ranks that live, `shrink` returns a communicator of these, and with it
-`GradientExchange.continue_on` continues with the residuals that they hold:
+After a death, operations raise `RankFailedError` on all survivors. `shrink` returns a communicator of the survivors,
+and `GradientExchange.continue_on` continues on it with their residuals:
 
     exchange = GradientExchange(comm, ...)
     try:
@@ -10,18 +10,20 @@ Operations then raise `RankFailedError` on all ranks that live, `shrink` returns
         comm = collectives.shrink(comm)
         exchange.continue_on(comm)
 
-Across hosts the launcher needs `--mca mpi_ft_detector true` as well, and MPI_Finalize may then hang: the survivors
-leave by os._exit. Elsewhere the launcher ends the whole job: examples/save_on_failure.py saves first.
+Across hosts the launcher needs the options that `mpicomp info --recovery` prints (`ulfm.FLAGS`). MPI_Finalize may then
+hang, so survivors end with os._exit. In a network partition each side takes the other one for dead; `shrink` therefore
+has a quorum, more than half of the ranks, and the smaller side ends. Without ULFM the launcher ends the whole job;
+examples/save_on_failure.py saves first.
 
-MPI numbers the agreements on a communicator, those inside its Shrink included: the n-th of one rank meets the n-th of
-the others, whatever each of them is for. But ranks learn of a death in different operations. A rank that was in a step
-of an exchange agrees on it next, while ranks that were in another operation call `shrink` at once: if that were MPI's,
-they would meet the agreement on the step, be one ahead from then on, and in the end one rank would wait in MPI's Shrink
-for ever, and the others for it. So each rank says by its bits what it came for, and all get the bits that they have in
-common: ranks that came to shrink come again until all did, and call MPI's Shrink only then.
+MPI numbers the agreements on a communicator, including those inside its Shrink: the n-th agreement of one rank matches
+the n-th of the others, whatever its purpose. But ranks learn of a death in different operations. A rank in a step of an
+exchange next agrees on the step, while a rank in another operation calls `shrink` at once. If `shrink` were MPI's, its
+agreements would match the agreement on the step, the ranks would be out of step by one, and one of them would finally
+hang in MPI's Shrink. Therefore each rank contributes bits for its purpose, and MPI returns the bitwise AND: ranks that
+called `shrink` repeat the agreement until all have called it, and only then call MPI's Shrink.
 
-Invariant: every rank that lives gets the same bits from the n-th agreement. So all of them count alike how often in a
-row all came to shrink; a rank that came for anything else, or comes later, knows that the count is 0.
+Invariant: every living rank gets the same bits from the n-th agreement. So all count the same number of consecutive
+agreements in which all called `shrink`; for a rank that took part for another purpose, or joins later, the count is 0.
 """
 
 from functools import cache
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collectives.faults import ulfm
+from collectives.faults.state import too_few
 from collectives.runtime.engine import end_all, wait_for
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
@@ -40,17 +43,25 @@ if TYPE_CHECKING:
 _SOUND, _SHRINK = 1, 2  # bits
 
 
-def shrink(comm: "MPI.Intracomm") -> "MPI.Intracomm":
-    """Return a communicator of the ranks of `comm` that live, in their order; all of these call it.
+def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracomm":
+    """Return a communicator of the living ranks of `comm`, in their order; all of them call it.
+
+    quorum: the least number of ranks that continue, 1 to `comm.size`, the same on all ranks; None, the default, is more
+    than half of `comm`. In a network partition each side takes the other one for dead: with the default at most one
+    side continues. A smaller quorum is safe if all ranks are on one host.
 
     Operations of this library in flight on `comm` end with RankFailedError, and `comm` is revoked inside MPI. All ranks
-    of the communicator that is returned were there, and alive, when it was made.
+    of the new communicator were alive when it was created.
 
-    Raises CollectiveTimeoutError when a rank that lives is absent (`configure`): `comm` stays as it is, and a rank that
-    calls again waits again. RuntimeError where MPI does not survive the death of a rank.
+    Raises RankFailedError that names the missing ranks if fewer than `quorum` are left: end the job, and restart it
+    from a checkpoint. CollectiveTimeoutError if a living rank is absent (`configure`): `comm` does not change, and a
+    rank may call again. ValueError for a bad `quorum`. RuntimeError without ULFM.
+
+    On one host, where no link can be cut, `shrink(comm, quorum=1)` lets any number of ranks continue.
     """
     from mpi4py import MPI
 
+    needed = _checked_quorum(quorum, comm.size)
     if not ulfm.survives():
         library = MPI.Get_library_version().partition(",")[0]
         raise RuntimeError(
@@ -64,11 +75,33 @@ def shrink(comm: "MPI.Intracomm") -> "MPI.Intracomm":
         ulfm.revoke(link.faults, link.comm)
     comm.Revoke()
     agreements_on(comm).meet()
-    return _survivors(comm)
+    survivors = _survivors(comm)
+    if survivors.size < needed:
+        raise too_few(_missing(comm, survivors), comm.size, needed)
+    return survivors
+
+
+def _checked_quorum(quorum: int | None, size: int) -> int:
+    """Return the least number of ranks that continue, of `size`; ValueError for a bad one."""
+    needed = size // 2 + 1 if quorum is None else quorum
+    if isinstance(needed, bool) or not isinstance(needed, int | np.integer) or not 1 <= needed <= size:
+        raise ValueError(f"quorum is {quorum!r}: expected a number of ranks from 1 to {size}, or None")
+    return int(needed)
+
+
+def _missing(comm: "MPI.Intracomm", survivors: "MPI.Intracomm") -> list[int]:
+    """Return the ranks of `comm` that are not among the survivors."""
+    before, after = comm.Get_group(), survivors.Get_group()
+    try:
+        left = set(after.Translate_ranks(None, before))
+    finally:
+        before.Free()
+        after.Free()
+    return [rank for rank in range(comm.size) if rank not in left]
 
 
 def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
-    """Return the communicator of those that live; once more where one died before all had it."""
+    """Return the communicator of the survivors; repeats if one died before all had it."""
     from mpi4py import MPI
 
     survivors = comm.Shrink()
@@ -78,11 +111,10 @@ def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
 
 
 def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
-    """Return whether all ranks say `sound` and none has died, alike on all ranks that live; for `GradientExchange`.
+    """Return whether all ranks pass `sound` and none has died, the same on all living ranks; for `GradientExchange`.
 
-    One agreement of MPI's, which a death does not disturb; a rank that is in `shrink` says no. Where MPI does not
-    survive a death there is nothing to agree on: `sound` is returned. Raises CollectiveTimeoutError when a rank that
-    lives is absent (`configure`).
+    One agreement of MPI's, which tolerates deaths; a rank in `shrink` counts as not sound. Without ULFM it returns
+    `sound`. Raises CollectiveTimeoutError if a living rank is absent (`configure`).
     """
     return agreements_on(comm).agree(sound, "called agree on a step") if ulfm.survives() else sound
 
@@ -96,16 +128,16 @@ class Agreements:
         self._unfinished: Sending | None = None  # one to shrink that timed out: MPI counts this rank's bits there
 
     def agree(self, sound: bool, call: str) -> bool:
-        """Return whether all ranks say `sound` and none has died; `call` names what an absent rank did not do."""
+        """Return whether all ranks pass `sound` and none has died; `call` names the missing call in errors."""
         self._met = 0
         failed = self._finish(self._start(_SOUND if sound else 0), call)
         return bool(self._bits[0] & _SOUND) and not failed
 
     def meet(self) -> None:
-        """Return when all ranks that live are here to shrink.
+        """Return when all living ranks have called `shrink`.
 
-        Two agreements are made. MPI counts the bits of a rank that timed out in the first one; that rank is absent from
-        the second one, so the others detect it. A rank that timed out may call again, and continues where it was.
+        Needs two agreements: MPI counts the bits of a rank that timed out in the first one, but that rank is absent
+        from the second one, so the others detect it. A rank that timed out may call again, and continues.
         """
         while self._met < 2:
             self._unfinished = self._unfinished or self._start(_SHRINK)
@@ -119,7 +151,7 @@ class Agreements:
         return Sending(self._comm.Iagree(self._bits), keeping=self._bits)
 
     def _finish(self, agreement: Sending, call: str) -> bool:
-        """Wait for all ranks that live; return whether one has died. MPI returns the common bits in both cases."""
+        """Wait for all living ranks; return whether one has died. MPI returns the common bits in both cases."""
         try:
             wait_for(agreement, call)
         except Exception as error:

@@ -1,19 +1,20 @@
-"""What faults mean for operations and communicators: events in, notices and errors out. No MPI, no clock, no I/O.
+"""State machine of the faults of a communicator: events in, notices and errors out. No MPI, no clock, no I/O.
 
-Some faults end one operation, on all of its ranks, and the communicator stays usable: a bad argument or arguments that
-differ (`report`, `disagreement`), an interrupt (`interruption`). The others finish the communicator (`Faults`): the
-library no longer uses it.
+Some faults end one operation on all of its ranks, and the communicator stays usable: a bad argument or arguments that
+differ (`report`, `disagreement`), an interrupt (`interruption`). After the others (`Faults`) the library no longer uses
+the communicator.
 
     usable --give_up--> notices are awaited --error--> finished
     usable --die, shrink, free-----------------------> finished
 
-* `give_up`: a deadline passed, a message arrived damaged, or a notice of another rank says so. The notice returned is
-  sent to every other rank; those send theirs, if they can. `awaited` are the ranks that still may.
-* `die`: MPI reported the death of a rank; `shrink`: the ranks continue without the dead; `free`: the communicator is
-  freed with operations in flight. After `die` and `shrink` MPI's Revoke is called (`revoked`): all ranks get an error.
+* `give_up`: a deadline passed, a message was damaged, or a notice of another rank arrived. It returns the notice to
+  send to every other rank; these send theirs, if they can. `awaited`: the ranks whose notices may still arrive.
+* `die`: MPI reported the death of a rank; `shrink`: the ranks continue without the dead; `free`: the communicator was
+  freed with operations in flight. After `die` and `shrink` MPI's Revoke is called (`revoked`), so all ranks get an
+  error.
 
-Invariants: the first event on a rank decides which error it raises, and later ones change nothing. All operations in
-flight and all later ones raise one text, made once, from the notices that have arrived when it is first raised.
+Invariants: the first event on a rank determines its error; later ones change nothing. All operations in flight and all
+later ones raise the same text, from the notices that have arrived when it is first raised.
 """
 
 import json
@@ -71,10 +72,10 @@ class Faults:
         waited: float = 0.0,
         damage: str | None = None,
     ) -> str | None:
-        """Stop using the communicator; return the notice for every other rank, None where it is finished already.
+        """Stop using the communicator; return the notice for every other rank, None if it is finished already.
 
-        round_number: of the operation in which this rank is; 0 before its first message. awaiting: the ranks whose
-        messages it waits for. waited: seconds, where this is a deadline. damage: how a message is damaged, if one is.
+        round_number: of this rank's operation; 0 before its first message. awaiting: the ranks whose messages it waits
+        for. waited: seconds, after a deadline. damage: a description of the damaged message, if there is one.
         """
         if self.finished:
             return None
@@ -84,20 +85,20 @@ class Faults:
         return json.dumps(self._notices[self._rank])
 
     def receive(self, source: int, notice: str) -> None:
-        """Take the notice of another rank."""
+        """Store the notice of another rank."""
         self._notices[source] = json.loads(notice)
 
     def die(self, doing: str) -> None:
-        """Stop using the communicator, as a rank died; `doing`, the beginning of the text: what that interrupted."""
+        """Stop using the communicator, as a rank died. doing: the interrupted operation, for the text."""
         if not self.finished:
             self._raised_as, self._doing, self.revoked = RankFailedError, doing, True
 
     def identify(self, dead: Iterable[int]) -> None:
-        """Take the ranks of which MPI reports that they died: they send no notice."""
+        """Store the ranks that MPI reports as dead: they send no notice."""
         self._dead |= set(dead)
 
     def shrink(self) -> None:
-        """Stop using the communicator, as the ranks go on with another one."""
+        """Stop using the communicator, as the ranks continue on another one."""
         self.revoked = True
         if not self.finished:
             self._raised_as = RankFailedError
@@ -110,13 +111,13 @@ class Faults:
             self._text = f"the communicator was freed with {operation} in flight: complete requests first"
 
     def error(self) -> CollectiveError:
-        """Return what every operation on the finished communicator raises; it names the ranks at fault."""
+        """Return the error of every operation on the finished communicator; it names the ranks at fault."""
         assert self._raised_as is not None, "the communicator is usable"
         self._text = self._text or self._described()
         return self._raised_as(self._text)
 
     def _described(self) -> str:
-        """Return the text of the error, and decide its type: damage that any rank has found is what all raise."""
+        """Return the text of the error, and determine its type: if any rank found damage, all ranks raise that."""
         if self._raised_as is RankFailedError:
             who = named_ranks(self._dead) if self._dead else "a rank"
             remedy = "collectives.shrink(comm) returns a communicator of the ranks that live"
@@ -128,7 +129,7 @@ class Faults:
         return f"{mine['operation']} stopped in round {mine['round']}. {'; '.join(damage)}. {_REMEDY}"
 
     def _reason(self) -> str:
-        """Return why this rank gave up: it waited too long itself, or other ranks did, for this rank or for another."""
+        """Return the reason for giving up: this rank waited too long, or another rank did."""
         mine = self._notices[self._rank]
         operation, where = mine["operation"], f"in round {mine['round']}, waiting for {_named(mine['for'])}"
         if mine["waited"]:
@@ -142,7 +143,7 @@ class Faults:
         return f"{operation} was called too late on rank {self._rank}: {others}"
 
     def _absent(self) -> str:
-        """Return which ranks sent no notice; where all did, who waits for whom."""
+        """Return the ranks that sent no notice; if all did, which rank waits for which."""
         said = [f"{named_ranks(self._dead)} died"] if self._dead else []
         if absent := self._others - self._notices.keys() - self._dead:
             said.append(f"{named_ranks(absent)} did not respond{self._after('within')}")
@@ -157,16 +158,16 @@ class Faults:
 
 
 def report(call: Mapping[str, Any], error: Exception | None) -> str:
-    """Return what a rank tells all others of an operation that cannot be done: its arguments, or its own error."""
+    """Return the report of a failed operation that a rank sends to all others: its arguments, or its own error."""
     said = None if error is None else _words(error)
     return json.dumps({"call": dict(call), "error": said, "skip": isinstance(error, NotFiniteError)})
 
 
 def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
-    """Return what ranks without an error of their own raise: it names who contributed what.
+    """Return the error of ranks without an error of their own: it names who contributed what.
 
-    reports: those of all ranks, in rank order. Arguments are compared in their order: where the first ones differ, so
-    do those that follow. StepSkippedError, which all ranks raise, where `NotFiniteError` is all that is wrong.
+    reports: those of all ranks, in rank order. The error names the first argument that differs, as later ones then
+    differ too. StepSkippedError, which all ranks raise, if `NotFiniteError` is the only error.
     """
     contents = [json.loads(each) for each in reports]
     skips = [rank for rank, each in enumerate(contents) if each["skip"]]
@@ -189,7 +190,7 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
 
 
 def interruption(operation: str, round_number: int) -> CollectiveError:
-    """Return what an operation raises that an interrupt (Ctrl-C) has ended on this rank."""
+    """Return the error of an operation that an interrupt (Ctrl-C) has ended on this rank."""
     return CollectiveError(
         f"{operation} was interrupted in round {round_number} on this rank and cannot continue: "
         "other ranks may wait for it"
@@ -197,12 +198,21 @@ def interruption(operation: str, round_number: int) -> CollectiveError:
 
 
 def absence(call: str, waited: float) -> CollectiveTimeoutError:
-    """Return what is raised where not all ranks come to a call that has no operation of this library behind it."""
+    """Return the error of a call outside the library's operations that not all ranks make."""
     return CollectiveTimeoutError(f"not all live ranks {call} within {waited:.3g} s")
 
 
+def too_few(missing: Sequence[int], size: int, quorum: int) -> RankFailedError:
+    """Return the error of `shrink` if fewer ranks than its quorum are left of `size`."""
+    return RankFailedError(
+        f"{size - len(missing)} of {size} ranks are left, and {named_ranks(missing)} died or cannot be reached: "
+        f"expected at least {quorum} (quorum=). The others may continue without this rank: end the job, and restart "
+        "it from a checkpoint"
+    )
+
+
 def named_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 3", "ranks 0-2" or "ranks 0, 2, 5": runs of three and more are joined."""
+    """Return "rank 3", "ranks 0-2" or "ranks 0, 2, 5": runs of three or more are abbreviated."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

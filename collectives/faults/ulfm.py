@@ -1,10 +1,21 @@
-"""The death of a rank, as MPI reports it where it survives one (ULFM); elsewhere the launcher ends the job.
+"""The death of a rank, as reported by MPI with ULFM; without it the launcher ends the job.
 
-The rank that gets the report revokes the communicator inside MPI, so that ranks that wait for others get an error too.
+The rank that receives the report revokes the communicator inside MPI, so that ranks that wait for others get an error
+too.
+
+Across hosts Open MPI's failure detector is needed: without it a survivor may wait inside MPI for ever. It considers a
+rank whose heartbeats stop as dead, and aborts it. Heartbeats are sent inside MPI calls only, so its timeout must exceed
+the longest time that a rank spends outside MPI (evaluation, a checkpoint), and the longest link failure to be
+tolerated. The end of a process is detected at once, as its connections are closed. Do not use the detector's thread,
+which sends heartbeats at any time: with it MPI_Iagree sometimes returns wrong bits (Open MPI 5.0.11).
 """
 
 import os
 import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from collectives.faults.state import Faults
@@ -13,25 +24,71 @@ from mpicomp.errors import CollectiveError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-ASKED = "OMPI_MCA_mpi_ft_enable"  # what `mpirun --with-ft ulfm` sets
+ENVIRONMENT = "OMPI_MCA_"  # where mpirun states every setting, also one from a file
+ENABLE = "mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
+DETECTOR, THREAD, TIMEOUT = "mpi_ft_detector", "mpi_ft_detector_thread", "mpi_ft_detector_timeout"
+SETTINGS = {DETECTOR: "true", "mpi_ft_detector_period": "20", TIMEOUT: "300"}  # seconds
+LEAST = 60.0  # seconds of the detector's timeout below which a busy rank is in danger
+FLAGS = " ".join(["--with-ft ulfm", *(f"--mca {name} {value}" for name, value in SETTINGS.items())])
 GRACE = 1.0  # seconds in which MPI may find out who died; all ranks get an error at once
 
 
 def survives() -> bool:
-    """Return whether this job goes on when a rank dies: under Open MPI 5 and `mpirun --with-ft ulfm`.
+    """Return whether this job continues after the death of a rank: with Open MPI 5 and `mpirun --with-ft ulfm`.
 
-    MPICH has the calls, but hangs in them.
+    MPICH has the functions, but they hang.
     """
     from mpi4py import MPI
 
-    asked = os.environ.get(ASKED, "0").lower() not in ("", "0", "false")
-    return asked and MPI.Get_library_version().startswith("Open MPI") and hasattr(MPI.Comm, "Shrink")
+    library = MPI.Get_library_version()
+    return is_on(ENABLE, os.environ) and library.startswith("Open MPI") and hasattr(MPI.Comm, "Shrink")
+
+
+def is_on(name: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a boolean setting of Open MPI is on in the environment set by mpirun."""
+    return environment.get(ENVIRONMENT + name, "0").lower() not in ("", "0", "false", "no")
+
+
+def detector_warning(environment: Mapping[str, str]) -> str | None:
+    """Return the warning for the failure detector of a job over several hosts, with the remedy; None without one."""
+    if not is_on(DETECTOR, environment):
+        wrong = "is off, so recovery across hosts may hang"
+    elif is_on(THREAD, environment):
+        wrong = f"has a thread ({THREAD}), with which ranks may disagree on which step was kept"
+    elif (timeout := _detector_timeout(environment)) < LEAST:
+        wrong = f"takes a rank for dead after {timeout:g} s outside of MPI (evaluation, a checkpoint)"
+    else:
+        return None
+    return f"the failure detector of Open MPI {wrong}: start with mpirun {FLAGS}"
+
+
+def _detector_timeout(environment: Mapping[str, str]) -> float:
+    """Return the seconds without a heartbeat after which a rank is considered dead."""
+    try:
+        return float(environment.get(ENVIRONMENT + TIMEOUT, "10"))
+    except ValueError:
+        return 0.0
+
+
+def warn_of_detector(nodes: "tuple[int, ...]", rank: int) -> None:
+    """Warn on rank 0, once, if ULFM is on, and its failure detector is not set for several nodes.
+
+    nodes: for each rank, the first rank that shares its memory.
+    """
+    if rank == 0 and len(set(nodes)) > 1 and survives() and (wrong := detector_warning(os.environ)):
+        _warn_once(wrong)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    with suppress(RuntimeWarning):  # raised by a filter, it would leave the other ranks waiting
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> bool:
-    """Return whether MPI says by this error that a rank died, or that another rank has found that out.
+    """Return whether this error of MPI means that a rank died, or that another rank has detected a death.
 
-    comm: where it was raised by one of MPI's own nonblocking collectives: these raise an internal error for both.
+    comm: of the nonblocking MPI collective that raised it, if any: these raise an internal error in both cases.
     """
     from mpi4py import MPI
 
@@ -46,9 +103,9 @@ def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> boo
 
 
 def on_death(faults: Faults, doing: str, *comms: "MPI.Intracomm") -> CollectiveError:
-    """Return what is raised where MPI reports a death; the first report of one revokes the communicators.
+    """Return the error after MPI reports a death; the first report revokes the communicators.
 
-    faults: the state of these communicators. doing: what was interrupted, the beginning of the text.
+    faults: the state of these communicators. doing: the interrupted operation, the beginning of the text.
     """
     if not faults.finished:
         faults.die(doing)
@@ -58,14 +115,14 @@ def on_death(faults: Faults, doing: str, *comms: "MPI.Intracomm") -> CollectiveE
 
 
 def revoke(faults: Faults, *comms: "MPI.Intracomm") -> None:
-    """Call MPI's Revoke where the state of the communicators asks for it, so that every rank gets an error."""
+    """Call MPI's Revoke if the state of the communicators requires it, so that every rank gets an error."""
     for comm in comms:
         if faults.revoked and not comm.Is_revoked():
             comm.Revoke()
 
 
 def _awaited_dead(comm: Any) -> list[int]:
-    """Return the ranks that died, as soon as MPI knows of one here."""
+    """Return the dead ranks, as soon as MPI reports one here."""
     from mpi4py import MPI
 
     end = time.monotonic() + GRACE
@@ -76,7 +133,7 @@ def _awaited_dead(comm: Any) -> list[int]:
 
 
 def known_dead(comm: Any) -> list[int]:
-    """Return the ranks of which MPI knows here that they died."""
+    """Return the ranks that MPI reports here as dead."""
     group, failed = comm.Get_group(), comm.Get_failed()
     try:
         return sorted(failed.Translate_ranks(None, group)) if failed.size else []

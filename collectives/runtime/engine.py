@@ -1,12 +1,12 @@
-"""Drive collectives to their end, or leave them in flight.
+"""The engine: run collectives to their end, or keep them in flight.
 
-A collective is a generator that yields the tuple of things it waits on. The driver resumes it when all of them are
-complete. An operation that is alone waits inside MPI, unless ranks share cores (`waiting`); when several are in flight,
-waiting for one drives them all (the peer may wait for another one first), and the core is given away between two rounds
-of polling: ranks that poll without a pause starve each other when there are more ranks than cores.
+A collective is a generator that yields tuples of pending messages. The engine resumes it when all of them are complete.
+A single operation waits inside MPI, unless ranks share cores (`waiting`). With several in flight, waiting for one
+advances all, as its peer may wait for another one first. The engine yields the core between two rounds of polling: with
+more ranks than cores, ranks that poll without a pause starve each other.
 
-The operations in flight are a property of the process, as in MPI itself: their list is cached on MPI.COMM_SELF. So is
-the time after which a rank that waits gives up (`deadline`); with one, it polls.
+The operations in flight belong to the process, as in MPI: their list is cached on MPI.COMM_SELF, and so is the timeout
+(`deadline`). With a timeout a rank polls.
 """
 
 import os
@@ -31,10 +31,14 @@ _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
 
 
 class Request(Generic[T]):
-    """A collective in flight. Its first messages leave when it is made; `test` and `wait` move it on.
+    """A collective in flight. Its first messages are sent at once; `test` and `wait` advance it.
 
-    Requests may be completed in any order, and have to be completed: a peer may depend on this rank's part. They move
-    on inside calls of this library only: complete them before a call of MPI that waits for the other ranks.
+    Requests may be completed in any order, and must be completed, as other ranks depend on this one. They advance
+    inside calls of this library only: complete them before a call of MPI that waits for other ranks.
+
+    >>> request = sparse_iallreduce(TopK(k=2).compress(gradient), comm)
+    >>> request.wait().nnz
+    2
     """
 
     def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
@@ -49,17 +53,17 @@ class Request(Generic[T]):
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error, which `wait` raises."""
+        """Whether it ended with an error, which `wait` raises."""
         return self._error is not None
 
     def test(self) -> bool:
-        """Move every operation in flight on without waiting; return whether this one has ended, well or not."""
+        """Advance every operation in flight without waiting; return whether this one has ended, also with an error."""
         if not self.done:
             self._engine.poll()
         return self.done
 
     def wait(self) -> T:
-        """Wait for the end and return the result, or raise what the collective raises; may be called again."""
+        """Wait for the end and return the result, or raise the collective's error; may be called again."""
         if not self.done:
             self._engine.finish(self)
         if self._error is None:
@@ -70,7 +74,7 @@ class Request(Generic[T]):
             del self  # else the error, its traceback and this frame hold each other
 
     def advance(self, *, block: bool = False) -> bool:
-        """Resume the collective if what it waits on is complete, or with `block` once it is; return whether it was."""
+        """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
         try:
             if self.done or not self._complete(block):  # another one's fault may have ended it
                 return False
@@ -100,7 +104,7 @@ class Request(Generic[T]):
         return True
 
     def _complete(self, block: bool) -> bool:
-        """Look at all that it waits on, and so move it on, or wait for it; return whether it is complete."""
+        """Test its pending messages, or wait for them with `block`; return whether all are complete."""
         if block:
             for one in self._pending:
                 one.wait()
@@ -109,7 +113,7 @@ class Request(Generic[T]):
         return not self._pending
 
     def waits(self) -> tuple[str, int, set[int]]:
-        """Return in which operation and round it waits, and for which ranks."""
+        """Return the operation, the round, and the ranks that it waits for."""
         ranks = {rank for one in self._pending if isinstance(one, Arrival | Notifications) for rank in one.awaited()}
         return self.operation, self._round, ranks
 
@@ -123,7 +127,7 @@ class Request(Generic[T]):
 class Engine:
     """The operations that this process has in flight, over all communicators, in the order of their start.
 
-    timeout: seconds that a rank waits while nothing moves; None for ever.
+    timeout: seconds that a rank waits while no message moves; None for ever.
     """
 
     def __init__(self) -> None:
@@ -133,7 +137,7 @@ class Engine:
         self._one_thread = Lock()
 
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
-        """Put a collective in flight; raises the error of a communicator that is finished (`state.Faults`)."""
+        """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
         if not link.faults.finished and self._listens(link) and deadline.has_notice(link):
             self.give_up(link, (group.signature["operation"], 0, set()))
@@ -150,7 +154,7 @@ class Engine:
         return request
 
     def poll(self) -> bool:
-        """Move every operation on that can move, and return whether one did."""
+        """Advance every operation that can advance, and return whether one did."""
         return self._advance(self._in_flight)
 
     def finish(self, request: Request[Any]) -> None:
@@ -164,7 +168,7 @@ class Engine:
                 self.poll_until(lambda: request.done or self._in_flight == [request], request.link)
 
     def wait_for(self, pending: Pending, call: str) -> None:
-        """Return when `pending` is complete; the operations in flight go on meanwhile."""
+        """Return when `pending` is complete; meanwhile the operations in flight advance."""
         if not self._in_flight and self.timeout is None:
             pending.wait()
             return
@@ -175,17 +179,18 @@ class Engine:
             raise
 
     def poll_until(self, reached: Callable[[], bool], where: Link | str) -> None:
-        """Poll, and give the core away after every round in which nothing moved; give up when that lasts too long.
+        """Poll, and yield the core after every round in which no message moved; give up after the timeout.
 
-        where: the communicator of what is waited for; or the call that all ranks are to make, in words of the past.
-        The core is yielded first: most messages come soon, and the shortest pause takes longer than a round of polling.
+        where: the communicator; or the call that all ranks have to make, in the past tense. It first yields the core
+        without sleeping: most messages arrive soon, and the shortest sleep takes longer than a round of polling.
         """
-        pause, moved = _SHORTEST_PAUSE, time.monotonic()
+        pause, clock = _SHORTEST_PAUSE, deadline.Clock(self.timeout)
         while not reached():
             if self.poll():
-                pause, moved = _SHORTEST_PAUSE, time.monotonic()
+                pause = _SHORTEST_PAUSE
+                clock.restart()
             else:
-                waited = time.monotonic() - moved
+                waited = clock.waited()
                 self._watch(where, waited)
                 if waited < _NO_PAUSE:
                     os.sched_yield()
@@ -194,11 +199,11 @@ class Engine:
                     pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _listens(self, link: Link) -> bool:
-        """Return whether this rank polls, and so detects that another one gave up."""
+        """Return whether this rank polls, and so detects notices of other ranks."""
         return self.timeout is not None or link.checked
 
     def _watch(self, where: Link | str, waited: float) -> None:
-        """Give up where a deadline has passed, or another rank has given up."""
+        """Give up if a deadline has passed, or another rank has given up."""
         late = self.timeout is not None and waited > self.timeout
         if isinstance(where, str):
             if late:
@@ -217,7 +222,7 @@ class Engine:
             self.end_all(link)
 
     def abandon(self, pending: Iterable[Pending]) -> None:
-        """Keep what nobody waits for any more, as MPI may still own its buffers."""
+        """Keep references to abandoned messages, as MPI may still own their buffers."""
         self._abandoned += pending
 
     def end_all(self, link: Link) -> None:
@@ -227,7 +232,7 @@ class Engine:
         self._in_flight = [request for request in self._in_flight if not request.done]
 
     def freed(self, link: Link) -> None:
-        """End what is in flight on a communicator that is being freed: MPI frees it later."""
+        """End the operations in flight on a communicator that is being freed; MPI frees it later."""
         left = [request for request in self._in_flight if request.link is link]
         if left:
             link.faults.free(left[0].operation)
@@ -248,26 +253,28 @@ class Engine:
 
 
 def configure(*, timeout: float | None) -> None:
-    """Set how long a rank waits inside the library while nothing moves before it gives up; the same on all ranks.
+    """Set the timeout of a wait inside the library during which no message moves; the same on all ranks.
 
-    timeout: seconds above 0, longer than the longest message takes; None, the default, for ever. The environment
-    variable MPICOMP_TIMEOUT sets it at the start. A rank that gives up raises `CollectiveTimeoutError`, and so do those
-    that wait with it; see `collectives.faults.deadline`. With a timeout a rank polls instead of waiting inside MPI.
+    timeout: seconds above 0, longer than the longest message takes; None, the default, for ever. MPICOMP_TIMEOUT is its
+    initial value. After the timeout all ranks that wait raise `CollectiveTimeoutError`; see
+    `collectives.faults.deadline`. With a timeout a rank polls instead of waiting inside MPI.
 
     Raises ValueError for another value.
+
+    >>> configure(timeout=60)
     """
     _engine().timeout = seconds(timeout, "timeout")
 
 
 def start(steps: Steps[T], group: Group) -> Request[T]:
-    """Put a collective in flight in this process."""
+    """Start a collective in this process."""
     return _engine().start(steps, group)
 
 
 def wait_for(pending: Pending, call: str = "made their first call on the communicator") -> None:
-    """Wait for something of MPI's while the operations of this process go on.
+    """Wait for a pending MPI operation while the operations of this process advance.
 
-    call: what all ranks have to do, for the `CollectiveTimeoutError` after the deadline.
+    call: the call that all ranks have to make, for the text of `CollectiveTimeoutError`.
     """
     _engine().wait_for(pending, call)
 

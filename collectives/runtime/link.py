@@ -1,6 +1,6 @@
-"""The link of a communicator: the library's duplicate of it, the tags, and what all its ranks agreed on.
+"""The link of a communicator: the library's duplicate of it, the tags, and the settings agreed by all ranks.
 
-Host arrays, arrays on a device of a CUDA-aware MPI and staged ones are distinguished here and in `staging` only.
+Only this module and `staging` distinguish host arrays, device arrays with a CUDA-aware MPI, and staged ones.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.faults.state import Faults
-from collectives.faults.ulfm import is_failure, on_death
+from collectives.faults.ulfm import is_failure, on_death, warn_of_detector
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, messages, staging, waiting
 from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, send_size
@@ -31,9 +31,9 @@ _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
 
 class Turn:
-    """An operation's place among those that call MPI's own collectives, which every rank must start in one order.
+    """An operation's turn to call MPI's own collectives, which all ranks must start in the same order.
 
-    Used as a context: the next operation has its turn when the context is left.
+    A context manager: the next operation's turn begins when the context ends.
     """
 
     def __init__(self, queue: "deque[Turn]") -> None:
@@ -45,7 +45,7 @@ class Turn:
         return self._queue[0] is self
 
     def wait(self) -> None:
-        """Check that it is this operation's turn: with no other in flight it must be."""
+        """Check that it is this operation's turn, as it must be with no other one in flight."""
         assert self.test(), "an operation that is in flight alone has to wait for its turn"
 
     def __enter__(self) -> "Turn":
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass
 class Traffic:
-    """What this rank has sent over one communicator by this library: messages and their bytes."""
+    """The number and the bytes of the messages that this rank has sent over a communicator."""
 
     messages: int = 0
     nbytes: int = 0
@@ -67,7 +67,7 @@ class Traffic:
 class Link:
     """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it.
 
-    choice: what `agree` returned when the link was made; what it means is up to those who gave that function.
+    choice: the result of `agree` when the link was created; its meaning is the caller's.
     """
 
     def __init__(self, comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> None:
@@ -76,6 +76,7 @@ class Link:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
+        warn_of_detector(self.nodes, comm.rank)
         self.backs_off, sharers = waiting.backoff_and_sharers(duplicate, self.nodes)
         threads.share(sharers)
         self.direct = cuda_aware.agreed(duplicate)
@@ -90,14 +91,14 @@ class Link:
         self.on_free: Callable[[Link], None] | None = None  # what to do before the communicator is gone
 
     def take_tag(self) -> int:
-        """Return the tag of the next operation; every rank starts its operations in one order, so the tags agree."""
+        """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""
         tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self.notice_tag
         return tag
 
     def send(self, buffer: Buffer, dest: int, tag: int, arrival: Arrival | None = None) -> Sending:
-        """Start to send a buffer of whole lines; from a device, once what was started there on it is done.
+        """Start to send a buffer of whole lines; a device buffer after the work queued on its stream.
 
-        arrival: the message from `dest` in the same step, if there is one; see `messages`, bidirectional exchange.
+        arrival: the message from `dest` in the same step, if any; see bidirectional exchange in `messages`.
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
@@ -108,17 +109,21 @@ class Link:
         sizes = [send_size(self.comm, buffer.size, dest, tag)] if buffer.size > messages.PIECE else []
         return Sending(*sizes, *start(self.comm, buffer, dest, tag))
 
+    def staged(self, buffer: Any) -> Any:
+        """Return a device buffer as MPI accepts it: a copy in host memory, unless MPI is CUDA-aware."""
+        return buffer if self.direct else staging.to_pinned(buffer)
+
     def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
-        """Await a message, in a buffer that lives where the array `beside` does; None is main memory."""
+        """Start to receive a message into a buffer on the device of the array `beside`; None: host memory."""
         if on_device(beside):
             return staging.DeviceArrival(self.comm, source, tag, direct=self.direct)
         return Arrival(self.comm, source, tag)
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Sending:
-        """Start MPI's own Allreduce (sum) from `array` to `total`; its traffic is counted as the least, 2 f n v bytes.
+        """Start MPI's own Allreduce (sum) from `array` to `total`; counted with its lower bound, 2 f n v bytes.
 
-        Not in place: Open MPI then takes a reduction to one rank and a broadcast, which sends a third more from the
-        busiest rank at P = 4, where it otherwise takes a ring.
+        Not in place: Open MPI then reduces to one rank and broadcasts, which sends a third more from the busiest rank
+        at P = 4 than the ring that it uses otherwise.
         """
         self.traffic.messages += 1
         self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
@@ -130,15 +135,15 @@ class Link:
 def _keep_pages() -> None:
     """Have malloc keep the pages of freed message buffers, up to 64 MiB.
 
-    glibc raises the size from which it maps memory anew, and twice that as what it keeps, to that of the largest block
-    freed so far, up to 32 MiB (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange of
-    250,000 entries.
+    glibc raises its mmap threshold to the size of the largest block freed so far, up to 32 MiB, and its trim threshold
+    to twice that (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange of 250,000
+    entries.
     """
     np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
 
 
 def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
-    """Return, for each rank, the first rank that shares its memory: what tells the nodes apart. Collective, blocks."""
+    """Return, for each rank, the first rank on its node (that shares its memory). Collective, blocks."""
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -151,7 +156,7 @@ def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
 
 
 def _checked(comm: "MPI.Intracomm") -> bool:
-    """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks where they differ."""
+    """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks if they differ."""
     mine = np.array([checking.asked()])
     everywhere = np.empty(comm.size, np.bool_)
     comm.Allgather(mine, everywhere)
@@ -159,13 +164,13 @@ def _checked(comm: "MPI.Intracomm") -> bool:
         with_it = [rank for rank, on in enumerate(everywhere.tolist()) if on]
         raise ValueError(
             f"{checking.VARIABLE} is set on ranks {with_it} and not on the others: set it on all ranks or on none "
-            "(mpirun -x hands a variable to all)"
+            "(mpirun -x exports a variable to all ranks)"
         )
     return bool(mine[0])
 
 
 def check_communicator(comm: Any) -> None:
-    """Raise TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null."""
+    """Raise TypeError if `comm` is not an mpi4py intracommunicator, ValueError if it is null."""
     from mpi4py import MPI
 
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:  # mpi4py's constant is a Comm, what Split returns is not
@@ -175,11 +180,11 @@ def check_communicator(comm: Any) -> None:
 
 
 def link_of(comm: Any, wait_for: Callable[[Pending], None], agree: Agree) -> Link:
-    """Return the link of a communicator. The first call on it is collective, waits by `wait_for`, and calls `agree`.
+    """Return the link of a communicator. The first call is collective, waits by `wait_for`, and calls `agree`.
 
-    Raises TypeError when `comm` is no mpi4py intracommunicator, ValueError when it is null; ValueError on all ranks for
-    a bad environment variable on any (`waiting`, `checking`), and what `agree` raises on all ranks; RuntimeError under
-    torchrun, whose processes MPI does not connect.
+    Raises TypeError if `comm` is not an mpi4py intracommunicator, ValueError if it is null; ValueError on all ranks for
+    a bad environment variable on one (`waiting`, `checking`); the errors of `agree`; RuntimeError under torchrun, whose
+    processes MPI does not connect.
     """
     from mpi4py import MPI
 
@@ -204,7 +209,7 @@ def link_of(comm: Any, wait_for: Callable[[Pending], None], agree: Agree) -> Lin
 
 
 def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Link:
-    """Return the link of a communicator with a duplicate; without one, that is freed."""
+    """Return a new link with a duplicate of the communicator; if that fails, the duplicate is freed."""
     try:
         return Link(comm, duplicate, agree)
     except ValueError:  # on all ranks: what they were to agree on is broken
@@ -213,22 +218,27 @@ def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Li
 
 
 def link_if_any(comm: "MPI.Intracomm") -> Link | None:
-    """Return the link of a communicator that has one."""
+    """Return the link of a communicator; None if it has none."""
     return cast("Link | None", comm.Get_attr(_link_key()))
 
 
 def traffic(comm: Any) -> Traffic:
-    """Return what this rank has sent over `comm` by this library so far, as a copy; not collective.
+    """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
-    Point-to-point messages are counted as they are. MPI's own allreduce (`dense_allreduce`, say) does not tell: it
-    counts as one message of 2 (P-1)/P n v bytes, the least that one of n values of v bytes sends.
+    Point-to-point messages are counted exactly. MPI's own allreduce, as in `dense_allreduce`, counts as one message of
+    2 (P-1)/P n v bytes, the lower bound for n values of v bytes.
+
+    >>> before = traffic(comm)
+    >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)
+    >>> traffic(comm).nbytes >= before.nbytes
+    True
     """
     link = comm.Get_attr(_link_key())
     return Traffic() if link is None else replace(link.traffic)
 
 
 def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
-    """Return the object cached on `comm` under `key`, made there first if need be."""
+    """Return the object cached on `comm` under `key`; the first call creates it."""
     there = cast("T | None", comm.Get_attr(key))
     if there is None:
         there = make()

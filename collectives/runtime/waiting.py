@@ -1,13 +1,15 @@
-"""How a rank waits: inside MPI, or by polling with backoff; and for how long.
+"""Waiting: inside MPI, or by polling with backoff; and the timeout.
 
-Inside MPI a rank polls without a pause, which is right where it has a core of its own. Where ranks share cores, a
-waiting rank then keeps a core from a computing one, unless its MPI yields the core between two polls, as Open MPI does.
-Under another MPI a rank polls with backoff there: it may see a message up to 0.2 ms late.
+Inside MPI a rank polls without a pause, which is best if it has a core of its own. If ranks share cores, a waiting rank
+blocks a computing one, unless MPI yields the core between two polls, as Open MPI does. Under another MPI such a rank
+polls with backoff, and may detect a message up to 0.2 ms late.
 """
 
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from mpicomp.settings import refuse_bools
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,7 +20,7 @@ TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
 def backoff_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int]:
-    """Return whether this rank polls with backoff, and how many ranks, itself among them, share cores with it.
+    """Return whether this rank polls with backoff, and the number of ranks, including itself, that share its cores.
 
     nodes: for each rank, the first rank that shares its memory. Collective, blocks; ValueError on all ranks for a bad
     variable.
@@ -36,7 +38,7 @@ def backoff_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bo
 
 
 def asked_timeout() -> float | None:
-    """Return the seconds that the environment asks for; None where it does not, or has a bad value."""
+    """Return the timeout in the environment, in seconds; None if it is missing or bad."""
     try:
         return seconds(os.environ.get(TIMEOUT) or None, TIMEOUT)
     except ValueError:
@@ -44,8 +46,9 @@ def asked_timeout() -> float | None:
 
 
 def seconds(value: Any, name: str) -> float | None:
-    """Return a number of seconds; None stays None. ValueError for what is no time to wait."""
+    """Return a timeout in seconds, or None; ValueError for other values."""
     try:
+        refuse_bools(value=value)
         timeout = None if value is None else float(value)
     except (TypeError, ValueError):
         timeout = 0.0
@@ -55,14 +58,14 @@ def seconds(value: Any, name: str) -> float | None:
 
 
 def gives_the_core_away() -> bool:
-    """Return whether this MPI lets others compute between two looks for messages, where ranks share cores."""
+    """Return whether this MPI yields the core between two polls if ranks share cores."""
     from mpi4py import MPI
 
     return MPI.Get_library_version().startswith("Open MPI")
 
 
 def crowded(masks: list[int]) -> bool:
-    """Return whether there are fewer cores than ranks, each of which may run on the cores of a mask."""
+    """Return whether there are fewer cores than ranks, given the affinity mask of each rank."""
     together = 0
     for mask in masks:
         together |= mask
@@ -70,7 +73,7 @@ def crowded(masks: list[int]) -> bool:
 
 
 def cores() -> int:
-    """Return the cores that this process may run on, as the bits of a number."""
+    """Return the affinity mask of this process, as an integer."""
     if not hasattr(os, "sched_getaffinity"):  # as on macOS
         return (1 << (os.cpu_count() or 1)) - 1
     return sum(1 << core for core in os.sched_getaffinity(0))

@@ -1,5 +1,7 @@
 """A rank that waits too long gives up, on every rank that waits, and says who did not come."""
 
+import os
+import signal
 import time
 
 import numpy as np
@@ -173,8 +175,23 @@ def test_the_first_call_on_a_communicator_has_a_deadline_too(comm):
 
 
 @pytest.mark.exactly(1)
-@pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", [0, -1, True, "soon", float("nan"), float("inf")])
 def test_a_bad_timeout_is_refused(comm, timeout):
     with pytest.raises(ValueError, match=r"timeout is .*: expected seconds above 0, or None"):
         configure(timeout=timeout)
     assert MPI.Is_initialized()
+
+
+@pytest.mark.exactly(2)
+def test_the_time_in_which_a_rank_was_stopped_does_not_count(comm, own):
+    """SIGSTOP, as by `scontrol suspend`: rank 0 waits, and is stopped for longer than its deadline."""
+    pid, vector = comm.bcast(os.getpid()), SparseVector([1], [1.0], 4)
+    configure(timeout=2 * TIMEOUT)
+    if comm.rank == 1:
+        time.sleep(0.25 * TIMEOUT)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(3 * TIMEOUT)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.25 * TIMEOUT)  # rank 0 looks at its clock
+    assert len(sparse_allgather(vector, own)) == 2
+    comm.Barrier()
