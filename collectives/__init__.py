@@ -1,8 +1,8 @@
-"""What the ranks do together: sparse collectives over mpi4py. Importing this package does not initialise MPI.
+"""Communication between ranks: sparse collectives and the gradient exchange. Importing this does not initialise MPI.
 
-Every collective has a nonblocking twin with MPI's `i` that returns a `Request`. README.md beside this file has the cost
-table. Call the library from one thread at a time, and start the operations on a communicator in the same order on all
-ranks, as MPI asks of its own collectives.
+Every collective has a nonblocking form, named with MPI's `i`, that returns a `Request`. docs/collectives.md has the
+cost table. Call the library from one thread at a time, and start the operations on a communicator in the same order on
+all ranks, as MPI asks of its own collectives.
 """
 
 from collectives.allgather import sparse_allgather, sparse_iallgather

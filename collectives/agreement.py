@@ -1,8 +1,8 @@
-"""Agree on an object, or on whether a step succeeded: what ranks do beside the collectives proper.
+"""Agreement of all ranks on an object, or on whether a step succeeded.
 
-Rounds: 2 ceil(lg P) of small messages for an object, those of MPI's allreduce of one number for a step. Objects are
-sent by the library's own messages, and whether a step failed is MPI's sum on the library's copy of the communicator: so
-deadlines hold for both, and a rank's error reaches all ranks.
+Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of one number for a step. Objects are sent in the
+library's messages, and failures are counted by MPI's sum on the library's duplicate of the communicator: deadlines
+apply to both, and the error of a rank reaches all ranks.
 """
 
 from contextlib import suppress
@@ -20,7 +20,7 @@ from mpicomp.vector import SparseVector
 
 
 def no_vectors(result: Any) -> tuple[list[Any], list[Any]]:
-    """Promise nothing of vectors."""
+    """Promise nothing about vectors."""
     return [], []
 
 
@@ -38,8 +38,8 @@ def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
 def gather_objects(value: Any, comm: Any, operation: str) -> list[Any]:
     """Return every rank's value, in rank order, on all ranks.
 
-    value: what JSON can hold; or an exception, which is raised here, and CollectiveError that names it on the others.
-    operation: what this is called in errors; ranks that call another operation raise CollectiveError.
+    value: serialisable as JSON; or an exception: this rank raises it, and the others raise CollectiveError that names
+    it. operation: the name in errors; CollectiveError if it differs between ranks.
     """
     try:
         return _gather_objects(value, comm, operation)
@@ -48,7 +48,7 @@ def gather_objects(value: Any, comm: Any, operation: str) -> list[Any]:
 
 
 def check_same(what: str, given: list[dict[str, str]]) -> None:
-    """Raise CollectiveError where what the ranks gave, by name, is not the same; alike on all that have it."""
+    """Raise CollectiveError if the texts of the ranks, by name, differ."""
     for rank, theirs in enumerate(given):
         for name in given[0] | theirs:
             first, here = given[0].get(name, "missing"), theirs.get(name, "missing")
@@ -77,10 +77,10 @@ def _compare(vector: SparseVector, group: Group, error: Exception | None) -> Ste
 
 
 def raise_together(error: Exception | None, comm: Any, operation: str) -> None:
-    """Raise on all ranks where one has an error: that error on its own rank, CollectiveError on the others.
+    """Raise on all ranks if one has an error: that error on its own rank, CollectiveError on the others.
 
-    All ranks have completed the same collectives: so MPI's own sum of who failed is enough, which is faster than
-    messages with the signature of each rank's call. Those follow where the sum is not zero.
+    All ranks have completed the same collectives, so MPI's sum of the failures suffices; it is faster than messages
+    with the signature of each rank's call. Those follow only if the sum is not zero.
     """
     try:
         _raise_together(error, comm, operation)
@@ -89,7 +89,7 @@ def raise_together(error: Exception | None, comm: Any, operation: str) -> None:
 
 
 def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:
-    """Return on all ranks that live, where none has an error and none died; else raise on all of them."""
+    """Return on all living ranks if none has an error and none died; else raise on all of them."""
     if not failure.survives():
         raise_together(error, comm, operation)
     elif not recovery.agree(error is None, comm):
@@ -102,9 +102,10 @@ def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:
 
 
 def note_failure(error: Exception, comm: Any, operation: str, *, known: bool) -> None:
-    """Take part in `agree_to_keep` with a step that failed here, and raise nothing: the error itself says more.
+    """Report a step that failed on this rank to `agree_to_keep`; raises nothing, as the caller raises the error.
 
-    known: to all ranks, as a collective raised it; then they wait for each other only where MPI survives a death.
+    known: all ranks know of the error, as a collective raised it; they then agree only under an MPI that survives a
+    death.
     """
     with suppress(Exception):
         if failure.survives():

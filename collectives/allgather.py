@@ -4,10 +4,10 @@ Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algor
 multiport message-passing systems", IEEE TPDS 8(11), 1997: the dissemination allgather, for any number of ranks.
 
 Rounds: ceil(lg P). Bytes sent by a rank: (P-1) k s on average, when each contributes k entries of s bytes.
-Invariant: before round j a rank holds the blocks of the 2^j ranks from its own on.
+Invariant: before round j a rank holds the blocks of 2^j consecutive ranks, its own first.
 
-Differences from the paper: parts may differ in size and be empty; every message has its size in
-its header, and several are sent as one, so that no round is spent on sizes.
+Differences from the paper: parts may differ in size and be empty; headers contain the sizes, so no round exchanges
+them, and several parts are sent as one message.
 """
 
 from typing import Any
@@ -28,6 +28,10 @@ def sparse_allgather(
     algorithm: "auto" or "dissemination".
 
     Returns one SparseVector a rank, in rank order, the same bits on every rank; they share no memory with `vector`.
+
+    >>> parts = sparse_allgather(TopK(k=2).compress(gradient), comm)
+    >>> [part.indices.tolist() for part in parts]
+    [[1, 3]]
     """
     return Call(vector, comm, algorithm, codec)
 
@@ -37,5 +41,7 @@ sparse_iallgather = sparse_allgather.nonblocking
 
 @sparse_allgather.algorithm(meets=True)
 def dissemination(vector: SparseVector, group: Group) -> Steps[list[SparseVector]]:
-    """Pass on what is held over doubling distances; see the head of this file."""
-    return [theirs for theirs, _ in (yield from group.gather(vector))]
+    """Send all blocks held so far over doubling distances; see the module."""
+    parts = [theirs for theirs, _ in (yield from group.gather(vector))]
+    parts[group.rank] = vector.every(1)  # a copy: `gather` returns the vector itself
+    return parts

@@ -3,13 +3,13 @@
 Sources: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling, split + allgather and split +
 dense allgather; R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005, for halving and doubling.
 
-Rounds and bytes: README.md beside this file. Invariant: each algorithm adds in an order that depends on the number of
-ranks (and where nodes play a part, on their places) alone, and an entry is added up in one place or, bit for bit alike,
-in several: all ranks hold the same bits.
+Rounds and bytes: docs/collectives.md. Invariant: the order of additions depends only on the number of ranks (and, in
+algorithms that use nodes, on their placement). An entry is summed on one rank, or on several with the same bits, so all
+ranks hold the same bits.
 
 Differences from the papers: any number of ranks; parts of unequal size; a piece is sent as a bitmap or a dense range as
-soon as its own count makes that smaller; shares that hold about as many entries each, wherever those are; a metadata
-exchange comes first.
+soon as that is smaller; shares hold about equal numbers of entries, however these are distributed; a metadata exchange
+comes first.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,17 +49,21 @@ def sparse_allreduce(
     own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node
     "node_leaders" or "node_lanes"; or "auto", the fastest one by the table of `mpicomp tune`, or else by the formulas
     of `collectives.choice`.
-    partition: how shares are cut where an algorithm cuts: "equal" ranges, "sampled" quantiles of the indices, "hashed"
-    blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless one would get
-    over 1.25 times the mean, else quantiles. "dense" always cuts equal ranges, "dense_mpi" cuts none.
-    votes: count the ranks that contribute each entry as well (`collectives.votes`); the same on all ranks.
+    partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, "hashed"
+    blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless one would hold
+    over 1.25 times the mean, else quantiles. "dense" always uses equal ranges; "dense_mpi" has no shares.
+    votes: also count the ranks that contribute each entry (`collectives.votes`); the same on all ranks.
 
-    The ranks first exchange their metadata in ceil(lg P) small messages; "auto" does without for two ranks, and sends
-    small vectors in these messages.
+    The ranks first exchange metadata in ceil(lg P) small messages; "auto" omits this for two ranks, and sends small
+    vectors in these messages.
 
-    Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero stay in
-    it; "dense" and "dense_mpi" have every position as an entry. It may share memory with `vector`. With votes (sum,
-    counts) is returned: int64, one for each entry.
+    Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero are kept;
+    "dense" and "dense_mpi" return an entry for every position. The sum may share memory with `vector`. With votes
+    returns (sum, counts): counts is int64, one for each entry.
+
+    >>> vector = TopK(k=2).compress(gradient)
+    >>> sparse_allreduce(vector, comm).to_dense().tolist()
+    [0.0, -3.0, 0.0, 2.0]
     """
     arguments = {"partition": partition, "votes": votes}
     return Call(vector, comm, algorithm, codec, arguments, prepare=with_partition)
@@ -69,7 +73,7 @@ sparse_iallreduce = sparse_allreduce.nonblocking
 
 
 def with_partition(call: Call[Any], size: int) -> SparseVector:
-    """Return the vector if it is sound, and so is the partition among the arguments."""
+    """Return the vector if the vector and the partition are valid; raise otherwise."""
     partition = call.arguments["partition"]
     if not (isinstance(partition, str) and partition in PARTITIONS):
         raise ValueError(f"partition is {partition!r}: expected one of {list(PARTITIONS)}")
@@ -84,7 +88,7 @@ ALGORITHMS: dict[str, Sum] = {}
 
 
 def algorithm(function: Sum) -> Sum:
-    """Declare an algorithm of `sparse_allreduce`; when it is named, the ranks first agree on it."""
+    """Declare an algorithm of `sparse_allreduce`; if a caller names it, the ranks first agree on it."""
     name = function.__name__
     ALGORITHMS[name] = function
     sparse_allreduce.algorithm(partial(run_chosen, partial(agree_on, name)), name=name, meets=True)
@@ -92,7 +96,7 @@ def algorithm(function: Sum) -> Sum:
 
 
 def run_chosen(choose: Choose, vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
-    """Choose, and run what is chosen: MPI's own allreduce in the order in which the operations began."""
+    """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
     total = None
     with group.turn() as turn:
         name, metadata = yield from choose(vector, group, partition)
@@ -107,7 +111,7 @@ def run_chosen(choose: Choose, vector: SparseVector, group: Group, partition: st
 def run_counting(
     name: str, total: SparseVector | None, vector: SparseVector, group: Group, metadata: Metadata
 ) -> Steps[tuple[SparseVector, Array]]:
-    """Run an algorithm, unless its sum is known, and return the sum and its votes."""
+    """Run an algorithm, unless its sum is already available, and return the sum and its votes."""
     if name == "allgather" or (name == "recursive_doubling" and group.size == 2):
         parts = yield from all_vectors(vector, group, metadata)
         return add_up(parts), count_up(parts).values.astype(np.int64)
@@ -124,11 +128,10 @@ def run_counting(
 
 
 def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: bool = True) -> Steps[Choice]:
-    """Choose by what the ranks contribute.
+    """Choose an algorithm by the contributions of the ranks.
 
-    Two ranks need no metadata: no algorithm sends less than the vectors. Small vectors of all ranks are in the metadata
-    exchange itself. whole: the group is all ranks of MPI's communicator, which take their turn to call MPI's own
-    allreduce.
+    Two ranks need no metadata: no algorithm sends less than the vectors. Small vectors are sent in the metadata
+    exchange itself. whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
     """
     nodes = group.node_sizes()
     if group.size <= 2:
@@ -154,19 +157,19 @@ sparse_allreduce.auto(partial(run_chosen, choose_freely))
 
 
 def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> Steps[Choice]:
-    """Exchange the metadata for what the caller named; ranks that named different algorithms detect it there."""
+    """Exchange the metadata for a named algorithm; detects ranks that named different ones."""
     return name, (yield from exchange_metadata(vector, group, partition, sampling=name not in UNSAMPLED))
 
 
 def among_some(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
-    """Sum over some of the ranks: MPI's own allreduce, which is for all of them, is no choice."""
+    """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
     name, metadata = yield from choose_freely(vector, group, partition, whole=False)
     return (yield from ALGORITHMS[name](vector, group, metadata))
 
 
 @algorithm
 def allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Gather all vectors everywhere, unless the metadata exchange did, and add them up on every rank."""
+    """Gather the vectors on all ranks, unless the metadata exchange did, and add them up on every rank."""
     return add_up((yield from all_vectors(vector, group, metadata)))
 
 
@@ -177,25 +180,25 @@ def all_vectors(vector: SparseVector, group: Group, metadata: Metadata) -> Steps
 
 @algorithm
 def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Add the partner's sum over doubling distances."""
+    """Exchange sums with partners at doubling distances, and add."""
     return (yield from folded((vector, 0), group, add, partial(doubling, group=group, combine=add)))[0]
 
 
 @algorithm
 def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Let every rank add up its share, and gather the shares."""
+    """Sum every share on its owner, and gather the shares."""
     shares = metadata.shares(group.size)
     return (yield from all_shares((yield from sum_of_share(vector, group, shares)), group, shares))
 
 
 def all_shares(share: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[SparseVector]:
-    """Gather what the owners of shares have."""
+    """Gather the shares from their owners."""
     return shares.unite([theirs for theirs, _ in (yield from group.gather(share))])
 
 
 @algorithm
 def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Halve the range that is held with a partner over halving distances, adding; then double it back."""
+    """Reduce-scatter by recursive halving, then allgather by recursive doubling."""
     bounds = metadata.ranges(group.core).bounds
 
     def core(part: Part) -> Steps[Part]:
@@ -213,7 +216,7 @@ def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) ->
 
 @algorithm
 def dense(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Let every rank add up its share, and gather the shares as dense pieces."""
+    """Sum every share on its owner, and gather the shares as dense pieces."""
     shares = equal_ranges(metadata.length, group.size)
     share = yield from sum_of_share(vector, group, shares)
     first, end = shares.bounds[group.rank : group.rank + 2]
@@ -222,7 +225,7 @@ def dense(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[Spars
 
 @algorithm
 def dense_mpi(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Fill in the zeros, and let MPI's own allreduce add up, on a rank whose turn it is to call MPI's collectives.
+    """Convert to a dense array, and sum it by MPI's own allreduce once this operation's turn has come.
 
     float16 is sent as float32: MPI has no type for it.
     """
@@ -237,7 +240,7 @@ def dense_mpi(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[S
 
 @algorithm
 def node_leaders(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Add up inside each node on its first rank, sum over those, and hand the result down inside."""
+    """Reduce inside each node to its first rank, sum over these ranks, and broadcast inside each node."""
     nodes = group.nodes()
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
     total, _ = yield from reduce_up((vector, 0), node, add)
@@ -249,7 +252,7 @@ def node_leaders(vector: SparseVector, group: Group, metadata: Metadata) -> Step
 
 @algorithm
 def node_lanes(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Split inside each node, sum every share over the ranks that own it in their nodes, and gather inside.
+    """Reduce-scatter inside each node, sum every share over its owners in all nodes, and gather inside each node.
 
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
     """

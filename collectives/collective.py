@@ -1,4 +1,4 @@
-"""A collective, declared once: its algorithms, its two forms, what it promises, and what is checked before it starts.
+"""Declaration of a collective: its algorithms, its two forms, its promise, and the checks before it starts.
 
     @collective(promise=...)
     def name_of_it(vector, comm, *, algorithm="auto", codec="auto") -> Call[Result]:
@@ -9,12 +9,13 @@
     def an_algorithm(vector, group):
         ...
 
-declares the blocking form; `name_of_it.nonblocking` is the other one. `algorithms` has what was declared, by name, and
-`COLLECTIVES` all collectives: benchmarks and `mpicomp explain` iterate over them; the debug mode checks `promise`.
+declares the blocking form; `name_of_it.nonblocking` is the other one. `algorithms` contains the declared algorithms by
+name, and `COLLECTIVES` all collectives: benchmarks and `mpicomp explain` iterate over them. The debug mode checks
+`promise`.
 
-Whatever looks at the caller's arguments runs in one `try`, before any message: if it raises, the rank does not start,
-but notifies the others, and `all_or_none` raises on every rank. Only a bad `comm` is raised at once, as there is nobody
-to notify.
+All checks of the caller's arguments run in one `try`, before any message: if one raises, the rank does not start, but
+notifies the others, and `all_or_none` raises on every rank. Only a bad `comm` raises at once, as there is nobody to
+notify.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,12 +54,12 @@ COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
 
 _COMM = "comm: an mpi4py intracommunicator; all its ranks call, in the same order."
 _CODEC = """
-codec: how vectors are written in messages: "plain", "quick" (a range or a bitmap where that is smaller), "smallest"
-(all formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest". Ranks
-may choose different codecs."""
+codec: the format of vectors in messages: "plain", "quick" (also a range or a bitmap), "smallest" (all
+formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest". Ranks may
+choose different codecs."""
 _RAISES = """
 Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError on
-every rank where what must be the same differs. TypeError at once when `comm` is no intracommunicator.
+every rank if arguments that must be the same differ. TypeError at once if `comm` is not an intracommunicator.
 """
 
 
@@ -72,7 +73,7 @@ def sound(call: "Call[Any]", size: int) -> SparseVector:
 
 
 def _remedy(vector: Any) -> str:
-    """Return how to make a SparseVector of what is none."""
+    """Return how to convert an object to a SparseVector."""
     if remedy := sparse_remedy(vector):
         return f"; {remedy}"
     if is_array(vector):
@@ -81,22 +82,22 @@ def _remedy(vector: Any) -> str:
 
 
 def on_every_rank(result: Any) -> tuple[list[Any], list[Any]]:
-    """Promise that all of a result, one or a list, or one with votes, is the same on every rank; see `collective`."""
+    """Promise that a result (a vector, a list, or a vector with votes) is the same on every rank; see `collective`."""
     result = result[:1] if isinstance(result, tuple) else result
     return (list(result) if isinstance(result, list | tuple) else [result]), []
 
 
 @dataclass
 class Call(Generic[T]):
-    """What a rank calls a collective with.
+    """The arguments of a rank's call of a collective.
 
-    contribution: what it contributes: `prepare` makes the vector of it. An exception stands for a rank whose own step
-    before the collective failed: it is raised here, and CollectiveError on the others. arguments: further ones, which
-    must be the same on all ranks, by name; algorithms get them. Integers and votes are checked. own: arguments of this
-    rank for the algorithm, which are not compared. prepare: is given the call, whose arguments it may change, and the
-    number of ranks; returns the vector, or raises. finish: makes what the caller gets of what the algorithm returns.
-    follow: length and dtype are the root's; other ranks' contribution is ignored except for its device. least_k: the
-    smallest k that is valid. operation: what it is called in errors, if not by the collective's name.
+    contribution: the rank's input, which `prepare` turns into a vector; or an exception, if the rank failed before the
+    collective: this rank raises it, and the others CollectiveError. arguments: further arguments of the algorithms by
+    name, the same on all ranks; integers and votes are checked. own: arguments of this rank's algorithm that are not
+    compared. prepare: a function of the call, whose arguments it may change, and the number of ranks; returns the
+    vector, or raises. finish: converts the result of the algorithm to that of the call. follow: take length and dtype
+    from the root; other ranks' contribution is ignored except for its device. least_k: the smallest valid k. operation:
+    the name in errors, if it is not that of the collective.
     """
 
     contribution: Any
@@ -115,8 +116,8 @@ class Call(Generic[T]):
 class Collective(Generic[P, T]):
     """A collective of this library: a function, its nonblocking form, and its algorithms by name.
 
-    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: it gives every rank the sum of the
-    vectors, in some form, so that `GradientExchange` can use it.
+    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: every rank gets the sum of the vectors,
+    in some form, so `GradientExchange` can use the collective.
     """
 
     def __init__(self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool) -> None:
@@ -140,7 +141,7 @@ class Collective(Generic[P, T]):
         nonblocking.__name__ = nonblocking.__qualname__ = f"{head}_i{tail}"
         nonblocking.__doc__ = (
             f"Start `{self.name}` with these arguments and return its Request.\n\n"
-            "Do not change the arrays that were given before it has ended.\n"
+            "Do not change the arguments' arrays before it has ended.\n"
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -148,7 +149,7 @@ class Collective(Generic[P, T]):
         return self.nonblocking(*args, **kwargs).wait()
 
     def __get__(self, owner: Any, kind: Any = None) -> "Collective[P, T]":
-        """Be a function, for `help` too, but none that binds to an object."""
+        """Act as a function, for `help` too, that does not bind to an object."""
         return self
 
     def __reduce__(self) -> str:
@@ -164,10 +165,10 @@ class Collective(Generic[P, T]):
     def algorithm(self, *, name: str = "", meets: bool = False) -> Callable[[F], F]: ...
 
     def algorithm(self, function: Any = None, *, name: str = "", meets: bool = False) -> Any:
-        """Declare an algorithm, a decorator. "auto" is the first one, unless `auto` declares what it does.
+        """Declare an algorithm; a decorator. "auto" is the first one, unless `auto` declares another.
 
-        name: that of the function by default. meets: ranks that named different algorithms, or have different
-        arguments, detect it in the schedule of this one itself; otherwise the ranks compare their calls first.
+        name: by default that of the function. meets: the schedule itself detects ranks with another algorithm or other
+        arguments; otherwise the ranks compare their calls first.
         """
         if function is None:
             return partial(self.algorithm, name=name, meets=meets)
@@ -175,7 +176,7 @@ class Collective(Generic[P, T]):
         return function
 
     def auto(self, function: Algorithm) -> Algorithm:
-        """Declare what "auto" does."""
+        """Declare the algorithm of "auto"."""
         self.automatic = function
         return function
 
@@ -212,11 +213,11 @@ class Collective(Generic[P, T]):
 def collective(
     promise: Promise = on_every_rank, *, meet: Meet = Group.agree, gives_sum: bool = False
 ) -> Callable[[Callable[P, Call[T]]], Collective[P, T]]:
-    """Return a decorator that makes a collective of the function that packs its arguments in a `Call`.
+    """Return a decorator that turns a function that returns a `Call` into a collective.
 
-    promise: a function of what an algorithm returns: to two lists, of what all ranks have alike, and of what is this
-    rank's share of the sum; the debug mode checks both. meet: how ranks compare their calls before an algorithm that
-    needs it: over the schedule with which "auto" begins, so that both meet. gives_sum: see `Collective`.
+    promise: a function of an algorithm's result that returns two lists: the vectors that are the same on all ranks, and
+    those that are this rank's part of the sum; the debug mode checks both. meet: compares the calls of the ranks before
+    an algorithm that needs it, over the schedule with which "auto" begins. gives_sum: see `Collective`.
     """
 
     def declare(call: Callable[P, Call[T]]) -> Collective[P, T]:
@@ -229,9 +230,9 @@ def collective(
 
 
 def nonblocking_sum(given: Any) -> Callable[[Any, Any], Any]:
-    """Return the nonblocking form of a collective of this library, bound arguments included; another function as it is.
+    """Return the nonblocking form of a collective of this library, with bound arguments; other functions unchanged.
 
-    Raises TypeError for what is no function, and for a collective that does not give every rank the sum.
+    Raises TypeError for an object that is not callable, and for a collective that does not give every rank the sum.
     """
     if isinstance(given, partial):
         return partial(nonblocking_sum(given.func), *given.args, **given.keywords)
@@ -250,10 +251,10 @@ def nonblocking_sum(given: Any) -> Callable[[Any, Any], Any]:
 
 
 def with_votes(given: Any) -> Any:
-    """Return a collective whose result also says how many ranks sent each entry, bound arguments included.
+    """Return a collective whose result contains the number of senders of each entry, with bound arguments.
 
-    It is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted (`unpack_sum`). A
-    function that is no collective of this library is returned as it is. Raises ValueError for another collective.
+    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted (`unpack_sum`). A
+    function that is not a collective of this library is returned unchanged. Raises ValueError for other collectives.
     """
     function = given
     while isinstance(function, partial):
@@ -270,11 +271,11 @@ def with_votes(given: Any) -> Any:
 
 
 def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, SparseVector | None, NDArray[Any] | None]:
-    """Return the sum, the number of entries received, what was rejected, and the votes, of what a collective returned.
+    """Return the sum, the number of entries received, the rejected entries and the votes in a collective's result.
 
     outcome: a SparseVector; (sum, rejected) or (sum, votes); a list of every rank's vector, which are added up in rank
-    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 becomes float32 first, so
-    that it is rounded once, and a mean may be in range where the sum is not. Raises TypeError for anything else.
+    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 is converted to float32
+    first, so that it is rounded once, and a mean may be in range if the sum is not. Raises TypeError for anything else.
     """
     result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
     if isinstance(result, np.ndarray) or on_device(result):
@@ -297,12 +298,12 @@ def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, Spar
 
 
 def link_of(comm: Any) -> Link:
-    """Return the link of a communicator, made if need be: then it is a collective call. See `runtime.link.link_of`."""
+    """Return the link of a communicator; the first call creates it, and is collective. See `runtime.link.link_of`."""
     return runtime_link.link_of(comm, engine.wait_for, agreed_choice)
 
 
 def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:
-    """Run an algorithm after the ranks have compared their calls."""
+    """Compare the calls of the ranks, then run an algorithm."""
     yield from meet(group)
     return (yield from algorithm(vector, group, **arguments))
 
@@ -316,7 +317,7 @@ def _finished(steps: Steps[Any], call: Call[T]) -> Steps[T]:
 
 
 def _no_steps() -> Steps[Any]:
-    """Stand for the steps of a rank that has an error: it does not begin."""
+    """Return no steps, for a rank that has an error and does not start."""
     yield from ()
 
 
@@ -326,7 +327,7 @@ def _check_known(what: str, name: Any, names: Mapping[str, Any]) -> None:
 
 
 def _check_arguments(arguments: dict[str, Any], size: int, least_k: int) -> None:
-    """Make the integers among the arguments Python's; TypeError or ValueError for what is none, or out of range."""
+    """Convert integer arguments to Python's; TypeError or ValueError for other or out-of-range values."""
     if not isinstance(arguments.get("votes", False), bool):
         raise TypeError(f"votes is {arguments['votes']!r}: expected True or False")
     for name, least, end in (("k", least_k, 2**63), ("root", 0, size), ("seed", 0, 2**63)):

@@ -1,23 +1,24 @@
-"""gTop-k: the k largest entries of a sum, without making the sum.
+"""gTop-k: the k largest entries of a sum, without computing the whole sum.
 
 Source: S. Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359). There a tree reduces to one rank and a broadcast follows; here the ranks
-double recursively, which halves the rounds and leaves no rank idle.
+networks", ICDCS 2019 (arXiv 1901.04359). The paper reduces over a tree and broadcasts the result; recursive doubling
+halves the rounds and leaves no rank idle.
 
 Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
-The published tree is here as the baseline. `exact` is a reduce-scatter, after which the owners of the shares gather
-their largest entries; owners of which none was rejected send more (`largest_of_all`). Usually that is one allgather of
-slightly more than k entries. No threshold is searched for: such rounds carry only counts (as in P. Cao and Z. Wang,
-"Efficient top-k query calculation in distributed networks", PODC 2004). `exact_doubling` adds up everything first: it
-has as many rounds as recursive doubling, and sends the bytes of the whole sum; for few ranks, fast links or few
-entries. `node_leaders` is for several ranks on each of several nodes, and exact too: between nodes go the indices of
-each node's sum once, values only at indices that several nodes have, and slightly more than k entries.
+`tree` is the published algorithm, the baseline. `exact` is a reduce-scatter, after which the owners of the shares
+gather their largest entries; owners of which none was rejected send more (`largest_of_all`). Usually that is one
+allgather of slightly more than k entries. There is no search for a threshold, whose rounds would carry only counts (as
+in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004). `exact_doubling`
+computes the whole sum first, in the rounds of recursive doubling; it is for few ranks, fast links or few entries.
+`node_leaders` is for several ranks on each of several nodes, and exact too: nodes exchange the indices of each node's
+sum once, values only at indices of several nodes, and slightly more than k entries.
 
-Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bit for bit, because merge() is commutative
+Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bitwise, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of these as `rejected`.
 
-Differences from the paper: any P; unequal k; nothing is lost. But for the exact ones, the result is an approximation of
-the k largest of the sum, as in the paper: an entry that is small in every block is dropped though its sum may be large.
+Differences from the paper: any P; unequal k; nothing is lost. Except for the exact algorithms, the result approximates
+the k largest of the sum, as in the paper: an entry that is small in every block is dropped although its sum may be
+large.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ LONG = 1 << 19  # values: from here on an algorithm that suits the density saves
 
 
 def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
-    """Promise the same result on all ranks, and that it and what the ranks rejected is the sum."""
+    """Promise the same result on all ranks, which with the rejected entries of all ranks adds up to the sum."""
     return [outcome[0]], [outcome[1]]
 
 
@@ -50,17 +51,22 @@ def gtopk_allreduce(
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. k: at least 1, the same
-    on all ranks; None takes the largest number of entries that a rank contributes, of the ranks whose vectors are
-    merged in a round (so at the end, of all).
-    algorithm: "recursive_doubling", "tree", or one that gives the true k largest of the sum: "exact", which sends the
-    least, "exact_doubling", which adds up everything first, or "node_leaders", for several ranks on each of several
-    nodes. "auto" takes any of these but the tree, whichever is the fastest by k, length, ranks and nodes
-    (`collectives.choice`); in a call without k long vectors count with the largest number of entries, short ones with a
-    thousandth of the length.
+    on all ranks; None: in each round the largest number of entries contributed by one of the ranks merged so far (at
+    the end, by any rank).
+    algorithm: "recursive_doubling", "tree", or one that returns the exact k largest of the sum: "exact", which sends
+    the least, "exact_doubling", which computes the whole sum first, or "node_leaders", for several ranks on each of
+    several nodes. "auto" takes the fastest of these, except the tree, by k, length, ranks and nodes
+    (`collectives.choice`); without k it assumes the largest number of entries for long vectors, a thousandth of the
+    length for short ones.
 
-    Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: what this rank must
-    keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors: nothing is
-    lost (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with `vector`.
+    Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: the entries that this
+    rank must keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors:
+    nothing is lost (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with
+    `vector`.
+
+    >>> result, rejected = gtopk_allreduce(TopK(k=2).compress(gradient), comm, k=1)
+    >>> result.values.tolist(), rejected.values.tolist()
+    ([-3.0], [2.0])
     """
     compared, own = ({}, {"k": None}) if k is None else ({"k": k}, {})
     return Call(vector, comm, algorithm, codec, compared, own, prepare=numbers, least_k=1)
@@ -70,7 +76,7 @@ gtopk_iallreduce = gtopk_allreduce.nonblocking
 
 
 def numbers(call: Call[Any], size: int) -> SparseVector:
-    """Return the vector if it is sound; raise ValueError for rows, which have no magnitude to select by."""
+    """Return the vector if it is valid; raise ValueError for rows, which have no magnitude to select by."""
     vector = sound(call, size)
     if vector.width is not None:
         raise ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
@@ -78,9 +84,9 @@ def numbers(call: Call[Any], size: int) -> SparseVector:
 
 
 def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, list[SparseVector], Combine]:
-    """Return the k largest of a vector, a list that collects what this rank has to keep, and how to combine two parts.
+    """Return the k largest of a vector, a list for this rank's rejected entries, and a function that combines parts.
 
-    To combine is to keep the k largest of the sum. All ranks of a block reject the same, and each keeps its share.
+    Combining keeps the k largest of the sum. All ranks of a block reject the same entries, and each keeps its share.
     """
     count = vector.nnz if k is None else k
     kept, rejected = top_k(vector, count)
@@ -97,10 +103,10 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Run the algorithm that is the fastest for the length and k.
+    """Run the fastest algorithm for the length and k.
 
-    Ranks whose call has no k exchange their counts first, for long vectors: over the schedule of recursive doubling, as
-    ranks whose lengths differ have to meet.
+    Without k, ranks with long vectors exchange their counts first, over the schedule of recursive doubling, which
+    detects lengths that differ.
     """
     asked = k
     if k is None and vector.length >= LONG and group.size > 2:
@@ -117,7 +123,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
 
 @gtopk_allreduce.algorithm(meets=True)
 def recursive_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Merge with a partner at doubling distance and keep the k largest; see the head of this file."""
+    """Merge with a partner at doubling distance and keep the k largest; see the module."""
     part, rejected, combine = selecting(vector, group, k)
     result, _ = yield from folded(part, group, combine, partial(doubling, group=group, combine=combine))
     return result, add_up(rejected)
@@ -125,7 +131,7 @@ def recursive_doubling(vector: SparseVector, group: Group, k: int | None = None)
 
 @gtopk_allreduce.algorithm
 def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Select on the way to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
+    """Select over a tree to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
     part, rejected, combine = selecting(vector, group, k)
     total, _ = yield from reduce_up(part, group, combine)
     result = yield from hand_down(total, group)
@@ -134,10 +140,10 @@ def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
 
 @gtopk_allreduce.algorithm(meets=True)
 def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Add up every share on its owner, and select from what the owners have; see the head of this file.
+    """Sum every share on its owner, and select from the owners' sums; see the module.
 
-    Owners keep what is rejected of their shares. The call signatures take no rounds of their own: every rank sends to
-    every other one at once, and so receives a message of each (`collectives.faults.notification`).
+    Owners keep the rejected entries of their shares. The call signatures take no extra rounds: in the first step every
+    rank sends to every other one (`collectives.faults.notification`).
     """
     parts = yield from scatter(vector, group, equal_ranges(vector.length, group.size))
     share = without_zeros(add_up([theirs for theirs, _ in parts]))  # what cancelled out is missing nowhere
@@ -149,9 +155,9 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
 
 @gtopk_allreduce.algorithm(meets=True)
 def exact_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Add up everything with partners at doubling distances, and select once, alike on every rank.
+    """Compute the sum by recursive doubling, and select the same entries on every rank.
 
-    Every rank keeps its own entries at the indices where the sum was dropped.
+    Every rank keeps its own entries at the indices that were not selected.
     """
     core = partial(doubling, group=group, combine=add)
     total, count = yield from folded((vector, vector.nnz if k is None else k), group, add, core)
@@ -161,9 +167,9 @@ def exact_doubling(vector: SparseVector, group: Group, k: int | None = None) -> 
 
 @gtopk_allreduce.algorithm
 def node_leaders(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Add up inside each node on its first rank, find the k largest of the sum over those, and hand them down inside.
+    """Reduce inside each node to its first rank, select the k largest of their sum, and broadcast inside each node.
 
-    Every rank keeps its own entries at all other indices, also those that cancelled out.
+    Every rank keeps its own entries at all other indices, also those whose sum is zero.
     """
     nodes = group.nodes()
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
@@ -176,10 +182,10 @@ def node_leaders(vector: SparseVector, group: Group, k: int | None = None) -> St
 
 
 def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVector]:
-    """Return the k largest of the sum of vectors, the k of any rank; values are sent for indices of several ranks only.
+    """Return the k largest of the sum of vectors; values are sent only for indices that several ranks have.
 
-    The owner of a share of the index space is sent the indices there, and asks for the values of those that several
-    ranks have. All other entries stay where they are. Then every rank holds some entries of the sum, no two the same.
+    The owner of a share of the index space receives the indices in it, and requests the values of those that several
+    ranks have. All other entries stay on their ranks. Then every rank holds disjoint entries of the sum.
     """
     parts = equal_ranges(vector.length, group.size).cut(vector)
     supports = yield from group.all_to_all([part.support() for part in parts], vector.nnz)
@@ -198,12 +204,12 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
 def largest_of_all(
     held: SparseVector, k: int, quota: int, unite: Callable[[Sequence[SparseVector]], SparseVector], group: Group
 ) -> Steps[Result]:
-    """Return the k largest of what all ranks hold, no two of them the same entry, and what is rejected of this rank's.
+    """Return the k largest of the disjoint entries of all ranks, and this rank's rejected entries.
 
-    The ranks send their largest entries first, `quota` at once. Once an entry of a rank is rejected, its remaining
+    Each rank sends its largest entries first, `quota` at a time. Once an entry of a rank is rejected, its remaining
     entries are smaller and cannot be selected. Every other rank sends another batch: as many entries as it has sent so
-    far, or k/P, whichever is larger. So about k entries are sent in the first gathering, at most 2k + P in any other
-    one, and there are at most ceil(lg P) + 2 of them in all. unite: adds up what the ranks send.
+    far, or k/P, whichever is larger. So the first allgather sends about k entries, any other one at most 2k + P, and
+    there are at most ceil(lg P) + 2. unite: a function that adds up the entries of all ranks.
     """
     left, chance, sent = held, min(held.nnz, k), 0
     result = rejected = group.nothing

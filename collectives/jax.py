@@ -1,6 +1,6 @@
-"""JAX: a pytree of gradients in, a pytree of means out.
+"""JAX: exchange a pytree of gradients.
 
-Imported by those who use JAX, and by nobody else: nothing of the library imports this module.
+The library itself does not import this module.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:
 
     gradients: a pytree of JAX arrays. Each leaf is a tensor of its own, named by its path, such as "[0]['bias']". The
     same structure, shapes and dtypes on every rank and in every step. Call it outside `jax.jit`: it waits for the
-    gradients, and communicates. Raises what a call of the exchange does.
+    gradients, and communicates. Raises the errors of a call of the exchange.
 
     >>> gradients = jax.grad(loss)(parameters, batch)
     >>> means = exchange_pytree(exchange, gradients)

@@ -1,7 +1,7 @@
-"""Whether the launcher started as many ranks as MPI sees: pure functions of the environment.
+"""Check that the launcher started as many ranks as MPI sees: pure functions of the environment.
 
-A launcher of another MPI, and torchrun, start ranks that each believe they are alone ("P singletons"): the job runs P
-times, and succeeds.
+A launcher of another MPI, or torchrun, starts P processes that are each rank 0 of 1: the job runs P times, and
+succeeds.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
-    """Return a warning when the launcher started another number of ranks than MPI sees; None when they agree."""
+    """Return a warning if the launcher started another number of ranks than MPI sees; else None."""
     name = next((name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None)
     if name is None or int(environment[name]) == size:
         return torchrun_warning(size, environment)
@@ -23,7 +23,7 @@ def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
 
 
 def torchrun_warning(size: int, environment: Mapping[str, str]) -> str | None:
-    """Return a warning when WORLD_SIZE, which torchrun sets, is another number than MPI sees; None when it is not."""
+    """Return a warning if WORLD_SIZE, which torchrun sets, is not the number of ranks that MPI sees; else None."""
     stated = environment.get("WORLD_SIZE", "")
     if not stated.isdigit() or int(stated) == size:
         return None

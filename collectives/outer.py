@@ -1,4 +1,4 @@
-"""Local steps with a sparse outer exchange: ranks train on their own, and exchange what they learnt every H steps.
+"""Local steps with a sparse outer exchange: ranks train separately, and exchange their progress every H steps.
 
 Source: A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv
 2311.08105); with Top-k, error feedback and few bits a value: SparseLoCo, 2025 (arXiv 2508.15706).
@@ -10,15 +10,15 @@ Source: A. Douillard et al., "DiLoCo: Distributed low-communication training of 
               v = momentum v + Delta                             u = Delta + momentum v with Nesterov, else u = v
               a = a - rate u,  theta_r = a
 
-With a delay of d the exchange that is started after step H is finished d steps later, and the steps since are kept:
-theta_r = a' + (theta_r - theta_r at the start), where a' is the new anchor.
+With a delay of d the exchange starts after step H and finishes d steps later; the steps in between are kept: theta_r =
+a' + (theta_r - theta_r at the start), where a' is the new anchor.
 
 Rounds and bytes: those of the exchange, every H steps. With clip, and in the debug mode (MPICOMP_CHECK=1), 2 ceil(lg P)
-small messages more. Memory: the anchor and the pseudo-gradient, and v with momentum, beside what the exchange keeps.
+more small messages. Memory: the anchor, the pseudo-gradient, v with momentum, and the exchange's own.
 
-Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor, v, residuals and parameters as
-they were, on all ranks: what can fail on one rank comes before the exchange ends, and what follows writes to memory
-that is allocated, but for pieces of bounded size.
+Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor, v, residuals and parameters
+unchanged on all ranks: operations that can fail on one rank run before the exchange ends, and later ones write to
+allocated memory, except for buffers of bounded size.
 
 Differences from the papers: pseudo-gradients are not weighted by numbers of batches; there is no weight decay in the
 outer step; a round at rate 0 discards its progress, and the residuals.
@@ -27,7 +27,7 @@ outer step; a round at rate 0 discards its progress, and the residuals.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,39 +40,43 @@ from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.compressors.common import check_number
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy, replicas
+from mpicomp.settings import refuse_bools
 from mpicomp.tensors import by_name, form_of, in_form
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 
 
 class OuterLoop:
-    """Keep the models of all ranks together by an exchange of pseudo-gradients every `every` steps.
+    """Synchronise the models of all ranks by an exchange of pseudo-gradients every `every` steps.
 
     All ranks construct it, with the same settings and the same values of the parameters: broadcast those of rank 0
-    first. Then each calls `step` after each step of its own optimiser, whose state is never touched.
+    first. Then each calls `step` after each step of its own optimiser, whose state it does not change.
 
-    exchange: a `GradientExchange` that nothing else uses; its tensors are registered here. Tensors of fewer than its
-    `small` numbers are sent dense. parameters: arrays by name, such as `dict(model.named_parameters())`, or a list, or
-    one array; float16, float32 or float64, C-contiguous, of NumPy, CuPy, or a kind that supports DLPack, such as
-    PyTorch's tensors. They are written in place. Tied parameters, one memory under two names, count once. Parameters
-    not passed are not changed: leave frozen ones out. Average the statistics of batch normalisation yourself, with
-    `dense_allreduce`, before you evaluate or save the model.
+    exchange: a `GradientExchange` that nothing else uses; the constructor registers its tensors. Tensors of fewer than
+    its `small` values are sent dense. parameters: arrays by name, such as `dict(model.named_parameters())`, or a list,
+    or one array; float16, float32 or float64, C-contiguous, of NumPy, CuPy, or a kind that supports DLPack, such as
+    PyTorch's tensors. `step` writes to them in place. Tied parameters (the same memory under two names) count once.
+    Parameters not passed are not changed: leave frozen ones out. Average the statistics of batch normalisation
+    yourself, with `dense_allreduce`, before you evaluate or save the model.
 
     every: H, steps from one exchange to the next; H = 1 compresses the update of each step. rate: multiplies the mean
-    at the end of a round; it may be changed between steps, on all ranks alike. At 0 a round discards the progress of
-    all ranks and their residuals, and leaves the momentum as it is. momentum, nesterov: as of PyTorch's SGD, without
-    weight decay, which belongs to the inner optimiser. delay: steps that an exchange may take, 0 <= delay < every;
-    meanwhile training goes on. clip: "median" scales the pseudo-gradient of a tensor down to the median norm over the
-    ranks that have one; None for none; not for float16 with a delay, where the progress could not be restored. anchor:
-    "beside" keeps the anchor and the momentum where the parameters are, "host" in host memory.
+    at the end of a round; it may be changed between steps, to the same value on all ranks. At 0 a round discards the
+    progress of all ranks and their residuals, and does not change the momentum. momentum, nesterov: as in PyTorch's
+    SGD, without weight decay, which belongs to the inner optimiser. delay: steps computed while an exchange is in
+    flight, 0 <= delay < every. clip: "median" scales the pseudo-gradient of a tensor down to the median norm over the
+    ranks that have one; None for none; not for float16 with a delay, as the progress could not be restored. anchor:
+    "beside" keeps the anchor and the momentum on the device of the parameters, "host" in host memory.
 
     Raises TypeError or ValueError for bad arguments, and `CollectiveError` on the other ranks; CollectiveError on all
     ranks for settings, tensors or parameters that differ, naming the ranks.
 
-    >>> outer = OuterLoop(exchange, dict(model.named_parameters()), every=30)
-    >>> for batch in data:
-    ...     inner_step(batch)
-    ...     outer.step()
+    >>> parameters = {"weight": np.ones(4, np.float32)}
+    >>> outer = OuterLoop(GradientExchange(comm, TopK(k=2)), parameters, every=2)
+    >>> for step in range(2):
+    ...     parameters["weight"] -= 0.1 * gradient  # a step of any optimiser
+    ...     ended = outer.step()
+    >>> ended  # the ranks have exchanged
+    True
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class OuterLoop:
         finally:
             del contribution  # else an error, its traceback and this frame hold each other
         exchange.register({each.tensor.name: each.shaped_delta for each in self._replicas.values()})
-        self._check_anchors(self._gather(self._checked_feedback() or self._digest()))
+        self._check_anchors(self._gather(self._digest()))
 
     @property
     def rate(self) -> float:
@@ -123,31 +127,32 @@ class OuterLoop:
 
     @rate.setter
     def rate(self, rate: float) -> None:
+        refuse_bools(rate=rate)
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate is {rate!r}: expected a learning rate of at least 0")
         self._rate = float(rate)
 
     @property
     def anchor(self) -> Any:
-        """The model on which all ranks agree, in the form of the parameters: read-only views, of NumPy or CuPy.
+        """The model that is the same on all ranks, in the form of the parameters: read-only views, of NumPy or CuPy.
 
-        In the middle of a round, and with a delay at any step, this is the model to evaluate, and at the end of
-        training the one to keep: the parameters of each rank have progress of their own.
+        Evaluate and save this model within a round, at the end of training, and with a delay at any step: the
+        parameters of each rank contain its own progress.
         """
         views = {name: read_only(each.anchor.reshape(each.tensor.shape)) for name, each in self._by_name.items()}
         return in_form(self._form, views, views)
 
     def step(self) -> bool:
-        """Count a step of the inner optimiser, and exchange where that is due; return whether a round ended.
+        """Count a step of the inner optimiser, and exchange if it is due; return whether a round ended.
 
-        All ranks call it equally often. A rank that has no batch left calls it with its parameters unchanged: it then
-        contributes what its residual holds.
+        All ranks call it equally often. A rank without a batch calls it with unchanged parameters, and contributes
+        entries of its residual.
 
-        Raises what `GradientExchange.finish` does, for example ValueError on a rank whose parameters are not finite and
-        CollectiveError on the others. The round is then undone on all ranks: anchor, momentum and residuals are as
-        before it, the local progress stays in the parameters, and the next round, `every` steps later, covers it. With
-        a delay the error may be raised earlier on the rank that has it than on the others. An exchange that skips its
-        step instead leaves everything as it was too, and False is returned.
+        Raises the errors of `GradientExchange.finish`, for example ValueError on a rank whose parameters are not finite
+        and CollectiveError on the others. The round is then undone on all ranks: anchor, momentum and residuals do not
+        change, the local progress stays in the parameters, and the next round, `every` steps later, includes it. With a
+        delay the rank with the error may raise earlier than the others. If the exchange skips its step, nothing changes
+        either, and it returns False.
         """
         self.count += 1
         place = self.count % self.every
@@ -161,10 +166,10 @@ class OuterLoop:
         return False
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all that this rank's loop and its exchange remember: arrays by name, for np.savez.
+        """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
 
-        Each rank saves its own, together with its parameters and the state of its inner optimiser, at any step: also
-        in the middle of a round, and while an exchange is in flight. Settings, and the rate, are not in it.
+        Each rank saves its own state, with its parameters and the state of its inner optimiser, at any step: also
+        within a round, and with an exchange in flight. It contains neither settings nor the rate.
         """
         state = {"count": np.array(self.count), "rounds": np.array(self.rounds)}
         for name, array in self._arrays(in_flight=self._in_flight).items():
@@ -172,22 +177,55 @@ class OuterLoop:
         return state | {f"exchange/{name}": array for name, array in self.exchange.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
-        """Load what `state_dict` returned; the following steps have the same bits. All ranks call it.
+        """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
         Construct model, exchange and loop as at the start of the run, call this, and then write the saved parameters to
-        the model. An exchange that was in flight is started anew. same_settings: as of `GradientExchange`.
+        the model. An exchange that was in flight is started again. same_settings: as in `GradientExchange`.
 
-        Raises ValueError on a rank whose state does not fit and CollectiveError on the others, CollectiveError on all
-        for states of different steps, and RuntimeError while an exchange is in flight; nothing changes then.
+        Raises ValueError on a rank whose state does not fit and CollectiveError on the others; CollectiveError on all
+        for states of different steps; RuntimeError with an exchange in flight. Nothing changes then.
         """
+
+        def load_exchange() -> None:
+            self.exchange.load_state_dict(_under("exchange/", state), same_settings=same_settings)
+
+        self._load(lambda: state, load_exchange)
+
+    def load_state_dicts(
+        self,
+        ranks: int,
+        load: Callable[[int], Mapping[str, Any]],
+        *,
+        same_settings: bool = True,
+        conserve: str = "sum",
+    ) -> None:
+        """Load the states that `ranks` ranks saved at the end of a round, in a job of any size.
+
+        See `load_state_dict`; the arguments are those of `GradientExchange.load_state_dicts`. Every rank then starts
+        from the anchor: write it to the model.
+
+        Raises the errors of `load_state_dict`, and ValueError for states within a round or with an exchange in flight,
+        as the progress since the anchor belongs to single ranks. Save when `step` has returned True, with delay=0.
+        """
+
+        def load_exchange() -> None:
+            self.exchange.load_state_dicts(
+                ranks, lambda rank: _under("exchange/", load(rank)), same_settings=same_settings, conserve=conserve
+            )
+
+        self._load(lambda: self._between_rounds(ranks, load), load_exchange)
+
+    def _load(self, given: Callable[[], Mapping[str, Any]], load_exchange: Callable[[], None]) -> None:
+        """Load the state that `given` returns, and that of the exchange, on all ranks or on none."""
         if self._in_flight:
             raise RuntimeError("an exchange is in flight: load the state into a new OuterLoop")
         before: dict[str, Any] = {}
         contribution: Any
         try:
             before = self.exchange.state_dict()
+            state = given()
             arrays = self._fitting(state)
-            self.exchange.load_state_dict(_under("exchange/", state), same_settings=same_settings)
+            load_exchange()
             anchors = [arrays[f"anchor/{each.tensor.name}"] for each in self._ordered]
             in_flight = any(name.startswith("delta/") for name in arrays)
             contribution = {"count": str(state["count"]), "in flight": str(in_flight), "anchor": _digest(anchors)}
@@ -207,12 +245,26 @@ class OuterLoop:
         if in_flight:
             self._send()
 
+    def _between_rounds(self, ranks: int, load: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank, one of those that `ranks` ranks saved at the end of a round."""
+        check_number("ranks", ranks)
+        own = dict(load(self.exchange.comm.rank % ranks))
+        count = int(own.get("count", 0))
+        within = count % self.every or any(name.startswith("delta/") for name in own)
+        if within and ranks != self.exchange.comm.size:
+            raise ValueError(
+                f"the state is of step {count}, within a round of {self.every} steps or with an exchange in flight: "
+                "expected one saved at the end of a round with delay=0, where all ranks hold the anchor"
+            )
+        return own
+
     def _check_settings(self, anchor: str) -> None:
         """Raise ValueError for a setting out of range."""
         check_number("every", self.every)
         check_number("delay", self.delay, least=0)
         if self.delay >= self.every:
             raise ValueError(f"delay is {self.delay} and every {self.every}: expected 0 <= delay < every")
+        refuse_bools(momentum=self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum!r}: expected 0 <= momentum < 1")
         if self.nesterov and not self.momentum:
@@ -221,14 +273,9 @@ class OuterLoop:
             raise ValueError(f'clip is {self.clip!r}: expected "median" or None')
         if anchor not in ("beside", "host"):
             raise ValueError(f'anchor is {anchor!r}: expected "beside" or "host"')
-
-    def _checked_feedback(self) -> Exception | None:
-        """Return an error for a feedback that needs the pseudo-gradient's buffer, or returns no sparse mean."""
-        for pipeline in self.exchange._pipelines():
-            if pipeline.feedback.in_place or pipeline.feedback.has_dense_result:
-                got = f"{type(pipeline.feedback).__name__}{'(in_place=True)' if pipeline.feedback.in_place else ''}"
-                return ValueError(f"the feedback of {pipeline.name!r} is {got}: expected one such as ErrorFeedback()")
-        return None
+        feedback = self.exchange.feedback
+        if feedback.in_place or feedback.has_dense_result:  # needs the pseudo-gradient's buffer, or has no sparse mean
+            raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
 
     def _gather(self, contribution: Any) -> list[Any]:
         try:
@@ -238,14 +285,14 @@ class OuterLoop:
 
     @property
     def _ordered(self) -> list[Replica]:
-        """The parameters in the order of their names, which is the same on all ranks."""
+        """The parameters, sorted by name."""
         return [self._replicas[name] for name in sorted(self._replicas)]
 
     def _digest(self) -> str:
         return _digest([to_numpy(each.anchor) for each in self._ordered])
 
     def _check_anchors(self, digests: list[str]) -> None:
-        """Raise on all ranks, given the digest of each one's anchor, where some differ; names the fewer ranks."""
+        """Raise on all ranks if their digests of the anchor differ; names the minority."""
         usual = Counter(digests).most_common(1)[0][0]
         odd = [rank for rank, digest in enumerate(digests) if digest != usual]
         if odd and self.count:
@@ -273,7 +320,7 @@ class OuterLoop:
             if self.clip or self._checked:
                 self._clip_and_check(self._gather(contribution))
             elif isinstance(contribution, Exception):
-                self.exchange._fail(contribution)
+                self.exchange.fail(contribution)
         finally:
             del contribution
         self._send()
@@ -293,7 +340,7 @@ class OuterLoop:
         self._in_flight = True
 
     def _finish(self) -> bool:
-        """Finish the exchange that is in flight, and take the outer step, where it was kept; return whether it was.
+        """Finish the exchange in flight, and take the outer step if it was kept; return whether it was.
 
         Nothing after the exchange can fail.
         """
@@ -302,7 +349,7 @@ class OuterLoop:
             for each in self._replicas.values():
                 each.look()
         except Exception as raised:
-            self.exchange._fail(raised)
+            self.exchange.fail(raised)
         means = self.exchange.finish(sparse=True)
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
@@ -319,7 +366,7 @@ class OuterLoop:
         return True
 
     def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
-        """Return what is saved of each tensor, by name: the arrays themselves."""
+        """Return the arrays of each tensor to save, by name; not copied."""
         return {
             f"{part}/{name}": array
             for name, each in self._replicas.items()
@@ -327,7 +374,7 @@ class OuterLoop:
         }
 
     def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the arrays of a saved state, but for those of the exchange; raises ValueError if they do not fit."""
+        """Return the arrays of a saved state, except those of the exchange; raises ValueError if they do not fit."""
         own = {name: np.asarray(state[name]) for name in state if not name.startswith("exchange/")}
         counts = [own.pop(name, np.array(-1.0)) for name in ("count", "rounds")]
         in_flight = any(name.startswith("delta/") for name in own)
@@ -357,7 +404,7 @@ def _digest(arrays: Sequence[Array]) -> str:
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state whose names begin with a prefix, without it."""
+    """Return the entries of a state whose names begin with a prefix, which is removed."""
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
 

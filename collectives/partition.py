@@ -1,8 +1,8 @@
-"""Who owns which indices: pure functions, the same on every rank.
+"""Partitions of the index space into shares: pure functions, the same on every rank.
 
-A partition cuts a vector into one part for each owner, and unites the owners' parts again. `Ranges` are contiguous: of
-equal length, at sampled quantiles of where the entries stand, or the caller's own. `Blocks` deals short blocks out like
-cards: no owner can get more than its share of a stretch of the index space that is hot, and no samples are needed.
+A partition cuts a vector into one part for each owner, and joins the owners' parts again. `Ranges` are contiguous: of
+equal length, between sampled quantiles of the indices, or the caller's own. `Blocks` assigns short blocks to the owners
+in turn: a range with many entries is divided among all owners, without samples.
 """
 
 import math
@@ -52,9 +52,9 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of `width` positions, dealt out in turns: a turn gives each of `size` owners one of `size` blocks.
+    """Blocks of `width` positions, assigned in turns: a turn assigns `size` blocks, one to each of `size` owners.
 
-    Where a turn begins is a hash of its number, so a pattern that repeats with the turns meets every owner.
+    The first owner of a turn is a hash of its number, so a pattern with the period of a turn is spread over all owners.
     """
 
     size: int
@@ -86,21 +86,21 @@ class Blocks:
 def equal_ranges(length: int, size: int) -> Ranges:
     """Return `size` ranges whose lengths differ by one at most.
 
-    Python integers: length * size may be beyond 64 bits.
+    Uses Python integers, as length * size may exceed 64 bits.
     """
     return Ranges(tuple(length * owner // size for owner in range(size + 1)))
 
 
 def hashed_blocks(length: int, size: int) -> Blocks:
-    """Return the deal of `size` owners: 4096 blocks for each, of 1 to 1024 positions, as the length allows."""
+    """Return the blocks of `size` owners: 4096 for each, of 1 to 1024 positions, as the length allows."""
     return Blocks(size, max(1, min(LONGEST_BLOCK, length // (size * BLOCKS_A_SHARE))))
 
 
 def likely(mean: float, size: int) -> int:
-    """Return how many entries each of `size` shares holds at most, as a rule, where they are spread at random.
+    """Return a likely upper bound of the entries in each of `size` shares, if they are distributed at random.
 
-    mean: of a share. By Bernstein's inequality the chance that any of the shares holds more is below exp(-2), whatever
-    the mean is; it is under 2 %.
+    mean: of a share. By Bernstein's inequality the probability that any share holds more is below exp(-2) for any mean;
+    measured, it is under 2 %.
     """
     bound = 2 * math.log(size) + 4
     return math.ceil(mean + math.sqrt(bound * mean) + bound / 3) if mean else 0
@@ -109,7 +109,7 @@ def likely(mean: float, size: int) -> int:
 def given_ranges(bounds: Any, length: int, size: int) -> Ranges:
     """Return the ranges between the caller's bounds, any iterable of integers.
 
-    Raises ValueError or TypeError where they do not cover the indices.
+    Raises ValueError or TypeError if they do not cover the index space.
     """
     try:
         ranges = Ranges(tuple(index(bound) for bound in bounds))
@@ -126,15 +126,15 @@ def given_ranges(bounds: Any, length: int, size: int) -> Ranges:
 
 
 def samples_of(entries: int, size: int) -> int:
-    """Return how many samples a rank of so many entries gives for the shares of `size` owners."""
+    """Return the number of samples that a rank with `count` entries contributes for the shares of `size` owners."""
     return min(SAMPLES_A_SHARE * size, MOST_SAMPLES, entries // SAMPLED_ENTRIES)
 
 
 def sample(indices: Array, rank: int, size: int) -> Array:
-    """Return evenly spaced ones of a rank's indices, as many as quantiles for `size` shares are worth.
+    """Return evenly spaced samples of a rank's indices, for quantiles between `size` shares.
 
-    The entries are cut into equal runs, and each run gives one index, at a place in it that depends on the rank: where
-    the ranks' supports are alike, their samples are not.
+    The entries are cut into equal runs, with one sample in each, at an offset that depends on the rank: ranks with the
+    same support have different samples.
     """
     runs = samples_of(indices.size, size)
     ends = _run_ends(indices.size, runs)
@@ -144,7 +144,7 @@ def sample(indices: Array, rank: int, size: int) -> Array:
 
 
 def quantile_ranges(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Ranges:
-    """Return `size` ranges that hold about as many entries each, by every rank's `sample` and number of entries."""
+    """Return `size` ranges with about equal numbers of entries, from every rank's `sample` and number of entries."""
     places, entries = _distribution(samples, counts)
     if not entries.size:
         return equal_ranges(length, size)
@@ -154,7 +154,7 @@ def quantile_ranges(samples: Sequence[Array], counts: Sequence[int], length: int
 
 
 def balanced_ranges(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Ranges:
-    """Return equal ranges where none of them holds over 1.25 times the mean, else `quantile_ranges`."""
+    """Return equal ranges if none of them holds over 1.25 times the mean, else `quantile_ranges`."""
     equal = equal_ranges(length, size)
     places, entries = _distribution(samples, counts)
     if not entries.size:
@@ -165,13 +165,13 @@ def balanced_ranges(samples: Sequence[Array], counts: Sequence[int], length: int
 
 
 def _run_ends(count: int, runs: int) -> Array:
-    """Return where `runs` equal runs of `count` entries end. 64 bits: count is below 2^63 / runs."""
+    """Return the ends of `runs` equal runs of `count` entries. 64 bits: count is below 2^63 / runs."""
     ends: Array = np.arange(1, runs + 1, dtype=np.int64) * count // max(1, runs)
     return ends
 
 
 def _distribution(samples: Sequence[Array], counts: Sequence[int]) -> tuple[Array, Array]:
-    """Return all samples in order, and how many entries stand up to each of them."""
+    """Return all samples in order, and the estimated number of entries up to each of them."""
     places = np.concatenate(samples)
     runs = [np.diff(_run_ends(count, chosen.size), prepend=0) for chosen, count in zip(samples, counts, strict=True)]
     order = np.argsort(places, kind="stable")

@@ -1,4 +1,4 @@
-"""Rounds that several algorithms share: over any number of ranks, for any way to combine the parts of two ranks.
+"""Communication patterns for any number of ranks, and any function that combines two parts.
 
 A part is a vector and an integer, its count.
 """
@@ -15,14 +15,14 @@ Combine = Callable[[Part, Part, int], Part]
 
 
 def add(ours: Part, theirs: Part, block: int = 1) -> Part:
-    """Combine by adding, with the larger count; commutative bit for bit."""
+    """Combine by adding, with the larger count; bitwise commutative."""
     return merge(ours[0], theirs[0]), max(ours[1], theirs[1])
 
 
 def folded(part: Part, group: Group, combine: Combine, core: Callable[[Part], Steps[Part]]) -> Steps[Part]:
-    """Run `core` on the core ranks, a power of two; the ranks beyond fold into it first and receive its result last.
+    """Run `core` on the core ranks, a power of two; the other ranks fold into these first and receive the result last.
 
-    Rounds beside those of the core: 2 when P is no power of two, else none.
+    Additional rounds: 2 if P is no power of two, else none.
     """
     partner = fold_partner(group.rank, group.size)
     if partner is not None and partner < group.rank:
@@ -39,8 +39,8 @@ def folded(part: Part, group: Group, combine: Combine, core: Callable[[Part], St
 def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
     """Exchange over doubling distances and combine, and return the result of all core ranks. lg(core) rounds.
 
-    combine(ours, theirs, block): `block` consecutive core ranks, this one among them, do the same at the same time.
-    Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is commutative bit for bit.
+    combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.
+    Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is bitwise commutative.
     """
     block = 1
     for partner in butterfly(group.rank, group.core):
@@ -50,9 +50,9 @@ def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
 
 
 def agreed(group: Group) -> Steps[None]:
-    """Compare the call signatures over the schedule of recursive doubling.
+    """Compare the call signatures, over the schedule of recursive doubling.
 
-    So ranks that take recursive doubling as the default meet those that named another algorithm.
+    So ranks that run recursive doubling by default detect ranks that named another algorithm.
     """
 
     def received(ours: Part, theirs: Part, block: int) -> Part:
@@ -63,7 +63,7 @@ def agreed(group: Group) -> Steps[None]:
 
 
 def reduce_up(part: Part, group: Group, combine: Combine, root: int = 0) -> Steps[Part]:
-    """Combine towards the root of a binomial tree; what the root returns is the whole. ceil(lg P) rounds."""
+    """Combine towards the root of a binomial tree, which returns the combination of all parts. ceil(lg P) rounds."""
     for child in tree_children(group.rank, group.size, root):
         part = combine(part, (yield from group.receive(child)), 1)
     parent = tree_parent(group.rank, group.size, root)
@@ -73,7 +73,7 @@ def reduce_up(part: Part, group: Group, combine: Combine, root: int = 0) -> Step
 
 
 def hand_down(vector: SparseVector, group: Group, root: int = 0) -> Steps[SparseVector]:
-    """Return the root's vector on every rank, down a binomial tree. ceil(lg P) rounds."""
+    """Broadcast the root's vector over a binomial tree, and return it. ceil(lg P) rounds."""
     parent = tree_parent(group.rank, group.size, root)
     if parent is not None:
         vector, _ = yield from group.receive(parent)

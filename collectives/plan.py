@@ -1,15 +1,15 @@
-"""Shared supports: agree on the indices once, then sum many sets of values at them.
+"""Shared supports: agree on the indices once, then sum values at these indices many times.
 
 Sources: ScaleCom (C.-Y. Chen, J. Ni, S. Lu, X. Cui et al., NeurIPS 2020, arXiv 2104.11125) for a leader's support;
 random-k with a shared seed as in S. U. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018 (arXiv 1809.07599).
 
-To make a plan costs an exact sum of rows of width 0 (union), a broadcast of the indices (leader), or a round of small
-messages (random). An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K indices with v bytes each, after
-ceil(lg P) small messages in which the plans are compared.
+Creating a plan costs an exact sum of rows of width 0 (union), a broadcast of the indices (leader), or small messages
+(random). An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K indices with v bytes each, after ceil(lg P)
+small messages that compare the plans.
 
-Differences from the papers: any number of ranks; rows; ranks whose plans differ raise instead of adding up what does
-not belong together. `CyclicLeader` selects the exact Top-k, not one in chunks, and has no low-pass filter of the
-residual; where the leader's vector is zero, no rank sends an entry in that step.
+Differences from the papers: any number of ranks; rows; ranks whose plans differ raise instead of adding values of
+different indices. `CyclicLeader` selects the exact Top-k, not one in chunks, and has no low-pass filter of the
+residual; if the leader's vector is zero, no rank sends an entry in that step.
 """
 
 import math
@@ -101,34 +101,38 @@ class SupportPlan:
     """Indices that all ranks of a communicator agreed on; made by `union`, `leader` or `random`.
 
     indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in numbers or in rows. comm: the
-    communicator. digest: of the indices. Each way to make a plan, and `allreduce`, has a nonblocking form with MPI's
-    `i`, which returns a `Request`.
+    communicator. digest: of the indices. The constructors and `allreduce` have nonblocking forms (`iallreduce`), which
+    return a `Request`.
+
+    >>> plan = SupportPlan.union(TopK(k=2).compress(gradient), comm)
+    >>> plan.allreduce(plan.take(gradient)).tolist()
+    [-3.0, 2.0]
     """
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
-        """Make a plan of a support that is the same on all ranks: `union`, `leader` and `random` see to that."""
+        """Create a plan; use `union`, `leader` or `random`, which ensure the same support on all ranks."""
         self.indices, self.length, self.comm = read_only(support.indices.copy()), support.length, comm
         self.digest = _digest(support)
 
     @staticmethod
     def union(vector: SparseVector, comm: Any) -> "SupportPlan":
-        """Take every index that a rank contributes: the union of the supports.
+        """Create a plan with the union of all ranks' supports.
 
-        vector: of one length on all ranks; its values are ignored. Raises what `sparse_allreduce` does.
+        vector: of one length on all ranks; its values are ignored. Raises the errors of `sparse_allreduce`.
         """
         return _union(vector, comm)
 
     @staticmethod
     def leader(vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "SupportPlan":
-        """Take the indices of the root.
+        """Create a plan with the root's indices.
 
-        vector: on the root; its values are ignored, and so are the others' vectors. Raises what `sparse_bcast` does.
+        vector: used on the root only; its values are ignored. Raises the errors of `sparse_bcast`.
         """
         return _leader(vector, comm, root)
 
     @staticmethod
     def random(length: int, k: int, comm: Any, seed: int = 0) -> "SupportPlan":
-        """Draw `k` of `length` indices, each set as likely as another, from a seed that all ranks share.
+        """Create a plan with `k` of `length` indices, drawn uniformly from a seed that all ranks share.
 
         length, k, seed: the same on all ranks; k at most length, seed below 2^63. Raises ValueError or TypeError on a
         rank whose arguments are bad, and CollectiveError on the others; CollectiveError where they differ.
@@ -178,12 +182,16 @@ class SupportPlan:
 
 @collective(gives_sum=True)
 def aligned_allreduce(vector: SparseVector, comm: Any) -> Call[SparseVector]:
-    """Sum vectors that have their entries at the same indices on all ranks, by MPI's own allreduce: no index is sent.
+    """Sum vectors with the same support on all ranks by MPI's own allreduce: no index is sent.
 
-    vector: of numbers or of rows, of one support, length, width and dtype on all ranks: from `CyclicLeader`, say, or
-    `RandomK(..., aligned=True)`.
+    vector: of numbers or of rows, of one support, length, width and dtype on all ranks, for example from `CyclicLeader`
+    or `RandomK(..., aligned=True)`.
 
     Returns the sum, with the same indices.
+
+    >>> vector = RandomK(k=2, seed=1, aligned=True).compress(gradient)
+    >>> aligned_allreduce(vector, comm).nnz
+    2
     """
 
     def prepare(call: Call[Any], size: int) -> SparseVector:
@@ -202,7 +210,7 @@ aligned_allreduce.algorithm(mpi, meets=True)
 
 
 def _digest(support: SparseVector) -> int:
-    """Return the indices of a support as 64 bits."""
+    """Return a 64-bit digest of the indices of a support."""
     digest = blake2b(support.length.to_bytes(8, "little"), digest_size=8)
     digest.update(to_numpy(support.indices).data)
     return int.from_bytes(digest.digest(), "little")
@@ -215,6 +223,10 @@ class CyclicLeader(Density):
 
     `compress` is a collective call over `comm`: all ranks call it, in the same order, and it raises on all or on none.
     `step` counts the calls that all ranks completed.
+
+    >>> exchange = GradientExchange(comm, CyclicLeader(comm, k=2), collective=aligned_allreduce)
+    >>> exchange(gradient).tolist()
+    [0.0, -3.0, 0.0, 2.0]
     """
 
     state = {"step": expect_integer(0)}
@@ -226,10 +238,10 @@ class CyclicLeader(Density):
         self.comm, self.step = comm, 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the entries at the leader's indices, exact zeros too; see `Compressor.compress`.
+        """Return the entries at the leader's indices, including exact zeros; see `Compressor.compress`.
 
-        corrected: as everywhere, or an exception that stands for a rank whose step failed before: it is raised here.
-        Raises ValueError or TypeError on a rank whose vector is bad, and `CollectiveError` on the others.
+        corrected: as in `Compressor.compress`; or an exception if the rank failed before, which it then raises. Raises
+        ValueError or TypeError on a rank whose vector is bad, and `CollectiveError` on the others.
         """
         if not isinstance(corrected, Exception):
             return self._selected(partial(finite_vector, corrected))
@@ -243,7 +255,7 @@ class CyclicLeader(Density):
         return self._selected(partial(_finite_sum, residual, gradient, out))
 
     def _selected(self, make: Callable[[], Array]) -> SparseVector:
-        """Return the entries of what `make` returns at the leader's indices; what it raises, the other ranks learn."""
+        """Return the entries of `make()` at the leader's indices; reports its errors to the other ranks."""
         root = self.step % self.comm.size
         try:
             dense = make()
@@ -255,7 +267,7 @@ class CyclicLeader(Density):
         return self.reported(_entries(dense, plan.indices))
 
     def _failed(self, error: Exception) -> NoReturn:
-        """Take part as a rank that failed: `error` is raised here, and `CollectiveError` on the others."""
+        """Participate as a rank that failed: this rank raises `error`, the others `CollectiveError`."""
         try:
             SupportPlan.leader(error, self.comm, self.step % self.comm.size)
             raise error
@@ -263,7 +275,7 @@ class CyclicLeader(Density):
             del error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CyclicLeader":
-        """Copy all but the communicator, which the copy shares."""
+        """Copy all attributes but the communicator, which is shared."""
         return copy(self)
 
     def _settings(self) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021).
 
 Rounds: one step of P - 1 messages a rank. Bytes sent by a rank: (P-1)/P k s, when its k entries are spread evenly.
-Invariant: an owner adds what the ranks hold of its share in rank order: the same bits in every run.
+Invariant: an owner adds the parts of its share in rank order, so every run has the same bits.
 
-Differences from the paper: the parts are sent to their owners directly in one step, and each says how long it is; the
-shares are ranges of equal length, hashed blocks, or the caller's own ranges.
+Differences from the paper: the parts are sent to their owners directly in one step, with their sizes in the headers;
+the shares are ranges of equal length, hashed blocks, or the caller's own ranges.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,16 @@ def sparse_reduce_scatter(
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    algorithm: "auto" or "split". partition: who owns what, the same on all ranks: "equal": rank r of P has
-    n r // P <= index < n (r + 1) // P; "hashed": short blocks, so that no rank gets all of a hot stretch
+    algorithm: "auto" or "split". partition: the shares, the same on all ranks: "equal": rank r of P has n r // P <=
+    index < n (r + 1) // P; "hashed": short blocks, so that all ranks share a range with many entries
     (`collectives.partition.hashed_blocks(n, P).owners(indices)` returns the owner of each index); or P + 1 bounds from
     0 to n: rank r has bounds[r] <= index < bounds[r + 1].
 
-    Returns a vector of the same length with the entries of this rank's share only, at their own indices.
+    Returns a vector of the same length with only the entries of this rank's share; indices do not change.
+
+    >>> share = sparse_reduce_scatter(TopK(k=2).compress(gradient), comm)
+    >>> share.indices.tolist()
+    [1, 3]
     """
     return Call(vector, comm, algorithm, codec, {"partition": partition}, prepare=divided)
 
@@ -50,7 +54,7 @@ sparse_ireduce_scatter = sparse_reduce_scatter.nonblocking
 
 
 def divided(call: Call[Any], size: int) -> SparseVector:
-    """Return the vector if it is sound, and write the partition that the caller asked for as text in the arguments."""
+    """Return the vector if it is valid, and store the partition as text in the call's arguments."""
     vector, partition = sound(call, size), call.arguments["partition"]
     if not isinstance(partition, str):
         call.arguments["partition"] = " ".join(map(str, given_ranges(partition, vector.length, size).bounds))
@@ -61,7 +65,7 @@ def divided(call: Call[Any], size: int) -> SparseVector:
 
 @sparse_reduce_scatter.algorithm(meets=True)
 def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
-    """Let every rank add up its share; see the head of this file."""
+    """Sum every share on its owner; see the module."""
     if partition == "hashed":
         shares: Ranges | Blocks = hashed_blocks(vector.length, group.size)
     elif partition == "equal":
@@ -72,15 +76,15 @@ def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVec
 
 
 def sum_of_share(vector: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[SparseVector]:
-    """Send every owner its part, and add up what the ranks hold of this rank's."""
+    """Send every owner its part, and add up the parts of this rank's share."""
     parts = yield from scatter(vector, group, shares)
     return add_up([theirs for theirs, _ in parts])
 
 
 def scatter(vector: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[list[Part]]:
-    """Send every owner its part, and return what the ranks hold of this rank's, each with the entries of the whole.
+    """Send every owner its part, and return the parts of this rank's share, each with its sender's number of entries.
 
-    Where there are fewer shares than ranks, the last ranks own nothing.
+    With fewer shares than ranks, the last ranks own nothing.
     """
     parts = shares.cut(vector)
     parts += [group.nothing] * (group.size - len(parts))

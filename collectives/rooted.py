@@ -2,14 +2,15 @@
 
 Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005.
 
-Rounds: ceil(lg P) that carry the vectors, up to the root or down from it, after ceil(lg P) of 64 bytes a rank in which
-the call signatures are compared: the tree depends on the root, and most ranks communicate with few others in it. Bytes
-sent by a rank: a reduce sends the sum of its subtree once; a broadcast the vector once to each child, up to ceil(lg P)
-times at the root.
+Rounds: ceil(lg P) with vectors, after ceil(lg P) of 64 bytes a rank that compare the call signatures, as most ranks
+communicate with few others in the tree. Bytes sent by a rank: a reduce sends the sum of its subtree once; a broadcast
+sends the vector once to each child, up to ceil(lg P) times at the root.
 
 Differences from the paper: any root and any number of ranks; vectors of unequal size; a mismatch raises everywhere.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,15 @@ def sparse_reduce(
     """Sum the vectors of all ranks on the root, exactly.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none. root:
-    the same on all ranks. algorithm: "auto" or "tree". votes: count the ranks that contribute each entry as well; the
-    same on all ranks.
+    the same on all ranks. algorithm: "auto" or "tree". votes: also count the ranks that contribute each entry; the same
+    on all ranks.
 
-    Returns the sum on the root, and None on the other ranks. With votes the root gets (sum, counts): int64, one for
-    each entry.
+    Returns the sum on the root, and None on the other ranks. With votes the root returns (sum, counts): counts is
+    int64, one for each entry.
+
+    >>> total = sparse_reduce(TopK(k=2).compress(gradient), comm, root=0)
+    >>> total.indices.tolist() if comm.rank == 0 else total
+    [1, 3]
     """
     return Call(vector, comm, algorithm, codec, {"root": root, "votes": votes})
 
@@ -57,11 +62,15 @@ def sparse_bcast(
 ) -> Call[SparseVector]:
     """Broadcast the root's vector to all ranks.
 
-    vector: any on the root; length and dtype are the root's. Other ranks' `vector` is ignored, except for its device,
-    where the result is placed (None will do; an exception says that the rank failed). root: the same on all ranks.
-    algorithm: "auto" or "tree".
+    vector: on the root, of any length and dtype. Other ranks' `vector` is ignored, except for its device, on which the
+    result is placed; it may be None, or an exception if the rank failed. root: the same on all ranks. algorithm: "auto"
+    or "tree".
 
     Returns the root's vector on every rank, the same bits; on the root it is `vector` itself.
+
+    >>> vector = TopK(k=2).compress(gradient) if comm.rank == 0 else None
+    >>> sparse_bcast(vector, comm, root=0).indices.tolist()
+    [1, 3]
     """
     return Call(vector, comm, algorithm, codec, {"root": root}, follow=True)
 
@@ -69,9 +78,24 @@ def sparse_bcast(
 sparse_ibcast = sparse_bcast.nonblocking
 
 
+def server_halves(given: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the nonblocking forms of `sparse_reduce`, with bound arguments, and of the matching `sparse_bcast`.
+
+    Raises ValueError for other functions.
+    """
+    function = given.func if isinstance(given, partial) else given
+    bound = given.keywords if isinstance(given, partial) else {}
+    if function not in (sparse_reduce, sparse_ireduce) or "root" in bound:
+        raise ValueError(
+            f"got downlink= and collective={given!r}: expected no collective, or sparse_reduce without a root, as the "
+            "downlink compresses a sum at a root that the exchange chooses"
+        )
+    return partial(sparse_ireduce, **bound), partial(sparse_ibcast, codec=bound.get("codec", "auto"))
+
+
 @sparse_reduce.algorithm
 def tree(vector: SparseVector, group: Group, root: int, votes: bool = False) -> Steps[Any]:
-    """Add up towards the root: the vectors, and with votes a one for each entry."""
+    """Sum over a binomial tree to the root: the vectors, and with votes a one for each entry."""
     total, _ = yield from reduce_up((vector, 0), group, add, root)
     if not votes:
         return total if group.rank == root else None
@@ -80,7 +104,7 @@ def tree(vector: SparseVector, group: Group, root: int, votes: bool = False) -> 
 
 
 def bcast(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector]:
-    """Hand the root's vector down."""
+    """Broadcast the root's vector over a binomial tree."""
     return (yield from hand_down(vector, group, root))
 
 

@@ -1,7 +1,7 @@
-"""Who talks to whom: pure functions of (rank, size), with no MPI in them.
+"""Communication schedules: pure functions of (rank, size), without MPI.
 
-A butterfly needs a power of two, the *core*: the largest one that fits. The ranks beyond it fold their data into a core
-rank before the butterfly and get the result from it afterwards.
+A butterfly needs a power of two, the *core*: the largest one that fits. Each other rank folds its data into a core rank
+before the butterfly, and receives the result from it afterwards.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ def core_size(size: int) -> int:
 
 
 def butterfly(rank: int, core: int) -> Iterator[int]:
-    """Yield the partner of each round of recursive doubling: distance 1, 2, 4, ... core / 2.
+    """Yield the partner of each round of recursive doubling: distances 1, 2, 4, ..., core / 2.
 
-    After round j (counted from 0) the 2^(j+1) consecutive ranks of a block have data of each other.
+    After round j (counted from 0) each of the 2^(j+1) consecutive ranks of a block has the data of all of them.
     """
     distance = 1
     while distance < core:
@@ -25,7 +25,7 @@ def butterfly(rank: int, core: int) -> Iterator[int]:
 
 
 def fold_partner(rank: int, size: int) -> int | None:
-    """Return the partner of `rank` in the fold and unfold rounds; None for a rank that has none.
+    """Return the partner of `rank` in the fold and unfold rounds; None without one.
 
     A rank at or above core sends to rank - core, and receives from it at the end.
     """
@@ -36,10 +36,10 @@ def fold_partner(rank: int, size: int) -> int | None:
 
 
 def halving(rank: int, core: int) -> Iterator[int]:
-    """Yield the partners of a butterfly from the longest distance to the shortest: core / 2, ... 2, 1.
+    """Yield the partners of a butterfly from the longest distance to the shortest: core / 2, ..., 2, 1.
 
-    When each round splits the index range that is held into a lower and an upper half, and the lower rank of the pair
-    keeps the lower one, rank r ends with the r-th of `core` equal ranges.
+    If each round halves the index range, and the lower rank of the pair keeps the lower half, rank r ends with the r-th
+    of `core` equal ranges.
     """
     return reversed(list(butterfly(rank, core)))
 
@@ -63,7 +63,7 @@ def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
 
 @lru_cache(maxsize=16)
 def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that carry one mark, for each mark, in the order in which the marks come up first."""
+    """Return the ranks with each mark, in the order in which the marks first appear."""
     found: dict[int, list[int]] = {}
     for rank, mark in enumerate(marks):
         found.setdefault(mark, []).append(rank)
@@ -72,22 +72,22 @@ def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=16)
 def group_sizes(marks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many ranks carry each mark, in the order of `groups`."""
+    """Return the number of ranks with each mark, in the order of `groups`."""
     return tuple(map(len, groups(marks)))
 
 
 def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (dest, source) of the size - 1 steps in which every rank sends to every other one directly."""
+    """Yield (dest, source) of the size - 1 steps in which every rank sends directly to every other one."""
     for distance in range(1, size):
         yield (rank + distance) % size, (rank - distance) % size
 
 
 @lru_cache(maxsize=16)
 def hearing(rank: int, size: int) -> tuple[int, ...]:
-    """Return the other ranks in the order in which one waits for what each of them sends directly.
+    """Return the order in which to wait for direct messages from all other ranks.
 
-    First those from which recursive doubling receives, in its order. A rank in that schedule instead continues when its
-    message is received; so nobody waits for one that waits, by others in between, for this one to receive.
+    The partners in recursive doubling are first, in its order. If some ranks run recursive doubling instead, their
+    messages are then received in the order in which they are sent, which avoids a cycle of waits.
     """
     partner, core = fold_partner(rank, size), core_size(size)
     first = [] if rank >= core else [*([] if partner is None else [partner]), *butterfly(rank, core)]
@@ -97,7 +97,7 @@ def hearing(rank: int, size: int) -> tuple[int, ...]:
 def dissemination(rank: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield the ceil(lg size) rounds after which every rank holds every rank's block (Bruck et al., 1997).
 
-    A round is (dest, source, blocks): the first `blocks` held go to `dest`, and as many come from `source`.
+    A round is (dest, source, blocks): send the first `blocks` blocks held to `dest`, and receive as many from `source`.
 
     Before round j a rank holds the blocks of rank, rank + 1, ..., rank + 2^j - 1 (modulo size), in this order.
     """

@@ -1,23 +1,23 @@
 """PyTorch in one line: `attach(model, exchange)` for DistributedDataParallel, `attach_fsdp` for hybrid sharding.
 
-Imported by those who use PyTorch, and by nobody else: nothing of the library imports this module.
+The library itself does not import this module.
 
-DistributedDataParallel calls a communication hook with one bucket of gradients after the other while the backward pass
-goes on. The hook hands them to one `GradientExchange` by the names of the parameters, and completes the futures of all
-buckets in the last one. So residuals belong to parameters: DDP makes new buckets after the first step, and nothing is
-lost. Rounds and bytes of a step: those of the exchange.
+DistributedDataParallel calls a communication hook for each bucket of gradients during the backward pass. The hook
+passes them to one `GradientExchange` by the names of the parameters, and completes the futures of all buckets in the
+last one. So residuals belong to parameters, and are conserved when DDP rebuilds its buckets after the first step.
+Rounds and bytes of a step: those of the exchange.
 
 FSDP2 reduce-scatters the gradients inside a replica, and calls the hooks of a sharded parameter once its shard is
-there: the shards are then exchanged between the replicas. `FSDPModule.set_all_reduce_hook` is not used. With a
-two-dimensional mesh it runs after torch's dense allreduce, not in its place. With a one-dimensional mesh it gets a flat
-buffer of the shards of a module, and its names are not known; FSDP casts and accumulates the buffer as soon as the hook
-returns, so that the exchange of a module could not overlap with the backward pass of the next one.
+available: the shards are then exchanged between the replicas. `FSDPModule.set_all_reduce_hook` is not used. With a
+two-dimensional mesh that hook runs after torch's dense allreduce, and does not replace it. With a one-dimensional mesh
+it receives a flat buffer of a module's shards, without names; FSDP casts and accumulates the buffer as soon as the hook
+returns, so an exchange could not overlap with the backward pass of the next module.
 
-DDP's bucket holds a gradient in the order of its parameter's memory, and so does the exchange: the residual of a
-channels_last parameter fits a model of the same memory format.
+DDP's buckets store a gradient in the memory order of its parameter, and so does the exchange: the residual of a
+channels_last parameter fits only a model of the same memory format.
 
-Invariant: where a parameter has no gradient on this rank, it counts as zero; where its mean is not zero, `.grad` is set
-to the mean.
+Invariant: a parameter without a gradient on this rank counts as zero; if its mean is not zero, `.grad` is set to the
+mean.
 """
 
 import json
@@ -43,18 +43,19 @@ from collectives.exchange import GradientExchange
 from collectives.launcher import torchrun_warning
 from collectives.outer import OuterLoop
 from mpicomp.compressors.common import check_number
+from mpicomp.settings import refuse_bools
 
 _TEXT = "text:"  # before the keys of text, which torch holds as UTF-8 of JSON in uint8
 _DENSE_STEPS = "attach/dense_steps_left"
 
 
 def init_process_group(comm: Any, backend: str = "gloo") -> None:
-    """Initialise torch.distributed with the ranks of an MPI communicator, of which all call.
+    """Initialise torch.distributed with the ranks of an MPI communicator; all of them call it.
 
     comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends its host and the port to all. backend:
-    for torch's own messages; with `attach` these are DDP's small ones only. Raises RuntimeError under torchrun, whose
-    processes MPI does not connect, and when there is a process group already; what torch raises where rank 0 cannot
-    listen; on the other ranks CollectiveError.
+    for torch's own messages; with `attach` only the small ones of DDP. Raises RuntimeError under torchrun, whose
+    processes MPI does not connect, and if there is a process group already; torch's error if rank 0 cannot listen, and
+    CollectiveError on the other ranks.
 
     >>> init_process_group(MPI.COMM_WORLD)
     """
@@ -93,20 +94,20 @@ def attach(
 ) -> "DDPHandle":
     """Exchange the gradients of a DistributedDataParallel model through `exchange`, in place of DDP's allreduce.
 
-    Call it once, on all ranks, before the first backward pass. It registers the parameters with the exchange under the
-    names that they have in `model.module`, so the exchange is a new one. A backward pass then leaves the means in
-    `.grad`; inside `model.no_sync()` nothing is exchanged.
+    Call it once, on all ranks, before the first backward pass. It registers the parameters with the exchange, which
+    must be new, under their names in `model.module`. A backward pass then writes the means to `.grad`; inside
+    `model.no_sync()` nothing is exchanged.
 
     warmup_steps: this many steps are dense first; residuals are not touched. clip: before it is compressed, this rank's
     gradient is scaled to a Euclidean norm of at most clip / sqrt(P). The norm is that of all parameters, so with `clip`
     the exchange starts when the last bucket is ready: it does not overlap with the backward pass. scaler: the
-    `torch.amp.GradScaler` whose scale the gradients have. They are exchanged without it, so that `clip` and residuals
-    do not depend on the scale, and get it back after. Use `nonfinite="skip"` for the exchange then: a step with
-    infinities leaves NaN in `.grad` on all ranks, and the scaler skips it.
+    `torch.amp.GradScaler` that scaled the loss. They are divided by the scale before the exchange and multiplied after
+    it, so that `clip` and residuals do not depend on it. Use `nonfinite="skip"` for the exchange: a step with
+    infinities writes NaN to `.grad` on all ranks, and the scaler skips it.
 
-    Returns a handle for checkpoints. A step that the exchange refuses raises from `backward()` on all ranks, with NaN
-    in `.grad`; the model can go on. Raises TypeError or ValueError for bad arguments; RuntimeError under torchrun, and
-    for an exchange that has tensors; on the other ranks CollectiveError.
+    Returns a handle for checkpoints. If the exchange raises in a step, `backward()` raises on all ranks, with NaN in
+    `.grad`; training can continue. Raises TypeError or ValueError for bad arguments; RuntimeError under torchrun, and
+    for an exchange with registered tensors; CollectiveError on the other ranks.
 
     Source of the clipping: Lin et al., Deep Gradient Compression, ICLR 2018, section 3.2.
 
@@ -116,6 +117,7 @@ def attach(
     with _on_all_ranks(exchange, "attach"):
         _check_ddp(model, exchange.comm)
         check_number("warmup_steps", warmup_steps, least=0)
+        refuse_bools(clip=clip)
         if clip is not None and not 0 < clip < math.inf:
             raise ValueError(f"clip is {clip!r}: expected the largest norm of a gradient, a number above 0, or None")
         if scaler is not None and not hasattr(scaler, "get_scale"):
@@ -128,18 +130,19 @@ def attach(
 def attach_fsdp(model: FSDPModule, exchange: GradientExchange) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
-    model: sharded by `fully_shard` over a one-dimensional mesh, that of one replica; torch would average over the
-    second dimension of a mesh itself, densely. exchange: a new one, over the ranks that have the same shard of all
-    replicas. The replicas must start with the same parameters.
+    model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch itself would average densely
+    over the second dimension of a mesh. exchange: a new one, over the ranks that have the same shard in all replicas.
+    The replicas must start with the same parameters.
 
-    A backward pass leaves the means in `.grad`. With `set_requires_gradient_sync(False)` nothing is exchanged, as FSDP
-    reduces nothing then: accumulate gradients so. Raises TypeError or ValueError for bad arguments, RuntimeError under
-    torchrun and for an exchange that has tensors; on the other ranks CollectiveError, and so where the ranks of the
-    exchange have different shards.
+    A backward pass writes the means to `.grad`. With `set_requires_gradient_sync(False)` gradients accumulate, and
+    nothing is exchanged. Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and for an
+    exchange with registered tensors; CollectiveError on the other ranks, and if the ranks of the exchange have
+    different shards.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    >>> fully_shard(model, mesh=mesh["shard"])
-    >>> attach_fsdp(model, GradientExchange(comm.Split(mesh.get_local_rank("shard"), comm.rank), TopK(0.01)))
+    >>> model = fully_shard(model, mesh=mesh["shard"])
+    >>> replicas = comm.Split(mesh.get_local_rank("shard"), comm.rank)
+    >>> handle = attach_fsdp(model, GradientExchange(replicas, TopK(0.01)))
     """
     shard: dict[str, str] = {}
     with _on_all_ranks(exchange, "attach_fsdp", shard):
@@ -148,7 +151,7 @@ def attach_fsdp(model: FSDPModule, exchange: GradientExchange) -> "FSDPHandle":
 
 
 def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any) -> OuterLoop:
-    """Return an `OuterLoop` (local steps) of a module's trainable parameters. terms: its keyword arguments.
+    """Return an `OuterLoop` (local steps) of a module's trainable parameters. terms: keyword arguments of `OuterLoop`.
 
     >>> outer = outer_loop(network, exchange, every=30)
     """
@@ -156,7 +159,7 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
 
 
 def to_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return what `GradientExchange.state_dict` returned as tensors, which `torch.load` takes with its defaults."""
+    """Return a `GradientExchange.state_dict` as tensors, which `torch.load` reads with its defaults."""
     tensors = {}
     for key, value in state.items():
         array = np.asarray(value)
@@ -177,7 +180,7 @@ def to_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Handle:
-    """A model's parameters in an exchange, and their state for checkpoints: what `attach` and `attach_fsdp` return."""
+    """The handle that `attach` and `attach_fsdp` return: a model's parameters in an exchange, and their state."""
 
     def __init__(
         self, exchange: GradientExchange, parameters: Mapping[str, torch.Tensor], dense_steps: int = 0
@@ -192,17 +195,17 @@ class Handle:
             raise RuntimeError(f"the exchange is in use, and attach needs a new one ({error})") from error
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of all that this rank's exchange remembers, and how many dense steps are left, as tensors.
+        """Return copies of this rank's state of the exchange, and the number of dense steps left, as tensors.
 
-        By name; each rank saves its own. `torch.load` loads them with its defaults.
+        They are named, and each rank saves its own. `torch.load` reads them with its defaults.
         """
         return to_tensors(self.exchange.state_dict()) | {_DENSE_STEPS: torch.tensor(self._dense_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
-        """Load what `state_dict` returned, of this handle or of the exchange; nothing changes where it raises.
+        """Load a `state_dict` of this handle or of the exchange; if it raises, nothing changes.
 
-        Names of parameters may begin with `module.`, as those of a loop over the parameters of the DDP model.
-        same_settings: False to load it with other settings, such as another density or decay, on purpose.
+        Names of parameters may begin with `module.`, as in a loop over the parameters of the DDP model. same_settings:
+        False also accepts a state with other settings, such as another density or decay.
 
         Raises ValueError for a state that does not fit, and RuntimeError within a step.
         """
@@ -214,7 +217,7 @@ class Handle:
         self._dense_steps = left
 
     def _try(self, start: Callable[..., None], *arguments: Any) -> None:
-        """Start a part of the step, unless one before it failed: torch has to reach the end of the step first."""
+        """Start a part of the step, unless an earlier one failed: errors are raised at the end of the step."""
         if self._failed is None:
             try:
                 start(*arguments)
@@ -222,19 +225,19 @@ class Handle:
                 self._failed = error
 
     def _raise_failed(self) -> None:
-        """Raise what failed in this step, on all ranks."""
+        """Raise the error of this step, on all ranks."""
         failed, self._failed = self._failed, None
         if failed is None:
             return
         try:
-            if self.exchange._step is not None:  # it was refused here alone: the other ranks are in the step
-                self.exchange._fail(failed)
+            if self.exchange.under_way:  # it was refused here alone: the other ranks are in the step
+                self.exchange.fail(failed)
             raise failed
         finally:
             del failed  # it, its traceback and this frame would hold each other
 
     def _start(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start the exchange of a gradient; the end of the step writes its mean over it."""
+        """Start the exchange of a gradient; the end of the step overwrites it with its mean."""
         out = None if gradient.dtype == torch.bfloat16 else gradient
         self.exchange.start(self._names[parameter], gradient, out=out)
 
@@ -269,7 +272,7 @@ class DDPHandle(Handle):
     def detach(self) -> None:
         """Make all further steps dense, without clipping; call it on all ranks, between steps.
 
-        DDP cannot remove a hook: this one then averages as DDP does without it. Residuals stay in the exchange.
+        DDP cannot remove a hook; this one then averages as DDP does. Residuals stay in the exchange.
         """
         self._detached = True
 
@@ -308,7 +311,7 @@ class DDPHandle(Handle):
             self._start(parameter, part)
 
     def _end_step(self, buckets: list[_Bucket]) -> None:
-        """Wait for the means, and put them where DDP takes them from, and where it takes none."""
+        """Wait for the means, and write them to DDP's buckets and to unused parameters."""
         failed: Exception | None = None
         try:
             self._receive(buckets)
@@ -341,7 +344,7 @@ class DDPHandle(Handle):
                 part.copy_(means[self._names[parameter]])
 
     def _set_unused(self, bucket: _Bucket) -> None:
-        """Set `.grad` of parameters: DDP drops the mean of one that no rank used, though a residual may be in it."""
+        """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
         for parameter, part in bucket.parts:
             mean = _in_layout_of(parameter, part)
             if parameter.grad is not None:
@@ -378,14 +381,14 @@ class FSDPHandle(Handle):
             hook.remove()
 
     def _take(self, parameter: Any) -> None:
-        """Start the exchange of a shard, and see that the end of the backward pass waits for all of them."""
+        """Start the exchange of a shard, and have the end of the backward pass wait for all shards."""
         if not self._finishing:
             _after_backward(self._finish)
             self._finishing = True
         self._try(self._start, parameter, _local(parameter.grad))
 
     def _finish(self) -> None:
-        """Wait for the means, and put them into `.grad`; NaN where the step fails, which it does on all ranks."""
+        """Wait for the means, and write them to `.grad`; NaN if the step fails, which it does on all ranks."""
         self._finishing = False
         try:
             self._raise_failed()
@@ -410,12 +413,12 @@ def _bucket_hook(state: DDPHandle, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Call something when the backward pass that is under way has ended; RuntimeError where there is none."""
+    """Call a function at the end of the current backward pass; RuntimeError without one."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise an error from `backward()`, once DDP has ended its step: it refuses the next one otherwise."""
+    """Raise an error from `backward()` after DDP has ended its step; else DDP refuses the next step."""
 
     def fail() -> None:
         raise error
@@ -428,12 +431,14 @@ def _raise_after_backward(error: Exception) -> None:
 
 @contextmanager
 def _on_all_ranks(exchange: Any, operation: str, compared: dict[str, str] | None = None) -> Iterator[None]:
-    """Raise an error of the block on all ranks of an exchange: as it is here, and CollectiveError on the others.
+    """Raise an error of the block on this rank, and CollectiveError on the other ranks of an exchange.
 
-    compared: what must be the same on all ranks, by name, once the block has ended.
+    compared: texts by name, compared between the ranks when the block has ended.
     """
     if not isinstance(exchange, GradientExchange):
-        raise TypeError(f"exchange is {type(exchange).__name__}: expected GradientExchange(comm, TopK(0.01)), or so")
+        raise TypeError(
+            f"exchange is {type(exchange).__name__}: expected an object such as GradientExchange(comm, TopK(0.01))"
+        )
     try:
         yield
     except Exception as error:
@@ -502,9 +507,10 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return DDP's own view of a gradient in its bucket, given the one of `GradBucket.gradients`.
+    """Return DDP's own view of a gradient in its bucket, given that of `GradBucket.gradients`.
 
-    That has the parameter's shape in C order; DDP's has the strides of the parameter, unless that has gaps in memory.
+    The latter has the parameter's shape in C order; DDP's has the strides of the parameter, unless that has gaps in
+    memory.
     """
     strides = parameter.stride()
     has_gaps = torch.empty_like(parameter, device="meta").stride() != strides
@@ -512,5 +518,5 @@ def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _without_module(key: str) -> str:
-    """Return the key of a state without `module.` before the names of parameters, which plus signs join."""
+    """Return the key of a state without `module.` before the names of parameters, which are joined by plus signs."""
     return re.sub(r"(^|(?<!\\)\+)module\.", r"\1", key)

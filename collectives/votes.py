@@ -1,8 +1,8 @@
-"""Votes: how many ranks contributed each entry of a sum.
+"""Votes: the number of ranks that contributed each entry of a sum.
 
-They are counted where the vectors of all ranks meet: on every rank, or on the owner of a share, which then sends them
-in a byte each, with their positions in its share. For sums by other schedules the ranks send the owners the indices
-alone. So the values are coded as without votes. Counts are exact up to 2^24 ranks.
+They are counted on a rank that has the vectors of all ranks: on every rank, or on the owner of a share, which then
+sends them in a byte each, with their positions in its share. In other schedules the ranks also send the indices,
+without values, to the owners. The coding of values does not change. Counts are exact up to 2^24 ranks.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from mpicomp.vector import SparseVector
 
 
 def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blocks, group: Group) -> Steps[Array]:
-    """Return the votes for each entry of a sum that all ranks have, as int64, from what the owners of shares counted.
+    """Return the votes for each entry of a sum that all ranks have, as int64, from the counts of the shares' owners.
 
     counts: for this rank's share, float32. An owner sends its most frequent count once, without indices.
     """
@@ -37,9 +37,9 @@ def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blo
 
 
 def contributors(total: SparseVector, votes: Any, ranks: int, whole: Sequence[tuple[int, int]]) -> Array:
-    """Return how many ranks contributed each entry of a sum, in its dtype; 1 where it is there and no rank did.
+    """Return the number of contributors of each entry of a sum, in its dtype, at least 1.
 
-    whole: ranges of which every rank contributes all values, zeros too. TypeError where there are no votes.
+    whole: ranges in which every rank contributes all values, including zeros. Raises TypeError without votes.
     """
     if votes is None:
         raise TypeError(

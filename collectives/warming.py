@@ -16,12 +16,12 @@ NOTICE = "mpicomp: compiling kernels, once on each node; Numba's cache keeps the
 def warm_up(comm: Any, dtypes: Sequence[DTypeLike] = ("float32",), *, long: bool = False) -> int:
     """Compile the kernels, or load them from Numba's cache: on one rank of each node first, then on the others.
 
-    Without this call every rank compiles what it needs when it needs it, all of them at the same time. Numba's cache is
-    beside the installed package, or where NUMBA_CACHE_DIR says: a directory of the node's own is the best place where
-    the package is on a network file system. Rank 0 says on stderr when it compiles, and to a terminal how far it is.
+    Without this call all ranks compile kernels at their first use, at the same time. Numba's cache is beside the
+    installed package, or in NUMBA_CACHE_DIR: use a local directory of the node if the package is on a network file
+    system. Rank 0 reports compilation on stderr, and its progress if that is a terminal.
 
-    comm: an mpi4py intracommunicator, all ranks of which call. dtypes: of the values. long: for vectors longer than
-    2^31 - 1 as well. Returns how many kernels were compiled on this rank: 0 with a warm cache.
+    comm: an mpi4py intracommunicator; all of its ranks call. dtypes: of the values. long: also for vectors longer than
+    2^31 - 1. Returns the number of kernels compiled on this rank: 0 with a warm cache.
     """
     link = link_of(comm)
     first = link.nodes[link.rank] == link.rank

@@ -11,6 +11,9 @@ gradients that have not been sent yet would be lost), and the step. A set of fil
 all of them are on disk; what was being written when a job died is never loaded. The folder has to be on a file system
 that all nodes see.
 
+With another `-n` the run continues too, though no longer with the same bits: residuals and momentum of the ranks that
+saved are redistributed over those that there are.
+
 The network is plain NumPy and learns what a fixed random one says of random points, so there are no data to load. It
 checks itself at the end, against a run without a break, and exits with status 1 when a check fails.
 """
@@ -44,6 +47,7 @@ class Training:
     def __init__(self, comm, seed):
         rng = np.random.default_rng(seed)
         self.comm, self.seed, self.step = comm, seed, 0
+        self.sizes = [comm.size]  # numbers of ranks that the run has had
         self.teacher = rng.standard_normal((INPUTS, CLASSES))
         self.parameters = {
             "hidden": rng.normal(0, np.sqrt(2 / INPUTS), (INPUTS, HIDDEN)).astype(np.float32),
@@ -93,17 +97,28 @@ class Training:
         """Return arrays by name, which np.savez can store."""
         own = {f"parameters/{name}": array for name, array in self.parameters.items()}
         remembered = {f"exchange/{name}": array for name, array in self.exchange.state_dict().items()}
-        return {**own, **remembered, "step": np.array(self.step), "seed": np.array(self.seed)}
+        numbers = {name: np.array(getattr(self, name)) for name in ("step", "seed", "sizes")}
+        return {**own, **remembered, **numbers}
 
-    def load_state_dict(self, state):
-        """Take up what `state_dict` returned."""
+    def load_state_dicts(self, ranks, load):
+        """Take up what `state_dict` returned on each of `ranks` ranks: load(rank)."""
+        state = load(self.comm.rank % ranks)  # but for the exchange's part they are all the same
         if state["seed"] != self.seed:
             raise ValueError(f"what is saved was trained with --seed {state['seed']}: expected {self.seed}")
         for name, array in self.parameters.items():
             array[...] = state[f"parameters/{name}"]
-        prefix = "exchange/"
-        self.exchange.load_state_dict({name[len(prefix) :]: state[name] for name in state if name.startswith(prefix)})
-        self.step = int(state["step"])
+        # RATE stays as it is on more or fewer ranks, so the mean over them must not change. If it were proportional to
+        # their number, as it often is, conserve="sum" would be right.
+        self.exchange.load_state_dicts(ranks, lambda rank: exchange_part(load(rank)), conserve="mean")
+        self.step, self.sizes = int(state["step"]), state["sizes"].tolist()
+        if self.sizes[-1] != self.comm.size:
+            self.sizes.append(self.comm.size)
+
+
+def exchange_part(state):
+    """Return the exchange's part of a state."""
+    prefix = "exchange/"
+    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
 
 def save(training, folder, comm):
@@ -133,13 +148,29 @@ def take_up(training, folder, comm):
     newest = comm.bcast(next(reversed(sets(folder)), None) if comm.rank == 0 else None)
     if newest is None:
         return None
-    if not (newest / own_file(comm)).exists():
-        raise ValueError(
-            f"{newest} is of another number of ranks than {comm.size}, or not on a file system of all nodes"
-        )
-    with np.load(newest / own_file(comm)) as state:
-        training.load_state_dict(state)
+    ranks = len(list(newest.glob("rank-*.npz")))
+    if not ranks:
+        raise ValueError(f"{newest} has no files on rank {comm.rank}: it must be one folder for all nodes")
+
+    def load(rank):
+        with np.load(newest / f"rank-{rank}-of-{ranks}.npz") as state:
+            return dict(state)
+
+    training.load_state_dicts(ranks, load)
+    if ranks != comm.size:
+        check_residuals(training, [load(rank) for rank in range(ranks)])  # affordable here only
     return newest
+
+
+def check_residuals(training, saved):
+    """Raise AssertionError unless the mean over the ranks of what was not sent yet is what was saved."""
+
+    def residual(state):
+        return np.concatenate([np.float64(state[name]) for name in sorted(state) if name.endswith(".residual")])
+
+    expected = sum(residual(exchange_part(state)) for state in saved) / len(saved)
+    mean = training.comm.allreduce(residual(training.exchange.state_dict())) / training.comm.size
+    assert np.allclose(mean, expected, rtol=1e-4, atol=1e-7), "residuals were lost"
 
 
 def sets(folder):
@@ -182,6 +213,8 @@ def train(training, stop, options, say):
 def checks(training, comm):
     """Yield what has to hold in the end, as (words, whether it does)."""
     yield "all ranks hold the same parameter bits", len(set(comm.allgather(training.digest()))) == 1
+    if len(training.sizes) > 1:
+        return  # no run without a break has had these numbers of ranks
     whole = Training(comm, training.seed)  # affordable here only
     while whole.step < training.step:
         whole.advance()
@@ -195,6 +228,8 @@ def main():
     training = Training(comm, options.seed)
     source = take_up(training, options.folder, comm)
     say(f"step {training.step}: " + (f"taken up from {source}" if source else "a new run"), flush=True)
+    if len(training.sizes) > 1:
+        say(f"numbers of ranks so far: {training.sizes}", flush=True)
     if training.step > options.steps:
         say(f"that is beyond --steps {options.steps}: expected as many, or another --folder", flush=True)
         MPI.Finalize()

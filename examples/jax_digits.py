@@ -14,7 +14,7 @@ import os
 import sys
 from itertools import pairwise
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the exchange takes arrays in main memory
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the exchange takes arrays in host memory
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 
 import jax

@@ -1,4 +1,4 @@
-"""Arrays in and out: any framework's array as NumPy's or CuPy's, and the result back as the same kind.
+"""Array conversion: from any framework to NumPy or CuPy, and back to the original kind.
 
 Arrays are taken without a copy: in host memory as NumPy arrays, through the array interface, or through DLPack; on a
 GPU as CuPy arrays, through the CUDA array interface, or through DLPack. Results are converted back by ``from_dlpack``
@@ -145,7 +145,7 @@ def to_numpy(array: Any) -> Array:
 
 
 def beside(array: Any, other: Any) -> Any:
-    """Return a NumPy or CuPy array on the device of `other`: itself if it is there, else a copy."""
+    """Return an array on the device of `other`: the array itself if it is on that device, else a copy."""
     if on_device(array) == on_device(other):
         return array
     return to_numpy(array) if on_device(array) else namespace(other).asarray(array)
@@ -154,8 +154,8 @@ def beside(array: Any, other: Any) -> Any:
 def writable_vector(out: Any) -> Array:
     """Return a view of an output array as one vector (1-d).
 
-    Raises what `to_values` does, and TypeError for bfloat16. Raises ValueError for arrays that are read-only, as JAX's
-    are, or not C-contiguous: writing to the view would not write to the array.
+    Raises the errors of `to_values`, and TypeError for bfloat16. Raises ValueError for arrays that are read-only, as
+    JAX's are, or not C-contiguous: writing to the view would not write to the array.
     """
     if type(out) is np.ndarray and out.dtype in VALUE_DTYPES and out.flags.writeable and out.flags.c_contiguous:
         return out.reshape(-1)  # fast path
@@ -230,15 +230,15 @@ def contiguous(array: Array) -> Array:
 
 
 def to_vector(array: Any) -> Array:
-    """Return `to_values(array)` as one contiguous vector in C order: a view where that is possible."""
+    """Return `to_values(array)` as one contiguous vector in C order: a view if possible."""
     return contiguous(to_values(array)).reshape(-1)
 
 
 def like(result: Array, original: Any) -> Any:
-    """Return `result` as the same kind of array as `original`, without a copy where its library can do without.
+    """Return `result` as the same kind of array as `original`, without a copy if its library supports that.
 
-    Calls ``from_dlpack`` of the library of `original` (JAX: of ``jax.numpy``); where there is no such function, NumPy's
-    or CuPy's array is returned. For a bfloat16 `original` a float32 result is rounded to bfloat16.
+    Calls ``from_dlpack`` of the library of `original` (JAX: of ``jax.numpy``); without that function, returns NumPy's
+    or CuPy's array. For a bfloat16 `original` a float32 result is rounded to bfloat16.
     """
     return kind_of(original)(result)
 

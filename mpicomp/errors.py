@@ -2,7 +2,7 @@
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because of the arguments of *other* ranks, which the text names.
+    """A collective failed because of the arguments of other ranks, which the text names.
 
     Raised on every rank whose own arguments are valid; a rank with a bad argument raises ``ValueError`` or
     ``TypeError`` instead. No rank returns a result, and no vector or residual is changed.
@@ -10,26 +10,26 @@ class CollectiveError(RuntimeError):
 
 
 class NotFiniteError(ValueError):
-    """The gradient of this rank has a NaN or an infinity, and the ranks agreed to skip such a step.
+    """The gradient of this rank has a NaN or an infinity, and the exchange has nonfinite="skip".
 
-    A rank contributes it instead of a vector. Where all errors of an operation are of this kind, all ranks raise
-    `StepSkippedError`; else its own rank raises it, as any bad argument.
+    A rank contributes it instead of a vector. If all errors of an operation are of this kind, all ranks raise
+    `StepSkippedError`; else its own rank raises it, like other errors of its arguments.
     """
 
 
 class StepSkippedError(CollectiveError):
-    """Raised on all ranks where one or more contributed `NotFiniteError`, and none another error."""
+    """Raised on all ranks if one or more contributed `NotFiniteError`, and none contributed another error."""
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A collective waited longer than `collectives.configure(timeout=...)` allows; the text says where and for whom.
+    """A collective exceeded `collectives.configure(timeout=...)`; the text names operation, round and absent ranks.
 
     Raised on every rank that waits, and by every later call on this communicator. No vector or residual is changed.
     """
 
 
 class CodecError(ValueError):
-    """A buffer is no message of this codec: it is truncated, of another version, or inconsistent."""
+    """A buffer is not a message of this codec: it is truncated, of another version, or inconsistent."""
 
 
 class DamagedMessageError(CollectiveError):
@@ -49,7 +49,7 @@ class RankFailedError(CollectiveError):
 
 
 class ProfileError(ValueError):
-    """Say that a file is no table of winners: truncated, edited, of another version, or beyond its limits."""
+    """A file is not a valid table of winners: truncated, edited, of another version, or beyond its limits."""
 
 
 class CheckError(CollectiveError):

@@ -19,12 +19,12 @@ Snapshot = tuple[Compressor, Any]  # a compressor, and what its `snapshot` retur
 
 _HOLDS = "holds"  # the key under which a state lists its other keys, so that a missing one is noticed
 _SETTINGS = "settings"  # the key of the table of the parts, as text
-_SHARED = "exchange/settings"  # that of what all vectors have in common; no state of a vector has such a key
+SHARED = "exchange/settings"  # that of what all vectors have in common; no state of a vector has such a key
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Tensors that form one vector, and their compressor and feedback. name: of the vector in errors and saved states.
+    """Tensors that form one vector, with their compressor and feedback. name: of the vector in errors and states.
 
     downlink: compresses the mean; None for none.
     """
@@ -51,7 +51,7 @@ class Pipeline:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, out=self._joined)
 
     def check_finite(self, gradient: Array, kind: type[ValueError]) -> None:
-        """Raise an error of this kind where the gradient has a NaN or an infinity; one pass over it."""
+        """Raise an error of this type if the gradient has a NaN or an infinity; one pass over it."""
         with self.named():
             try:
                 kernels_for(gradient).raise_not_finite(gradient)
@@ -60,7 +60,7 @@ class Pipeline:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Put the name of the vector in front of what an error says."""
+        """Prefix an error's text with the name of the vector."""
         try:
             yield
         except Exception as error:
@@ -81,7 +81,7 @@ class Pipeline:
         return {tensor.name: like(part.reshape(value.shape), original) for tensor, part, value, original in rows}
 
     def reset(self) -> None:
-        """Clear the residuals, and what the compressors remember of positions."""
+        """Clear the residuals, and the compressors' information about positions."""
         for part in self._parts.values():
             part.reset()
 
@@ -98,7 +98,7 @@ class Pipeline:
         return held | {_HOLDS: np.array(sorted(held), np.str_), _SETTINGS: to_table(self._parts)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
-        """Load copies of what `state_dict` returned; raises ValueError if it does not fit, or some of it is missing.
+        """Load copies of a `state_dict`; raises ValueError if it does not fit, or is incomplete.
 
         same_settings: refuse the state of parts with other settings.
         """
@@ -129,7 +129,7 @@ class Pipeline:
 
 @contextmanager
 def set_back(snapshots: Sequence[Snapshot]) -> Iterator[None]:
-    """Let compressors be as in their snapshots for the length of a block; the last one of a compressor counts."""
+    """Set compressors to their snapshots within a block; the last snapshot of a compressor counts."""
     now = [(compressor, compressor.snapshot()) for compressor, _ in snapshots]
     for compressor, snapshot in snapshots:
         compressor.restore(snapshot)
@@ -153,31 +153,32 @@ def restored_on_error(pipelines: Sequence[Pipeline]) -> Iterator[None]:
 
 
 def whole_state(pipelines: Sequence[Pipeline], settings: Mapping[str, Any]) -> dict[str, Array]:
-    """Return copies of the states of pipelines as "pipeline/part.name", with the settings they share as a table.
+    """Return copies of the states of pipelines as "pipeline/part.name", with their common settings as a table.
 
-    settings: "rank" and "ranks" among them.
+    settings: include "rank" and "ranks".
     """
     states = {f"{each.name}/{name}": array for each in pipelines for name, array in each.state_dict().items()}
-    return states | {_SHARED: to_table(settings)}
+    return states | {SHARED: to_table(settings)}
 
 
 def load_whole_state(
     pipelines: Sequence[Pipeline], state: Mapping[str, Any], settings: Mapping[str, Any], *, same_settings: bool
 ) -> None:
-    """Load copies of what `whole_state` returned, all or nothing.
+    """Load copies of a `whole_state`, all or nothing.
 
-    same_settings: refuse what was saved with other settings; another rank, or number of ranks, is refused in any case.
-    Raises ValueError, which names both, and for a state that does not fit or has something missing.
+    same_settings: also refuse a state with other settings; a state of another rank, or number of ranks, is always
+    refused. Raises ValueError that names both settings, and ValueError for a state that does not fit or is incomplete.
     """
     state = dict(state)
-    table = state.pop(_SHARED, None)
+    table = state.pop(SHARED, None)
     got, names = {key.rpartition("/")[0] for key in state}, {pipeline.name for pipeline in pipelines}
     if got != names:
         raise ValueError(f"the state is of {sorted(got)}: expected {sorted(names)}; register named tensors first")
     if table is None:
-        raise ValueError(f"the state has no {_SHARED!r}: expected all that state_dict() returned")
+        raise ValueError(f"the state has no {SHARED!r}: expected all that state_dict() returned")
     place = {name: settings[name] for name in ("rank", "ranks")}
-    check_table("the state", table, place, "each rank loads what it saved, in a job of as many ranks")
+    remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
+    check_table("the state", table, place, remedy)
     if same_settings:
         check_table("the state", table, settings, OTHER_SETTINGS)
     with restored_on_error(pipelines):

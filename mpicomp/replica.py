@@ -1,8 +1,8 @@
-"""A parameter of this rank while it takes local steps: the anchor, the pseudo-gradient, and the outer step.
+"""A parameter of this rank in local steps: the anchor, the pseudo-gradient, and the outer step.
 
-`collectives.outer` says what they are, and exchanges the pseudo-gradients. Everything here is the arithmetic of one
-rank. What comes after the exchange (`cut_progress`, `move`, `go_on`) must not fail on one rank alone: it writes to
-memory that is allocated, and allocates pieces of bounded size only.
+`collectives.outer` defines them, and exchanges the pseudo-gradients. This module has the arithmetic of one rank. The
+methods called after the exchange (`cut_progress`, `move`, `go_on`) must not fail on one rank alone: they write to
+allocated memory, and allocate only buffers of bounded size.
 """
 
 import math
@@ -23,7 +23,7 @@ _PIECE = 2**18  # values: the arithmetic after the exchange allocates no more th
 
 @dataclass
 class Replica:
-    """A parameter of this rank: what the caller gave, the anchor, the pseudo-gradient and the momentum, as vectors."""
+    """A parameter of this rank: the caller's array, the anchor, the pseudo-gradient and the momentum, as vectors."""
 
     tensor: Tensor
     given: Any
@@ -39,7 +39,7 @@ class Replica:
         return self.delta.reshape(self.tensor.shape)
 
     def look(self) -> None:
-        """Take the memory of the parameter as it is now; raises for an array that no longer fits."""
+        """Store a view of the parameter's current memory; raises for an array that no longer fits."""
         self.theta = self.tensor.writable(self.given, self.tensor.name)
 
     def subtract(self) -> None:
@@ -53,14 +53,14 @@ class Replica:
         return euclidean_norm(self.delta) if self.delta.size else 0.0
 
     def clip(self, norm: float, norms: Sequence[float]) -> None:
-        """Scale the pseudo-gradient down to the median of the norms that are finite, and above 0."""
+        """Scale the pseudo-gradient down to the median of the finite norms above 0."""
         limit = float(np.median([each for each in norms if 0 < each < math.inf] or [0.0]))
         if limit < norm < math.inf:
             self.scale[...] = limit / norm
             self.delta *= limit / norm
 
     def cut_progress(self) -> None:
-        """Subtract from theta what it was when the pseudo-gradient was computed."""
+        """Subtract from theta its value at the time of the pseudo-gradient."""
         if self.scale != 1:
             self.delta /= float(self.scale)
         self.theta += self.delta
@@ -80,19 +80,19 @@ class Replica:
             self.anchor[piece] -= factor * self.velocity[piece]
 
     def go_on(self, *, progress: bool) -> None:
-        """Go on from the anchor, plus what theta is where that is the progress since the exchange started."""
+        """Continue from the anchor, plus theta if that is the progress since the exchange started."""
         if progress:
             self.theta += self._anchor_beside()
         else:
             copy(self.anchor, self.theta)
 
     def arrays(self, *, in_flight: bool) -> dict[str, Array]:
-        """Return what is saved, the arrays themselves."""
+        """Return the arrays to save, not copied."""
         momentum = {} if self.velocity is None else {"momentum": self.velocity}
         return {"anchor": self.anchor} | momentum | ({"delta": self.delta, "scale": self.scale} if in_flight else {})
 
     def _anchor_beside(self) -> Array:
-        """Return the anchor where the parameter is: copied to the memory of the pseudo-gradient if it is elsewhere."""
+        """Return the anchor on the parameter's device, copied to the pseudo-gradient's buffer if it is elsewhere."""
         if on_device(self.anchor) == on_device(self.delta):
             return self.anchor
         copy(self.anchor, self.delta)
@@ -100,10 +100,9 @@ class Replica:
 
 
 def replicas(arrays: Mapping[str, Any], momentum: float, *, host: bool) -> dict[str, Replica]:
-    """Return what is kept of each parameter, by name: the same object for tied ones.
+    """Return the replica of each parameter, by name: the same object for tied ones.
 
-    Raises TypeError or ValueError for arrays that cannot be exchanged or written to, or that share a part of their
-    memory.
+    Raises TypeError or ValueError for arrays that cannot be exchanged or written to, or that overlap in memory.
     """
     found: dict[Any, Replica] = {}  # by memory
     named: dict[str, Replica] = {}
@@ -119,13 +118,13 @@ def replicas(arrays: Mapping[str, Any], momentum: float, *, host: bool) -> dict[
         check_apart([each.theta for each in found.values()])
     except ValueError:
         raise ValueError(
-            "two parameters share a part of their memory: expected separate arrays, or the whole of one under two names"
+            "two parameters share a part of their memory: expected separate arrays, or one array under two names"
         ) from None
     return named
 
 
 def _add(vector: SparseVector, scale: float, array: Array) -> None:
-    """Add `scale` times a vector to an array, which may be elsewhere, in pieces: so little memory is allocated."""
+    """Add `scale` times a vector to an array, possibly on another device, in pieces, to allocate little memory."""
     for piece in _pieces(vector.nnz):
         indices, values = beside(vector.indices[piece], array), beside(vector.values[piece], array)
         signed = SparseVector(indices, values if scale > 0 else -values, vector.length)
@@ -137,7 +136,7 @@ def _pieces(size: int) -> Iterator[slice]:
 
 
 def copy(source: Array, target: Array) -> None:
-    """Copy an array to one of its dtype and shape, to a device too; allocates nothing there."""
+    """Copy an array to another one of its dtype and shape, also between host and device, without allocation there."""
     if on_device(target) and not on_device(source):
         target.set(source)  # type: ignore[attr-defined]
     else:

@@ -1,6 +1,6 @@
 """Tensors, and the three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name.
 
-Internally all tensors have names. A tensor is described in the first step; later gradients are compared with that.
+Internally all tensors have names. The first step describes each tensor; later gradients are compared with it.
 """
 
 import math
@@ -23,7 +23,7 @@ ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"  # the for
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as it was described in the first step.
+    """The description of a tensor from the first step.
 
     dtype: in which it is exchanged. xp: the module that makes arrays on its device. wrap: converts such an array to the
     caller's kind of array.
@@ -48,8 +48,8 @@ class Tensor:
     def flatten(self, array: Any) -> Array:
         """Return a gradient as one vector, a view where possible; zeros for None.
 
-        Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for what is no
-        gradient but a parameter of PyTorch.
+        Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for a parameter of
+        PyTorch in place of its gradient.
         """
         if array is None:
             return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
@@ -58,7 +58,7 @@ class Tensor:
         return contiguous(self._checked(self.name, array)).reshape(-1)
 
     def writable(self, array: Any, name: str) -> Array:
-        """Return a view of an array that is written to as one vector.
+        """Return an output array as one vector, a writable view.
 
         name: of the array in errors. Raises TypeError or ValueError for another shape, dtype or device than in the
         first step, and for arrays that are read-only or not C-contiguous.
@@ -133,7 +133,7 @@ def by_name(gradient: Any) -> dict[str, Any]:
 
 
 def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any:
-    """Return results by name in a form: those of `names` first."""
+    """Return results by name in a form, with those of `names` first."""
     if form == DICT:
         return {name: results[name] for name in names} | results
     return [results[name] for name in names] if form == LIST else results[ALONE]
@@ -151,7 +151,7 @@ def check_same_form(form: str, arrays: Mapping[str, Any], first: str, names: Col
 
 
 def _remedy(name: str, names: Collection[str]) -> str:
-    """Return what to do about a name that is none of `names`: DistributedDataParallel puts "module." in front."""
+    """Return the remedy for a name that is not in `names`: DistributedDataParallel adds the prefix "module."."""
     bare = name.removeprefix(_MODULE)
     other = bare if bare != name else _MODULE + name
     if other not in names:
@@ -174,7 +174,7 @@ def outs_by_name(out: Any, gradient: Any) -> dict[str, Any]:
 
 
 def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:
-    """Return what must be the same on all ranks, as text by name."""
+    """Return the properties that must be the same on all ranks, as text by name."""
     if form == DICT:
         return {tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors}
     return {ALONE: f"{tensors[0].dtype} of {sum(tensor.size for tensor in tensors)} values"}

@@ -32,7 +32,7 @@ def count() -> int:
     """Return the number of threads that a kernel may use: MPICOMP_THREADS, else this rank's share of the cores.
 
     The share is the number of cores in the affinity mask of the calling thread, divided by the ranks given to `share`,
-    and at least 1. Raises ValueError where MPICOMP_THREADS is not an integer >= 1.
+    and at least 1. Raises ValueError if MPICOMP_THREADS is not an integer >= 1.
     """
     given = os.environ.get(VARIABLE)
     if given is None:

@@ -51,10 +51,11 @@ class SparseVector:
     values: float16, float32 or float64, of shape (entries,), or (entries, width) if an index stands for a row of
     `width` values, as in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
 
-    Both arrays are in host memory (NumPy) or on one device (CuPy); vectors made from this one are there as well. Arrays
-    of the right dtype are stored without a copy, and the results of operations may share them: do not modify them.
+    Both arrays are in host memory (NumPy) or on one device (CuPy); vectors made from this one are on the same device.
+    Arrays of the right dtype are stored without a copy, and the results of operations may share them: do not modify
+    them.
 
-    Raises TypeError or ValueError for what costs no pass over the entries: dtypes, shapes, the length, the first and
+    Raises TypeError or ValueError by checks without a pass over the entries: dtypes, shapes, the length, the first and
     the last index, more entries than positions between these. `validate` checks every entry; every sparse collective
     calls it on its input.
 
@@ -65,7 +66,8 @@ class SparseVector:
     indices: Array
     values: Array
     length: int
-    _ends: tuple[int, int]
+    _facts: tuple[int, int, int, int] | None  # what `kernels.inspect` returned; None where nobody has looked
+    _known_ends: tuple[int, int] | None
 
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
         places: Any = indices
@@ -81,7 +83,26 @@ class SparseVector:
         keep(self, "indices", places)
         keep(self, "values", numbers)
         keep(self, "length", length)
-        keep(self, "_ends", _checked_ends(places, length))
+        keep(self, "_facts", kernels_for(numbers).inspect(places, numbers, length) if on_device(places) else None)
+        keep(self, "_known_ends", None if self._facts is None else self._facts[2:])
+        _check_ends(places.size, *self._ends, length)
+
+    @classmethod
+    def trusted(cls, indices: Array, values: Array, length: int) -> "SparseVector":
+        """Return the vector of arrays filled by a kernel of the library, unchecked, as checks synchronise a device.
+
+        indices: of the dtype for the length, increasing, in range. Both are contiguous.
+        """
+        vector = object.__new__(cls)
+        for name, value in zip(cls.__slots__, (indices, values, length, None, None), strict=True):
+            object.__setattr__(vector, name, value)
+        return vector
+
+    def with_values(self, values: Array) -> "SparseVector":
+        """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices."""
+        vector = SparseVector.trusted(self.indices, values, self.length)
+        object.__setattr__(vector, "_known_ends", self._known_ends)
+        return vector
 
     @classmethod
     def empty(
@@ -89,7 +110,7 @@ class SparseVector:
     ) -> "SparseVector":
         """Return a vector of `length` positions without entries; of rows if a width is given.
 
-        beside: an array on the device where the vector is made; None is host memory.
+        beside: an array on the device of the vector; None is host memory.
         """
         xp = namespace(beside)
         indices = xp.empty(0, index_dtype(_checked_length(length)))
@@ -178,8 +199,11 @@ class SparseVector:
 
     def check_order(self, length: int, first: int = 0) -> None:
         """Raise ValueError unless the indices increase, and are among first, ..., first + length - 1."""
-        places = self.indices - first if first else self.indices
-        position = kernels_for(self.values).first_disorder(places, length)
+        if not first and length == self.length and on_device(self.indices):
+            position = self._inspected()[0]
+        else:
+            places = self.indices - first if first else self.indices
+            position = kernels_for(self.values).first_disorder(places, length)
         if position < 0:
             return
         index, found = int(self.indices[position]), f"indices[{position}] is {int(self.indices[position])}"
@@ -192,7 +216,31 @@ class SparseVector:
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
         self.check_order(self.length)
-        kernels_for(self.values).raise_not_finite(self.values)
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raise ValueError naming the first value that is not finite."""
+        if not on_device(self.values) or self._inspected()[1] >= 0:
+            kernels_for(self.values).raise_not_finite(self.values)
+
+    def _inspected(self) -> tuple[int, int, int, int]:
+        """Return the result of the inspection of a device vector: at most one launch and one copy to the host."""
+        if self._facts is None:
+            facts = kernels_for(self.values).inspect(self.indices, self.values, self.length)
+            object.__setattr__(self, "_facts", facts)
+            object.__setattr__(self, "_known_ends", facts[2:])
+        return self._facts  # type: ignore[return-value]
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """The first and the last index; (0, -1) if there is none."""
+        if self._known_ends is None:
+            indices = self.indices
+            if on_device(indices):
+                return self._inspected()[2:]
+            ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
+            object.__setattr__(self, "_known_ends", ends)
+        return self._known_ends  # type: ignore[return-value]
 
     @property
     def nnz(self) -> int:
@@ -236,7 +284,7 @@ class SparseVector:
 
     def support(self) -> "SparseVector":
         """Return the same indices with rows of width 0, which take no bytes."""
-        return SparseVector(self.indices, namespace(self.values).empty((self.nnz, 0), np.float32), self.length)
+        return self.with_values(namespace(self.values).empty((self.nnz, 0), np.float32))
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
         """Return the entries start, start + step, ...: one of `step` disjoint shares of the vector."""
@@ -246,7 +294,8 @@ class SparseVector:
         """Return the entries at `positions` (intp, increasing: numbers of entries), and the other entries."""
         kernels = kernels_for(self.values)
         indices, values, other_indices, other_values = kernels.divide(self.indices, self.values, positions)
-        return SparseVector(indices, values, self.length), SparseVector(other_indices, other_values, self.length)
+        trusted = SparseVector.trusted
+        return trusted(indices, values, self.length), trusted(other_indices, other_values, self.length)
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
@@ -268,7 +317,7 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
     if not a.nnz or not b.nnz:
         return a if a.nnz else b
     indices, values = kernels_for(a.values).merge(a.indices, a.values, b.indices, b.values)
-    return SparseVector(indices, values, a.length)
+    return SparseVector.trusted(indices, values, a.length)
 
 
 def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -282,19 +331,19 @@ def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
         return reduce(merge, some)  # float16 would be rounded at each of several merges
     parts = [each.indices for each in some], [each.values for each in some]
     indices, values = kernels_for(some[0].values).accumulate(*parts, some[0].length)
-    return SparseVector(indices, values, some[0].length)
+    return SparseVector.trusted(indices, values, some[0].length)
 
 
 def count_up(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return how many of one or more vectors have each entry of the union of their supports; exact up to 2^24."""
     ones = namespace(vectors[0].values).ones
-    return add_up([SparseVector(each.indices, ones(each.nnz, np.float32), each.length) for each in vectors])
+    return add_up([each.with_values(ones(each.nnz, np.float32)) for each in vectors])
 
 
 def join(parts: Sequence[SparseVector]) -> SparseVector:
     """Return one vector of consecutive parts: every index of a part is above those of the parts before it."""
     indices = np.concatenate([part.indices for part in parts])
-    return SparseVector(indices, np.concatenate([part.values for part in parts]), parts[0].length)
+    return SparseVector.trusted(indices, np.concatenate([part.values for part in parts]), parts[0].length)
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -304,7 +353,7 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
     *starts, length = accumulate((vector.length for vector in vectors), initial=0)
     dtype = index_dtype(length)
     indices = [part.indices.astype(dtype) + dtype.type(start) for part, start in zip(vectors, starts, strict=True)]
-    return SparseVector(np.concatenate(indices), np.concatenate([part.values for part in vectors]), length)
+    return SparseVector.trusted(np.concatenate(indices), np.concatenate([part.values for part in vectors]), length)
 
 
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
@@ -331,7 +380,8 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
         return SparseVector.empty(vector.length, vector.dtype, beside=vector.values), vector
     divide_largest = kernels_for(vector.values).divide_largest
     indices, values, other_indices, other_values = divide_largest(vector.indices, vector.values, k)
-    return SparseVector(indices, values, vector.length), SparseVector(other_indices, other_values, vector.length)
+    trusted = SparseVector.trusted
+    return trusted(indices, values, vector.length), trusted(other_indices, other_values, vector.length)
 
 
 def without_zeros(vector: SparseVector) -> SparseVector:
@@ -376,7 +426,7 @@ def _checked_length(length: Any) -> int:
 
 
 def _array(given: Any) -> Array:
-    """Return an array of what `to_array` takes, and of lists and numbers."""
+    """Return an array from an input of `to_array`, a list or a number."""
     is_known = on_device(given) or is_array(given) or sparse_remedy(given)
     return to_array(given if is_known else np.asarray(given))
 
@@ -406,20 +456,17 @@ def _checked_indices(given: Any, length: int) -> Array:
     return indices.astype(wanted)
 
 
-def _checked_ends(indices: Array, length: int) -> tuple[int, int]:
-    """Return the first and the last index; (0, -1) if there is none."""
-    if not indices.size:
-        return 0, -1
-    ends = indices if not on_device(indices) else to_numpy(indices[:: max(1, indices.size - 1)])  # one copy for both
-    first, last = ends.item(0), ends.item(-1)
+def _check_ends(entries: int, first: int, last: int, length: int) -> None:
+    """Raise ValueError unless first and last index are in range, with room for the number of entries between them."""
+    if not entries:
+        return
     if not (0 <= first < length and 0 <= last < length):
         raise _out_of_range(last if 0 <= first < length else first, length)
-    if last - first + 1 < indices.size:
+    if last - first + 1 < entries:
         raise ValueError(
-            f"got {indices.size} indices, the first {first} and the last {last}: expected strictly increasing indices; "
+            f"got {entries} indices, the first {first} and the last {last}: expected strictly increasing indices; "
             "SparseVector.from_entries sorts entries and adds repeated ones"
         )
-    return first, last
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

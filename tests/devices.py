@@ -7,7 +7,10 @@ import hashlib
 import importlib
 import json
 import sys
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -27,6 +30,11 @@ def real_cupy():
     return cupy if not hasattr(cupy, "FAKE") and cupy.cuda.is_available() else None
 
 
+def has_cupy_wheel():
+    """Return whether a wheel of CuPy is installed, with or without a device."""
+    return any((each.name or "").startswith("cupy-cuda") for each in metadata.distributions())
+
+
 def cupy_for_tests():
     """Return CuPy, or the stand-in."""
     cupy = real_cupy()
@@ -35,6 +43,18 @@ def cupy_for_tests():
             del sys.modules[name]
         sys.path.insert(0, str(_TESTS / "fake_cupy"))
     return cupy or importlib.import_module("cupy")
+
+
+@contextmanager
+def counted(cupy):
+    """Count what a block starts on the stand-in's device, and how often it waits for it: see tests/fake_cupy."""
+    counts = importlib.import_module("cupy._counts")
+    counts.clear()
+    found = SimpleNamespace(launches=0, synchronisations=0, uploads=0, names=[])
+    try:
+        yield found
+    finally:
+        vars(found).update(counts.counts, names=list(counts.names))
 
 
 def kernel_hash():
@@ -65,7 +85,7 @@ def there(vector, cupy):
 
 
 def back(vector):
-    """Return a sparse vector of the device in main memory."""
+    """Return a sparse vector of the device in host memory."""
     assert type(vector.indices).__module__.startswith("cupy"), "the result is not on the device"
     assert type(vector.values).__module__.startswith("cupy"), "the result is not on the device"
     return SparseVector(vector.indices.get(), vector.values.get(), vector.length)

@@ -1,12 +1,13 @@
 import gc
 import types
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import GradientExchange
+from collectives import GradientExchange, sparse_allreduce, sparse_reduce
 from mpicomp import AdaComp, ErrorFeedback, NoFeedback, SparseVector, TopK, TwoWay
 
 World = MPI.COMM_SELF
@@ -205,8 +206,17 @@ class Alike:
 )
 def test_a_wrong_part_is_named_at_once(name, part, message):
     parts = {"comm": World, "compressor": TopK(k=1), "feedback": ErrorFeedback(), "collective": alone} | {name: part}
+    if name == "downlink":
+        del parts["collective"]
     with pytest.raises(TypeError, match=message):
         GradientExchange(**parts)
+
+
+@pytest.mark.parametrize("collective", [sparse_allreduce, partial(sparse_reduce, root=0), alone])
+def test_a_downlink_needs_a_sum_at_a_root_that_the_exchange_chooses(collective):
+    with pytest.raises(ValueError, match="expected no collective, or sparse_reduce without a root"):
+        GradientExchange(World, TopK(k=1), collective=collective, downlink=TwoWay(TopK(k=1)))
+    GradientExchange(World, TopK(k=1), collective=partial(sparse_reduce, codec="plain"), downlink=TwoWay(TopK(k=1)))
 
 
 def test_a_collective_that_returns_no_sum_is_named():

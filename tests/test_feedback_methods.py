@@ -10,16 +10,20 @@ import pytest
 from mpicomp import (
     EF21,
     AdaComp,
+    AggregationAware,
     Dense,
     ErrorFeedback,
     MomentumCorrection,
     NoFeedback,
     Quantised,
     RandomK,
+    SIDCo,
     SparseVector,
     StepAhead,
+    Threshold,
     TopK,
     TwoWay,
+    WarmUp,
 )
 
 LENGTH = 40
@@ -637,6 +641,17 @@ def test_the_server_keeps_nothing_before_the_commit():
     assert server.residual is None
 
 
+def test_what_a_server_sends_is_of_the_kind_of_the_mean():
+    class Wider(TopK):
+        def compress(self, corrected, *, gradient=None):
+            return super().compress(np.float64(corrected))
+
+    server, mean = TwoWay(Wider(k=3)), SparseVector.from_dense(np.float32(integers(0)))
+    with pytest.raises(ValueError, match=r"Wider.* returned .*: expected float32 numbers of length"):
+        server.compress_mean(mean)
+    assert server.residual is None
+
+
 def test_a_server_may_compress_by_what_looks_at_the_new_aggregate_alone():
     server, mean = TwoWay(AdaComp(8)), SparseVector.from_dense(integers(0))
     assert server.compress_mean(mean).nnz == AdaComp(8).compress(integers(0), gradient=integers(0)).nnz
@@ -644,3 +659,31 @@ def test_a_server_may_compress_by_what_looks_at_the_new_aggregate_alone():
     total = server.residual + integers(1)
     result = server.compress_mean(SparseVector.from_dense(integers(1)))
     assert result.indices.tolist() == AdaComp(8).compress(total, gradient=integers(1)).indices.tolist()
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_])
+@pytest.mark.parametrize(
+    "make",
+    [
+        EF21,
+        lambda value: ErrorFeedback(decay=value),
+        StepAhead,
+        lambda value: StepAhead(0.1, value),
+        lambda value: StepAhead(0.1, averaging_period=value),
+        MomentumCorrection,
+        lambda value: MomentumCorrection(clip=value, ranks=2),
+        lambda value: MomentumCorrection(clip=1.0, ranks=value),
+        lambda value: ErrorFeedback().rescale(value),
+        Threshold,
+        TopK,
+        lambda value: TopK(k=value),
+        SIDCo,
+        lambda value: WarmUp(TopK(0.1), [0.5, value]),
+        lambda value: AggregationAware(0.1, weight=value),
+        lambda value: AggregationAware(0.1, decay=value),
+        lambda value: AggregationAware(0.1, quota=value),
+    ],
+)
+def test_a_bool_is_no_number(make, value):
+    with pytest.raises(ValueError, match=r" is (np\.)?(True|False)|density 1 is"):
+        make(value)

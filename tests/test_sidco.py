@@ -15,6 +15,7 @@ from mpicomp import ErrorFeedback, Report, SIDCo
 from mpicomp.compressors.sidco import _pareto_quantile
 from mpicomp.kernels import host
 from mpicomp_bench.bench.data import FAMILIES
+from mpicomp_bench.train.tasks import digits
 
 laplace, double_gamma, double_pareto, layers = (FAMILIES[name] for name in ("laplace", "gamma", "pareto", "layers"))
 
@@ -75,15 +76,34 @@ def test_the_controller_keeps_the_density_under_error_feedback(family, distribut
     found = ratios(compressor, family, 100, ErrorFeedback())
     assert 0.9 <= found.mean() <= 1.1
     assert 0.9 <= found[50:].mean() <= 1.1
-    assert compressor.current_stages == 2
+    assert compressor.current_stages == compressor.stages
+
+
+@pytest.mark.parametrize(("density", "rate"), [(0.01, 0.1), (0.001, 0.05)])
+def test_the_default_holds_its_density_on_a_network_in_training(density, rate):
+    """Corrected gradients of training under error feedback have another shape than any drawn vector."""
+    task, compressor, feedback = digits(), SIDCo(density), ErrorFeedback()
+    network, batches, velocity, found = task.network(0), np.random.default_rng(0), np.float32(0), []
+    shard = task.training("test")
+    for _ in range(150):
+        gradient = network.gradient(*task.examples(shard[batches.integers(shard.size, size=32)]))
+        corrected, sent = feedback.compress(gradient, compressor)
+        feedback.settle(corrected, sent, None, sent)
+        feedback.commit()
+        velocity = np.float32(0.9) * velocity + sent.to_dense()
+        network.parameters -= np.float32(rate) * velocity
+        found.append(compressor.report.achieved / compressor.report.target)
+    assert 0.9 <= np.mean(found[50:]) <= 1.1
+    least, most = np.quantile(found[50:], [0.05, 0.95])
+    assert 0.5 <= least <= most <= 2
 
 
 def test_without_a_controller_the_density_drifts_away():
-    assert ratios(SIDCo(0.001, adaptation=None), laplace, 100, ErrorFeedback())[50:].mean() < 0.1
+    assert ratios(SIDCo(0.001, stages=2, adaptation=None), laplace, 100, ErrorFeedback())[50:].mean() < 0.1
 
 
 def test_the_published_adaptation_sticks_at_one_stage_on_a_heavy_tail_and_the_controller_does_not():
-    published = SIDCo(0.001, adaptation="published")
+    published = SIDCo(0.001, stages=2, adaptation="published")
     found = ratios(published, double_pareto, 60)
     assert found[:5].mean() > 1.2  # too many, so a stage is dropped: one stage selects even more
     assert found[-20:].mean() > 5
@@ -213,49 +233,48 @@ def two_million(family):
 def without_a_sample(monkeypatch, values, *settings):
     with monkeypatch.context() as patch:
         patch.setattr(host, "sample", lambda values: None)
-        compressor = SIDCo(*settings, adaptation=None)
+        compressor = SIDCo(*settings)
         return compressor.compress(values), compressor.report
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", [laplace, double_gamma, double_pareto])
 @pytest.mark.parametrize(
-    ("distribution", "stages"), [("exponential", 1), ("exponential", 2), ("pareto", 2), ("gamma", 2)]
+    ("distribution", "stages"), [("exponential", 2), ("exponential", 4), ("pareto", 4), ("gamma", 4)]
 )
 def test_one_read_is_enough_for_ordinary_data(monkeypatch, family, distribution, stages, dtype):
     values = two_million(family).astype(dtype)
-    expected, report = without_a_sample(monkeypatch, values, 0.001, distribution, stages)
-    reads, survey = [], host.survey
+    expected, _ = without_a_sample(monkeypatch, values, 0.001, distribution, stages)
+    reads, survey, exceeding = [], host.survey, host.exceeding
     monkeypatch.setattr(host, "survey", lambda values, *args: reads.append(values.size) or survey(values, *args))
-    monkeypatch.setattr(host, "exceeding", None)
-    compressor = SIDCo(0.001, distribution, stages, adaptation=None)
+    monkeypatch.setattr(host, "exceeding", lambda values, *args: reads.append(values.size) or exceeding(values, *args))
+    compressor = SIDCo(0.001, distribution, stages)
     found = compressor.compress(values)
     assert reads.count(values.size) == 1
-    assert compressor.report.threshold == pytest.approx(report.threshold, rel=1e-6)
-    assert found.indices.tolist() == expected.indices.tolist()
-    assert found.values.tobytes() == expected.values.tobytes()
+    assert found.indices.tolist() == np.flatnonzero(np.abs(values) > compressor.report.threshold).tolist()
+    assert found.nnz == pytest.approx(expected.nnz, rel=0.15)
 
 
 @pytest.mark.parametrize("seen", [0.0, 1e-6, 1e6, 1e30])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_a_sample_that_misleads_changes_nothing(monkeypatch, distribution, stages, seen):
     values = laplace(np.random.default_rng(9), 1 << 20)
     values.reshape(-1, 1024)[:, :16] = seen
     expected, report = without_a_sample(monkeypatch, values, 0.001, distribution, stages)
-    compressor = SIDCo(0.001, distribution, stages, adaptation=None)
+    compressor = SIDCo(0.001, distribution, stages)
     found = compressor.compress(values)
-    assert compressor.report.threshold == pytest.approx(report.threshold, rel=1e-6)
+    assert compressor.report == report
     assert found.indices.tolist() == expected.indices.tolist()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_values_of_few_levels_overflow_no_buffer(monkeypatch, distribution, stages):
+def test_values_of_few_levels_overflow_no_buffer(distribution, stages):
     values = np.round(3 * laplace(np.random.default_rng(9), 1 << 20))
-    expected, _ = without_a_sample(monkeypatch, values, 0.01, distribution, stages)
-    found = SIDCo(0.01, distribution, stages, adaptation=None).compress(values)
-    assert found.indices.tolist() == expected.indices.tolist()
+    compressor = SIDCo(0.01, distribution, stages)
+    found = compressor.compress(values)
+    assert found.indices.tolist() == np.flatnonzero(np.abs(values) > compressor.report.threshold).tolist()
 
 
 # What every compressor promises.
@@ -344,4 +363,4 @@ def test_bad_settings_raise(arguments, message):
 
 
 def test_a_compressor_shows_its_settings():
-    assert repr(SIDCo(0.01)) == "SIDCo(density=0.01, distribution='exponential', stages=2, adaptation='control')"
+    assert repr(SIDCo(0.01)) == "SIDCo(density=0.01, distribution='exponential', stages=4, adaptation='control')"

@@ -1,5 +1,6 @@
 """How buffers of a device pass MPI: the decision, and children that do it right and wrong, on the stand-in's memory."""
 
+import json
 import os
 import signal
 import subprocess
@@ -153,10 +154,25 @@ def test_a_child_that_arrives_is_a_yes(monkeypatch):
     assert cuda_aware.tried() is True
 
 
-def test_no_evidence_is_written_where_there_is_no_gpu():
-    if real_cupy() is not None:
-        pytest.skip("there is one")
+def gpu_evidence(*arguments, **how):
     script = TESTS.parent / "benchmarks" / "gpu_evidence.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, **how)
+
+
+@ON_THE_STAND_IN
+def test_no_evidence_is_written_where_there_is_no_gpu():
+    done = gpu_evidence(timeout=60)
     assert done.returncode == 2
     assert "nothing was written" in done.stderr
+
+
+@ON_THE_STAND_IN
+def test_a_dry_run_of_the_evidence_writes_that_there_was_no_time(tmp_path):
+    """Every part on the stand-in takes a minute: make test-cupy does that."""
+    done = gpu_evidence("--dry-run", "--folder", str(tmp_path), "--seconds", "1", timeout=60)
+    assert done.returncode == 1, done.stderr
+    (report,) = tmp_path.glob("*.json")
+    written = json.loads(report.read_text())
+    assert written["device"] == "fake device"
+    assert {"tests, serial", "tests, 2 ranks", "kernels 30000", "step staged", "step direct"} < written.keys()
+    assert written["step staged"] == "no time left of 1.0 s"

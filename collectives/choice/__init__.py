@@ -1,12 +1,12 @@
-"""Which algorithm a collective takes, and how its messages are coded, when the caller leaves that open.
+"""The choice of algorithm and codec for a collective called with "auto".
 
-Pure functions of what all ranks know, so that all ranks choose alike. A closed formula gives rounds, messages, bytes
-and merged entries of each algorithm, by the number and the coded size of the entries; typical constants turn these into
-seconds, and the fastest algorithm is taken. Where `mpicomp tune` has measured these ranks, the winner in the nearest
-place of its table is taken instead: by the logarithms of length, density and bits of a value.
+Pure functions of values known to all ranks, so all ranks make the same choice. Closed formulas give rounds, messages,
+bytes and merged entries of each algorithm from the number and the coded size of the entries; typical constants turn
+these into seconds, and the fastest algorithm is taken. If `mpicomp tune` has measured these ranks, the winner at the
+nearest point of its table is taken instead, by the logarithms of length, density and bits of a value.
 
-The union of j supports is between that of independent ones, n (1 - (1 - k/n)^j), and the extremes: j k for disjoint
-supports, k for equal ones. How far it is from independent is one number, `overlap`, from -1 to 1.
+The union of j independent supports has n (1 - (1 - k/n)^j) entries, of disjoint ones j k, of equal ones k. The number
+`overlap` interpolates: -1 is disjoint, 0 independent, 1 equal.
 """
 
 import math
@@ -33,11 +33,11 @@ LINE = 64  # bytes: the header of a message, and what it is padded to
 
 @dataclass(frozen=True)
 class Case:
-    """What is summed: `ranks` vectors of `length` with `entries` entries each.
+    """A sum to predict: `ranks` vectors of `length` with `entries` entries each.
 
-    overlap: of the supports, see the head of this file. value_nbytes: of an entry as an array. bits: of the values of
-    an entry as coded; None for float values that were selected by magnitude. coded: by `smallest`, as between nodes;
-    else by `quick`.
+    overlap: of the supports, see the module. value_nbytes: bytes of an entry's values in memory. bits: bits of an
+    entry's values as coded; None for float values that were selected by magnitude. coded: the codec is `smallest`, as
+    between nodes; else `quick`.
     """
 
     ranks: int
@@ -49,7 +49,7 @@ class Case:
     coded: bool = True
 
     def union(self, ranks: float) -> float:
-        """Return the expected entries of the sum of so many ranks."""
+        """Return the expected number of entries of the sum of `ranks` vectors."""
         density = min(1.0, self.entries / self.length) if self.length else 1.0
         independent = self.length * -math.expm1(ranks * math.log1p(-density)) if density < 1 else float(self.length)
         extreme = self.entries if self.overlap > 0 else min(ranks * self.entries, self.length)
@@ -58,8 +58,8 @@ class Case:
     def value_bits(self, *, summed: bool = False) -> float:
         """Return the bits of the values of an entry.
 
-        Sums of rounded values need a sign and a fraction, or fit a short format by chance; those of disjoint supports
-        are the values of the ranks, of which each may have a magnitude of its own.
+        Sums of quantised values need a sign and a fraction, or fit a short format by chance. With disjoint supports
+        they are the values of the ranks, each of which may have its own magnitude.
         """
         plain = 8.0 * self.value_nbytes
         own = plain if not self.coded else 0.8 * plain if self.bits is None else min(plain, self.bits)
@@ -70,7 +70,7 @@ class Case:
         return max(own, (0.55 if 0.4 * plain < own < 0.6 * plain else 0.87) * plain)
 
     def message(self, entries: float, share: float = 1.0, *, summed: bool = False) -> float:
-        """Return the bytes of a message with so many entries in a share of the index space."""
+        """Return the bytes of a message with `entries` entries in a share of the index space."""
         span, indices = share * self.length, index_dtype(self.length).itemsize * entries
         values = entries * self.value_bits(summed=summed) / 8
         if entries > span - 0.5 and self.value_nbytes:
@@ -87,23 +87,23 @@ class Case:
 
 
 def both(first: Cost, second: Cost) -> Cost:
-    """Return the cost of one after the other."""
+    """Return the summed cost of two steps."""
     return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]
 
 
 def gather(case: Case, nbytes: float, merged: float) -> Cost:
-    """Return the cost of gathering a message of so many bytes of each rank, and of merging what arrives."""
+    """Return the cost of gathering `nbytes` of each rank, and of merging the messages."""
     rounds = (case.ranks - 1).bit_length()
     return rounds, rounds, (case.ranks - 1) * nbytes, merged
 
 
 def allgather(case: Case) -> Cost:
-    """See `collectives.allreduce.allgather`; to merge many lists takes longer than two."""
+    """See `collectives.allreduce.allgather`; merging many lists takes longer than merging two."""
     return gather(case, case.message(case.entries), 1.6 * case.ranks * case.entries)
 
 
 def recursive_doubling(case: Case, most: float = math.inf) -> Cost:
-    """See `collectives.allreduce.recursive_doubling`; of gTop-k a vector has at most so many entries.
+    """See `collectives.allreduce.recursive_doubling`; `most` bounds the entries of a vector for gTop-k.
 
     Rank 0 is the busiest: one of the ranks beyond the core ranks, the largest power of two, folds into it.
     """
@@ -154,7 +154,7 @@ def dense_mpi(case: Case) -> Cost:
 
 
 def gtopk_exact(case: Case) -> Cost:
-    """See `collectives.gtopk.exact`, which gathers once where the largest entries are spread evenly."""
+    """See `collectives.gtopk.exact`, which gathers once if the largest entries are spread evenly."""
     share = case.union(case.ranks) / case.ranks
     sent = min(likely(case.entries / case.ranks, case.ranks), share)
     message = case.message(sent, 1 / case.ranks, summed=True)
@@ -187,15 +187,15 @@ ON_NODES = ("node_lanes", "node_leaders")  # gTop-k has the second one
 
 
 def seconds(cost: Cost, constants: Cost) -> float:
-    """Return what a cost takes by constants such as `INSIDE`."""
+    """Return the seconds of a cost, for constants such as `INSIDE`."""
     return float(sum(map(mul, constants, (cost[0], cost[1] - cost[0], *cost[2:]))))
 
 
 @lru_cache(maxsize=1024)
 def fastest(collective: str, case: Case, *, whole: bool = True) -> str:
-    """Return the algorithm that takes the least by the formulas: between nodes where the case is coded.
+    """Return the fastest algorithm by the formulas; with the constants between nodes if the case is coded.
 
-    whole: these are all ranks of the communicator. Inside a node MPI's own allreduce is then one of the algorithms.
+    whole: these are all ranks of the communicator; inside a node MPI's own allreduce is then a candidate.
     """
     formulas, constants = FORMULAS[collective], BETWEEN if case.coded else INSIDE
     names = [name for name in formulas if name != "dense_mpi" or (whole and not case.coded)]
@@ -204,27 +204,27 @@ def fastest(collective: str, case: Case, *, whole: bool = True) -> str:
 
 
 class Choice:
-    """Chooses for one communicator, alike on all of its ranks.
+    """The choice for one communicator, the same on all of its ranks.
 
-    table: what `mpicomp tune` measured there: "ranks", "nodes", and in "winners" by collective a list of places, each
-    of length, density, bits of a value, and the fastest algorithm. None goes by the formulas.
+    table: measured by `mpicomp tune`: "ranks", "nodes", and "winners" with a list of points for each collective:
+    length, density, bits of a value, fastest algorithm. None: use the formulas.
     """
 
     def __init__(self, table: Mapping[str, Any] | None = None) -> None:
         self.table = table
 
     def coding(self, vector: SparseVector, *, apart: bool) -> Coding:
-        """Return how a message is coded: `smallest` between nodes, `quick` inside one, where copying is faster."""
+        """Return the codec of a message: `smallest` between nodes, `quick` inside one, as copying is faster there."""
         return CODECS["smallest" if apart else "quick"](vector)
 
     def measured(self, collective: str, nodes: Sequence[int]) -> Sequence[Sequence[Any]]:
-        """Return the places of the table, none where it is of other ranks. nodes: the number of ranks on each."""
+        """Return the points of the table, none if it is for other ranks. nodes: the number of ranks on each."""
         if self.table is None or (self.table["ranks"], self.table["nodes"]) != (sum(nodes), len(nodes)):
             return ()
         return self.table["winners"].get(collective, ())  # type: ignore[no-any-return]
 
     def algorithm(self, collective: str, case: Case, nodes: Sequence[int], *, whole: bool = True) -> str:
-        """Return the algorithm for a case over ranks on nodes; entries count in steps of 9 %. whole: see `fastest`."""
+        """Return the algorithm for a case; entries are rounded to steps of 9 %. whole: see `fastest`."""
         entries = min(case.length, 2 ** (round(8 * math.log2(case.entries)) / 8)) if case.entries > 0 else 0.0
         if whole and (places := self.measured(collective, nodes)):
             here = _coordinates(case.length, entries / max(1, case.length), case.value_bits())
@@ -239,9 +239,9 @@ class Choice:
         return fastest(collective, rounded, whole=whole)
 
     def gtopk(self, length: int, k: int | None, value_nbytes: int, nodes: Sequence[int]) -> str:
-        """Return the algorithm of `gtopk_allreduce` for the k of the call; None stands for a thousandth of the length.
+        """Return the algorithm of `gtopk_allreduce` for k; None counts as a thousandth of the length.
 
-        All ranks know of no other counts. Where the formulas decide, all links of several nodes count as between nodes.
+        Only k is known to all ranks. On several nodes the formulas treat all links as links between nodes.
         """
         entries = min(length, max(1, round(TYPICAL_DENSITY * length)) if k is None else k)
         case = Case(sum(nodes), length, entries, value_nbytes=value_nbytes, coded=len(nodes) > 1)

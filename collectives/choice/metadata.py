@@ -1,11 +1,11 @@
-"""The metadata exchange before an exact sum: how many entries each rank contributes, and where.
+"""The metadata exchange before an exact sum: the number of entries of each rank, and samples of their indices.
 
-One allgather of small messages, in which the call signatures are compared as well. From it all ranks choose alike.
+One allgather of small messages, which also compares the call signatures. All ranks choose by its result.
 
-A message has the number of entries and the bits of a value as coded, in one integer, and indices: a *digest*, all that
-pass a rule common to all ranks, so that an index of several ranks is seen on each of them; and, where the index space
-may be cut, evenly spaced samples. A rank with few entries sends all of its vector instead: if all ranks do, the
-metadata exchange is the allgather.
+A message contains the number of entries and the bits of a value as coded, in one integer, and indices: a *digest*, all
+indices whose hash passes a test, so that an index that several ranks have is in the digest of each; and, for a
+partition, evenly spaced samples. A rank with few entries sends its whole vector instead: if all ranks do, the metadata
+exchange is the allgather.
 """
 
 import math
@@ -39,10 +39,10 @@ PARTITIONS = ("auto", "equal", "sampled", "hashed")
 
 @dataclass(frozen=True)
 class Metadata:
-    """What all ranks contribute: entries of each, samples of their indices, the length, and the partition asked for.
+    """The metadata of all ranks: entries of each, samples of their indices, the length, and the requested partition.
 
-    overlap: of the supports, see `collectives.choice`. bits: of the values of an entry as coded, the mean. vectors: of
-    all ranks where each is small, else none.
+    overlap: of the supports, see `collectives.choice`. bits: the mean bits of an entry's values as coded. vectors:
+    those of all ranks if each is small, else empty.
     """
 
     counts: list[int]
@@ -58,7 +58,7 @@ class Metadata:
         return hashed_blocks(self.length, size) if self.partition == "hashed" else self.ranges(size)
 
     def ranges(self, size: int) -> Ranges:
-        """Return the contiguous shares of `size` owners; sampled quantiles where hashed blocks were asked for."""
+        """Return the contiguous shares of `size` owners; sampled quantiles if hashed blocks were requested."""
         if self.partition == "equal":
             return equal_ranges(self.length, size)
         choose = balanced_ranges if self.partition == "auto" else quantile_ranges
@@ -70,8 +70,8 @@ def exchange_metadata(
 ) -> Steps[Metadata]:
     """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
 
-    sampling: send samples for a partition. bits: of the values of an entry as coded, where an algorithm is to be chosen
-    by the metadata: then with a digest between nodes, or with all of a small vector; None for neither.
+    sampling: send samples for a partition. bits: bits of an entry's values as coded, if the metadata are for choosing
+    an algorithm; a message between nodes then contains a digest, and a small vector is sent whole. None otherwise.
     """
     sent = vector
     apart = len(group.nodes()) > 1  # inside a node bytes count for little, and a digest is not worth making
@@ -92,12 +92,12 @@ def exchange_metadata(
 
 
 def is_short(vector: SparseVector, group: Group) -> bool:
-    """Return whether to send so short a vector to all ranks takes no longer than to send metadata."""
+    """Return whether a vector is so short that sending it to all ranks takes no longer than sending metadata."""
     return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES[len(group.nodes()) > 1]
 
 
 def metadata_of(received: Sequence[Part], length: int, partition: str, *, digests: bool) -> Metadata:
-    """Return what the messages of all ranks say. digests: they have some."""
+    """Return the metadata in the messages of all ranks. digests: whether the messages contain digests."""
     counts, whole = [said >> 16 for _, said in received], [bool(said & 1) for _, said in received]
     coded = sum([count * (said >> 1 & MOST_BITS) for count, (_, said) in zip(counts, received, strict=True)])
     bits = coded / max(1, sum(counts))
@@ -115,21 +115,21 @@ def metadata_of(received: Sequence[Part], length: int, partition: str, *, digest
 
 
 def level_of(entries: int) -> int:
-    """Return the level of the digest of so many entries: one index of 2^level, at most about 64 of them."""
+    """Return the level of the digest of a number of entries: one index of 2^level, about 64 at most."""
     return max(6, (entries >> 6).bit_length())
 
 
 def in_digest(indices: NDArray[Any], level: int) -> NDArray[np.bool_]:
-    """Return which indices are in a digest: those whose multiplicative hash begins with `level` zero bits.
+    """Return a mask of the indices in a digest: their multiplicative hash begins with `level` zero bits.
 
-    An index that is in the digest of a level is in those of all lower ones.
+    The digest of a level contains those of all higher levels.
     """
     chosen: NDArray[np.bool_] = (indices.astype(np.uint32) * _MIX) < np.uint32((1 << (32 - level)) - 1)
     return chosen
 
 
 def overlap_of(digests: Sequence[NDArray[Any]], counts: Sequence[int], length: int) -> float:
-    """Return the overlap of supports, by what is in the digests of all ranks at the level of the largest one."""
+    """Return the overlap of supports, estimated from the digests of all ranks at the highest level among them."""
     entries = np.concatenate(digests)
     entries = entries[in_digest(entries, level_of(max(counts)))]
     if not entries.size:

@@ -1,8 +1,8 @@
-"""The table of winners that `mpicomp tune` measures, its file, and how the ranks of a communicator agree on it.
+"""The table of winners that `mpicomp tune` measures: its file, and the agreement of all ranks on it.
 
-The file is JSON: a version, a checksum, and the table. That has the host group and the MPI library as text, the numbers
-of ranks and nodes, and in "winners" by collective a list of places: length, density, bits of a value, and the algorithm
-that was the fastest there.
+The file is JSON: a version, a checksum, and the table. The table contains the host group and the MPI library as text,
+the numbers of ranks and nodes, and "winners" with a list of points for each collective: length, density, bits of a
+value, and the fastest algorithm.
 """
 
 import json
@@ -23,9 +23,9 @@ VARIABLE, VERSION, LARGEST_FILE = "MPICOMP_PROFILE", 2, 1 << 20  # bytes
 
 
 def agreed_choice(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Choice:
-    """Return the choice of a communicator, by the table that rank 0 finds, if any. Collective, blocks.
+    """Return the choice for a communicator, from rank 0's table, if there is one. Collective, blocks.
 
-    nodes: the first rank of each rank's node. Raises ProfileError on all ranks when what rank 0 finds is no table.
+    nodes: the first rank of each rank's node. Raises ProfileError on all ranks if rank 0's file is not a valid table.
     """
     table: Any = None
     try:
@@ -39,9 +39,9 @@ def agreed_choice(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Choice:
 
 
 def found(ranks: int, nodes: int) -> dict[str, Any] | None:
-    """Return the table that MPICOMP_PROFILE names, or of the default path; None where there is none.
+    """Return the table that MPICOMP_PROFILE names, or that at the default path; None if there is none.
 
-    Raises ProfileError for a file that is no table.
+    Raises ProfileError for a file that is not a valid table.
     """
     asked = os.environ.get(VARIABLE, "")
     path = asked or str(default_path(ranks, nodes))
@@ -55,7 +55,7 @@ def found(ranks: int, nodes: int) -> dict[str, Any] | None:
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the table in a file of at most 1 MiB; raise ProfileError, with the name of the file, for another one."""
+    """Return the table in a file of at most 1 MiB; raise ProfileError that names any other file."""
     try:
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE + 1)
@@ -69,7 +69,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the table that a text holds; raise ProfileError for anything else."""
+    """Return the table in a text; raise ProfileError if it is not valid."""
     try:
         whole = json.loads(text)
         version, table = whole["mpicomp_profile"], whole["table"]
@@ -86,7 +86,7 @@ def parse(text: str) -> dict[str, Any]:
     except ProfileError:
         raise
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise ProfileError(f"it is no table of winners ({type(error).__name__}: {error})") from None
+        raise ProfileError(f"it is not a table of winners ({type(error).__name__}: {error})") from None
 
 
 def text_of(table: Mapping[str, Any]) -> str:
@@ -95,15 +95,15 @@ def text_of(table: Mapping[str, Any]) -> str:
 
 
 def checksum(table: Any) -> str:
-    """Return the checksum of a table: of its JSON without blanks, keys in order."""
+    """Return the checksum of a table's JSON without blanks, with sorted keys."""
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def default_path(ranks: int, nodes: int) -> Path:
-    """Return where the table of this kind of host, MPI library and number of ranks and nodes is kept by default.
+    """Return the default path of the table for this host group, MPI library and number of ranks and nodes.
 
-    A relative XDG_CONFIG_HOME counts as none, as the XDG base directory specification asks.
+    A relative XDG_CONFIG_HOME is ignored, as the XDG base directory specification requires.
     """
     asked = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     folder = asked if asked.is_absolute() else Path(os.environ.get("HOME", "/")) / ".config"
@@ -112,7 +112,7 @@ def default_path(ranks: int, nodes: int) -> Path:
 
 
 def host_and_library() -> tuple[str, str]:
-    """Return what hosts of this kind are called, node for node017.cluster, and the MPI library with its version."""
+    """Return the name of the host group ("node" for node017.cluster), and the MPI library with its version."""
     from mpi4py import MPI
 
     host = MPI.Get_processor_name()

@@ -1,4 +1,4 @@
-"""The exchange itself: from the gradients of one rank to the mean over all of them."""
+"""GradientExchange: from the gradients of one rank to the mean over all ranks."""
 
 import math
 import warnings
@@ -11,58 +11,68 @@ from numpy.typing import NDArray
 from collectives.agreement import gather_objects
 from collectives.allreduce import sparse_allreduce
 from collectives.collective import nonblocking_sum, with_votes
-from collectives.exchange.layout import Layout, Parts
+from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.statistics import Statistics, report
 from collectives.exchange.step import CONTRIBUTORS, OPERATION, Bucket, Step
 from collectives.faults.ledger import accounts, balance, name_step
 from collectives.plan import CyclicLeader
+from collectives.rooted import server_halves, sparse_reduce
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
 from mpicomp.compressors import Compressor
 from mpicomp.errors import CollectiveError, StepSkippedError
 from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
 from mpicomp.pipeline import Pipeline, load_whole_state, restored_on_error, set_back, whole_state
+from mpicomp.redistribution import redistributed
 from mpicomp.tensors import DICT, by_name, check_same_form, form_of, in_form, outs_by_name
 
 
 class GradientExchange:
-    """Exchange gradients between the ranks of `comm`: each gets the mean over the ranks of what was sent.
+    """Exchange gradients between the ranks of `comm`: each gets the mean of the vectors sent by all ranks.
 
-    comm: any mpi4py intracommunicator. compressor: picks what is sent. feedback: keeps the rest; one object for each
-    exchange, `ErrorFeedback()` by default. collective: `sparse_allreduce`, `gtopk_allreduce`, `sparse_allgather`, with
-    keyword arguments bound by `functools.partial`; it runs in its nonblocking form. Or a function of (vector, comm),
-    where a rank that failed has an exception for a vector, to be raised on all ranks. It returns the same sum on all: a
-    SparseVector, (sum, rejected), (sum, votes), a list of every rank's vector, or a Request for these.
+    comm: any mpi4py intracommunicator. compressor: selects the entries to send; each named tensor gets a copy. Or, for
+    gradients in a dict, a function of the name and the shape of a tensor that returns its compressor. feedback: keeps
+    the other entries; one object for each exchange, `ErrorFeedback()` by default; each named tensor gets a copy.
+    collective: `sparse_allreduce`, the default, `gtopk_allreduce`, `sparse_allgather`, with keyword arguments bound by
+    `functools.partial`; it runs in its nonblocking form. Or a function of (vector, comm); a rank that failed passes an
+    exception as the vector, and all ranks have to raise. It returns the same sum on all ranks: a SparseVector, (sum,
+    rejected), (sum, votes), a list of every rank's vector, or a Request for these.
 
     average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
-    number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count. All ranks count for all of what
-    is sent dense, zeros too: small tensors, and those of `Dense`. downlink: compresses the mean once more, on all ranks
-    alike. choose(name, array): returns (compressor, feedback) for a named tensor; without it each gets copies of the
-    two that are given. small: named tensors with fewer numbers are sent dense. bucket_nbytes: the gradients of a
-    message have about as many bytes. log: called with the `Statistics` of each step kept; its errors are warnings.
+    number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count. Tensors that are sent dense
+    (small ones, and those of `Dense`) are divided by the number of ranks. downlink: compress the mean again, in a
+    server exchange: `sparse_reduce` to a root, which compresses the mean with a residual of its own, and `sparse_bcast`
+    of the result. The collective is then `sparse_reduce`, also if none is given. Each bucket of named tensors has
+    another root; small tensors are sent dense as without a downlink. small: named tensors with fewer values are sent
+    dense. bucket_nbytes: approximate size of the gradients in one message, in bytes. log: called with the `Statistics`
+    of each step that was kept; an error in it becomes a warning.
 
-    nonfinite: "skip" skips a step on all ranks where a gradient of one has a NaN or an infinity, and takes one more
-    pass over the gradients to see it: residuals stay, the means that come back are all NaN, so that an optimiser that
-    looks skips it too (with sparse=True they are empty), and `finite` is False until a step is kept. "raise" raises.
+    nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN or an infinity, which takes one
+    more pass over the gradients. Residuals do not change, all means are NaN, so that a scaler skips the step too (with
+    sparse=True they are empty), and `finite` is False until a step is kept. "raise" raises.
 
-    The object holds the residuals: use one for each model, and the same settings and calls on every rank. The settings,
-    and the tensors, are compared in the first step. A step is kept by all ranks or by none. Raises TypeError or
+    The object holds the residuals: use one for each model, and the same settings and calls on every rank. The first
+    step compares settings and tensors between the ranks. A step is kept by all ranks or by none. Raises TypeError or
     ValueError for bad arguments.
 
-    >>> exchange = GradientExchange(MPI.COMM_WORLD, TopK(density=0.001))
-    >>> mean = exchange(gradient)
+    >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
+    [0.0, -3.0, 0.0, 2.0]
+
+    With bins as AdaComp's authors use them:
+
+    >>> adacomp = lambda name, shape: AdaComp(50 if len(shape) == 4 else 500)
+    >>> exchange = GradientExchange(comm, adacomp)
     """
 
     def __init__(
         self,
         comm: Any,
-        compressor: Compressor,
+        compressor: Compressor | Choose,
         feedback: Feedback | None = None,
-        collective: Callable[[Any, Any], Any] = sparse_allreduce,
+        collective: Callable[[Any, Any], Any] | None = None,
         *,
         average: bool | str = True,
         downlink: TwoWay | None = None,
-        choose: Callable[[str, Any], Parts] | None = None,
         small: int = 1024,
         bucket_nbytes: int = 2**25,
         nonfinite: str = "raise",
@@ -70,35 +80,36 @@ class GradientExchange:
     ) -> None:
         feedback = ErrorFeedback() if feedback is None else feedback
         check_communicator(comm)
-        collective = nonblocking_sum(with_votes(collective) if average == CONTRIBUTORS else collective)
+        collective = collective or (sparse_allreduce if downlink is None else sparse_reduce)
+        voted = with_votes(collective) if average == CONTRIBUTORS else collective
+        halves: tuple[Any, Any] = (nonblocking_sum(voted), None) if downlink is None else server_halves(voted)
         self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
         self.steps = self.skipped = 0  # that were kept, and skipped
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
         self._total: Statistics | None = None  # of all steps
-        settings = downlink, collective, choose, small, bucket_nbytes, average, nonfinite
-        self._layout = Layout(compressor, feedback, *settings)
+        self._layout = Layout(compressor, feedback, downlink, *halves, small, bucket_nbytes, average, nonfinite)
         self._checked = checking.asked()
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
         self._buckets: list[Bucket] = []
-        self._step: Step | None = None  # that is under way
+        self.under_way: Step | None = None
 
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
-        """Return the mean over the ranks of what was sent of `gradient`, as the same kind of array.
+        """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
 
-        gradient: one array of any shape; or a list or tuple of arrays of one dtype (then a list comes back), which are
-        one vector: their entries compete for the places; or a dict of arrays by name, each compressed in its own right,
-        as `start` and `finish` do: then all means come back, those of other names behind. In main memory or on a CUDA
-        device; see `mpicomp.arrays` for the kinds. The same shapes and dtypes on every rank and in every step.
+        gradient: one array of any shape; or a list or tuple of arrays of one dtype, which are compressed as one vector
+        (returns a list); or a dict of arrays by name, each compressed separately, as `start` and `finish` do (returns
+        the means of all registered tensors, those of `gradient` first). In host memory or on a CUDA device; see
+        `mpicomp.arrays` for the kinds. The same shapes and dtypes on every rank and in every step.
 
-        out: as `gradient`, the output buffers: C-contiguous, of the same shapes and dtypes, or the gradient itself;
-        they come back. A dict may leave out some. sparse: return the mean as a SparseVector, or a list or dict of those
-        with indices into each array in C order: no pass over all values. See `SparseVector.add_to`.
+        out: the output buffers, in the form of `gradient`: C-contiguous, of the same shapes and dtypes, or the gradient
+        itself; they are returned. A dict may omit names. sparse: return the mean as a SparseVector, or a list or dict
+        of these, with indices into each array in C order, without a pass over all values. See `SparseVector.add_to`.
 
-        Raises KeyError, TypeError or ValueError for a bad gradient or `out`, and RuntimeError within a step, here, and
-        `CollectiveError` on the other ranks; OverflowError on all of them when the sum leaves the range of the dtype.
-        The residual, the gradient and `out` are then as they were before the call.
+        Raises KeyError, TypeError or ValueError for a bad gradient or `out`, RuntimeError within a step, and
+        `CollectiveError` on the other ranks; OverflowError on all ranks if the sum leaves the range of the dtype.
+        Residual, gradient and `out` are then unchanged.
         """
         form = form_of(gradient)
         try:
@@ -108,37 +119,38 @@ class GradientExchange:
                 check_same_form(form, arrays, self._form, self._names)
             outs = outs_by_name(out, gradient)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         step = self._begin()
         step.arrays, step.outs = arrays, outs
         return in_form(form, self._run(form, sparse), arrays)
 
     def register(self, tensors: Mapping[str, Any]) -> None:
-        """Say which tensors there are, in the order in which their gradients will come; all ranks call it, once.
+        """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
 
-        tensors: arrays by name, of which kind, shape and dtype count. Without this call the first step does it.
+        tensors: arrays by name; only their kind, shape and dtype are used. Without this call the first step registers
+        them.
 
-        Raises TypeError or ValueError on a rank whose tensors are bad, and `CollectiveError` on the others, and so for
-        what `choose` raises; CollectiveError on all when they differ, or the settings do. RuntimeError at once when the
-        tensors are known, by this call or a first step: their residuals would be lost.
+        Raises TypeError or ValueError on a rank whose tensors are bad, or the error of a `compressor` function, and
+        `CollectiveError` on the other ranks; CollectiveError on all if tensors or settings differ; RuntimeError if
+        tensors are already registered, as their residuals would be lost.
         """
         if self._buckets:
             raise RuntimeError("the tensors are registered: expected one call, before the first step")
-        if self._step is not None:
-            self._fail(RuntimeError("a step is under way: register the tensors before the first of them is started"))
+        if self.under_way is not None:
+            self.fail(RuntimeError("a step is in progress: register the tensors before the first of them is started"))
         self._register(DICT, tensors)
 
     def start(self, name: str, array: Any, *, out: Any = None) -> None:
-        """Give a tensor's gradient; its bucket is sent once it is full and those before it were sent.
+        """Pass the gradient of a tensor; its bucket is sent once it is full and all earlier buckets were sent.
 
-        name: of a tensor, once a step. array: of the shape and dtype it had at first, or, once the tensors are known,
-        None for zeros; do not change it before `finish`, which raises what is wrong with it. In the first step, without
-        `register`, buckets are sent in `finish`. out: the output buffer, as in a call; it may be `array`.
+        name: of a tensor, once a step. array: of the registered shape and dtype; None for zeros, once tensors are
+        registered. Do not change it before `finish`, which raises its errors. In the first step, without `register`,
+        `finish` sends the buckets. out: the output buffer, as in a call; it may be `array`.
 
-        Raises KeyError, TypeError or ValueError at once for a name that is unknown, or was there in this step; the step
-        goes on.
+        Raises KeyError, TypeError or ValueError at once for a name that is unknown, or was passed before in this step;
+        the step continues.
         """
-        if self._step is not None and name in self._step.arrays:
+        if self.under_way is not None and name in self.under_way.arrays:
             raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
         if self._form is not None:
             check_same_form(DICT, {name: array}, self._form, self._names)
@@ -153,25 +165,37 @@ class GradientExchange:
             raise
 
     def progress(self) -> None:
-        """Move on what is in flight, without waiting, as `start` does: messages advance inside of calls only."""
-        if self._step is not None:
-            self._step.progress()
+        """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""
+        if self.under_way is not None:
+            self.under_way.progress()
 
     def finish(self, *, sparse: bool = False) -> dict[str, Any]:
-        """Wait for the sums of this step, and return the means by name, as the kinds of array that came at first.
+        """Wait for the sums of this step, and return the means by name, as the registered kinds of array.
 
-        Once the tensors are known, one that was not started on this rank counts as zero here: one that the step did not
-        use, or all of them on a rank that has no batch left. Entries of its residual may be sent. sparse: as in a call.
+        A registered tensor that was not started on this rank counts as zero: one that the step did not use, or all of
+        them on a rank without a batch. Entries of its residual may be sent. sparse: as in a call.
 
-        Raises what a call does; the residuals of all tensors are then as they were, on all ranks.
+        Raises the errors of a call; the residuals of all tensors are then unchanged on all ranks.
         """
         self._begin()
         return self._run(DICT, sparse)
 
+    def fail(self, error: Exception) -> NoReturn:
+        """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`."""
+        try:
+            if not self._buckets:
+                self.under_way = None
+                gather_objects(error, self.comm, OPERATION)  # as the others, which compare what they have
+            self._begin()
+            self._end_badly(error)
+            raise error
+        finally:
+            del error
+
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.
 
-        parameters: as the gradients: an array, a list, or a dict by name.
+        parameters: in the form of the gradients: an array, a list, or a dict by name.
         """
         if not self._buckets:
             return parameters
@@ -181,55 +205,102 @@ class GradientExchange:
 
     @property
     def residual_norm(self) -> float:
-        """Euclidean norm of all that this rank keeps; a pass over the residuals. Those in place are not in it."""
-        return math.hypot(*[pipeline.feedback.residual_norm for pipeline in self._pipelines()])
+        """Euclidean norm of this rank's residuals, except those in place; takes a pass over them."""
+        kept = [each for pipeline in self._pipelines() for each in (pipeline.feedback, pipeline.downlink)]
+        return math.hypot(*[each.residual_norm for each in kept if each is not None])
+
+    @property
+    def compressors(self) -> dict[str, Compressor]:
+        """The compressors in use by name of the tensor, such as to look at a `report`; one vector is "gradient"."""
+        return {pipeline.name: pipeline.compressor for pipeline in self._pipelines()}
 
     def report(self) -> str:
-        """Return what the steps so far did on this rank, in lines to print: bytes and milliseconds, against dense."""
+        """Return lines to print: bytes and milliseconds of the steps on this rank, compared with a dense allreduce."""
         itemsize = next((tensor.dtype.itemsize for tensor in self._pipelines()[0].tensors), 0)
         return report(self._total, self.steps, self.skipped, self.comm.size, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all that this rank's exchange remembers: arrays by name, which np.savez can store.
+        """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
 
-        Each rank saves its own, at any time: within a step it is the state before that step. A run resumed from it
-        continues bitwise. Rank, number of ranks, `average`, `small` and the parts of each vector are in it as text; not
-        the order of named tensors: `register` them in the same one first; nor residuals in place: save the gradients.
+        Each rank saves its own state, at any time: within a step it is the state before that step. A run resumed from
+        it continues bitwise. The state contains rank, number of ranks, `average`, `small` and the parts of each vector
+        as text. It does not contain the order of named tensors (`register` them in the same order first), nor residuals
+        in place (save the gradients).
         """
-        with set_back(self._step.snapshots() if self._step else []):
+        with set_back(self.under_way.snapshots() if self.under_way else []):
             return whole_state(self._pipelines(), self._layout.settings(self.comm))
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
-        """Load all that `state_dict` returned on this rank of as many ranks; nothing changes where it raises.
+        """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
 
-        same_settings: False to take it up with other settings, such as another density or decay, on purpose.
+        same_settings: False also accepts a state with other settings, such as another density or decay.
 
-        Raises ValueError for the state of another rank, number of ranks, or other settings, naming both, and for one
-        that does not fit, or of which something is missing; RuntimeError within a step.
+        Raises ValueError for the state of another rank, number of ranks (see `load_state_dicts`), or other settings,
+        naming both, and for an incomplete state or one that does not fit; RuntimeError within a step.
         """
         self._check_between_steps()
+        for bucket in self._buckets:
+            if len({str(state.get(f"{each.name}/downlink.root")) for each in bucket.pipelines}) > 1:
+                raise ValueError("in the state the vectors of a bucket have several roots: expected its bucket_nbytes")
         load_whole_state(self._pipelines(), state, self._layout.settings(self.comm), same_settings=same_settings)
 
-    def continue_on(self, comm: Any) -> None:
-        """Go on with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
+    def load_state_dicts(
+        self,
+        ranks: int,
+        load: Callable[[int], Mapping[str, Any]],
+        *,
+        same_settings: bool = True,
+        conserve: str = "sum",
+    ) -> None:
+        """Load the states that `ranks` ranks saved, in a job of any size.
 
-        comm: of ranks that have this exchange, all of which call. The residuals of the ranks that are gone are lost
-        with them; the mean is then over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all
-        ranks when they have not kept the same steps: go on from a checkpoint then; RankFailedError and
-        CollectiveTimeoutError as a step does. The exchange is then as it was.
+        load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of P calls it for the ranks r, r +
+        P, r + 2P, ..., one after the other, and adds up their residuals and velocities. A rank beyond `ranks` calls it
+        for r modulo `ranks`, and starts with a residual of zero.
+
+        conserve: "sum" conserves the sum of the residuals over the ranks. With average=True their update is then
+        divided by the new number of ranks, which is right if the learning rate is proportional to it. "mean" conserves
+        their mean, and so the update at a constant learning rate. `EF21` conserves its h: the mean, or with
+        average=False the sum. The residual of a server exchange moves unchanged to the new root, the rank that
+        continues the old one. Residuals in place are not part of a state: add up the gradient arrays of the same ranks.
+
+        Raises the errors of `load_state_dict`, ValueError for states of different steps, OverflowError if a sum leaves
+        the range of its dtype. Nothing changes then.
+
+        >>> exchange = GradientExchange(comm, TopK(k=2))
+        >>> mean = exchange(gradient)
+        >>> states = [exchange.state_dict()]  # or the file of each rank that saved
+        >>> exchange.load_state_dicts(1, lambda rank: states[rank])
+        """
+        settings = self._layout.settings(self.comm)
+        state = redistributed(self._pipelines(), settings, ranks, load, conserve)
+        self.load_state_dict(state, same_settings=same_settings)
+
+    def continue_on(self, comm: Any) -> None:
+        """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
+
+        comm: a communicator of ranks that have this exchange; all of them call. The residuals of dead ranks are lost,
+        also that of a server exchange's root; the mean is then over the ranks of `comm`. Raises RuntimeError within a
+        step; CollectiveError on all ranks if they have not kept the same steps: load a checkpoint then; RankFailedError
+        and CollectiveTimeoutError as a step does. The exchange is then unchanged.
         """
         self._check_between_steps()
-        kept = gather_objects(self.steps, comm, f"{OPERATION}.continue_on")
-        if len(set(kept)) > 1:
-            raise CollectiveError(f"the ranks have kept different numbers of steps, {kept}: go on from a checkpoint")
+        mine = self.steps, len(self._buckets), self.comm.rank
+        kept, buckets, ranks = zip(*gather_objects(mine, comm, f"{OPERATION}.continue_on"), strict=True)
+        if len({*zip(kept, buckets, strict=True)}) > 1:
+            got = f"{list(kept)}, of {list(buckets)} buckets"
+            raise CollectiveError(f"the ranks have kept different numbers of steps, {got}: load a checkpoint")
         for pipeline in self._pipelines():
+            if pipeline.downlink is not None:  # a root that is there stays the root: it has the residual
+                root = pipeline.downlink.root
+                pipeline.downlink.root = ranks.index(root) if root in ranks else 0
             for part in pipeline.compressor.chain():
                 if isinstance(part, CyclicLeader):
                     part.comm = comm
         self.comm = comm
 
     def reset(self) -> None:
-        """Forget the residual on this rank: its mass is lost; and what a compressor knows of the ranks' sums.
+        """Clear the residual on this rank, whose mass is lost, and the compressors' memory of aggregates.
 
         RuntimeError within a step.
         """
@@ -238,9 +309,9 @@ class GradientExchange:
             pipeline.reset()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is kept in gradient units by `factor`, the old learning rate over the new one.
+        """Multiply residuals in gradient units by `factor`, the old learning rate over the new one.
 
-        Raises RuntimeError within a step; what a feedback's `rescale` does, and nothing has changed then.
+        Raises RuntimeError within a step, and the errors of a feedback's `rescale`; nothing changes then.
         """
         self._check_between_steps()
         with restored_on_error(self._pipelines()):
@@ -248,14 +319,14 @@ class GradientExchange:
                 pipeline.rescale(factor)
 
     def _begin(self) -> Step:
-        """Return the step that is under way; a new one where there is none."""
-        if self._step is None:
+        """Return the current step; start one if there is none."""
+        if self.under_way is None:
             modes = {"checked": self._checked, "skips": self._layout.nonfinite == "skip"}
-            self._step = Step(self._buckets, self.comm, average=self._layout.average, **modes)
-        return self._step
+            self.under_way = Step(self._buckets, self.comm, average=self._layout.average, **modes)
+        return self.under_way
 
     def _run(self, form: str, sparse: bool) -> dict[str, Any]:
-        """Complete the step that is under way."""
+        """Complete the current step."""
         step = self._begin()
         try:
             if not self._buckets:
@@ -268,7 +339,7 @@ class GradientExchange:
                 raise
             self.finite, self.skipped = False, self.skipped + 1
             return step.skip(sparse=sparse)
-        self._step = None  # settled: an interrupt from here on leaves no step behind
+        self.under_way = None  # settled: an interrupt from here on leaves no step behind
         with np.errstate(all="ignore"):
             means = step.commit()
         self._end_step(step)
@@ -280,36 +351,24 @@ class GradientExchange:
         return self._buckets
 
     def _check_between_steps(self) -> None:
-        if self._step is not None:
-            raise RuntimeError("a step is under way: call finish first")
-
-    def _fail(self, error: Exception) -> NoReturn:
-        """Take part in a step as a failed rank; raises."""
-        try:
-            if not self._buckets:
-                self._step = None
-                gather_objects(error, self.comm, OPERATION)  # as the others, which compare what they have
-            self._begin()
-            self._end_badly(error)
-            raise error
-        finally:
-            del error
+        if self.under_way is not None:
+            raise RuntimeError("a step is in progress: call finish first")
 
     def _end_badly(self, error: BaseException) -> None:
-        """End a step that failed on all ranks, or, unless it is an Exception, on this one alone, which then leaves."""
-        step, self._step = self._step, None
+        """End a step that failed: by an Exception on all ranks, by anything else on this rank alone."""
+        step, self.under_way = self.under_way, None
         if step is not None:
             step.roll_back(error)
         if self._checked and isinstance(error, Exception):
             name_step(error, self.steps, self.comm.rank)
 
     def _pipelines(self) -> list[Pipeline]:
-        """Return the pipelines of all vectors; before the first step that of the one vector that may come."""
+        """Return the pipelines of all vectors; before the first step that of a single vector."""
         found = [pipeline for bucket in self._buckets for pipeline in bucket.pipelines]
         return found or [self._layout.alone([])]
 
     def _end_step(self, step: Step) -> None:
-        """Count a step that was kept, and tell what it did."""
+        """Count a step that was kept, and log its statistics."""
         self.steps, self.finite = self.steps + 1, True
         if self._checked:
             balance(gather_objects(accounts(step.flights), self.comm, OPERATION), self.steps - 1)

@@ -1,12 +1,13 @@
-"""Which tensors form a vector, and which vectors a message: made once, from what all ranks say they have.
+"""The assignment of tensors to vectors, and of vectors to messages: made once, after all ranks compared their tensors.
 
 The rules, in the order in which they apply:
 
-1. The order of named tensors is that of rank 0: the order in which its gradients came in the first step, or were
-   registered. Buckets start in that order on all ranks, whatever the order later is.
-2. A named tensor of fewer than `small` numbers is sent dense, in one bucket for each dtype, behind the others.
+1. Named tensors are in the order of rank 0: that of its gradients in the first step, or of `register`. Buckets start in
+   that order on all ranks in every step.
+2. A named tensor of fewer than `small` values is sent dense, in one bucket for each dtype, after the others.
 3. Every other named tensor is a vector of its own, with a compressor and a feedback of its own.
-4. A bucket takes vectors of one dtype until it has `bucket_nbytes`; a tensor is never divided.
+4. A bucket contains vectors of one dtype, up to about `bucket_nbytes`; a tensor is never divided.
+5. With a downlink, rank b mod P is the root of bucket b, so that no rank serves all buckets.
 
 The arrays of a list are one vector, whose entries compete; one array is one vector of one tensor.
 """
@@ -27,18 +28,18 @@ from mpicomp.feedback.base import check_feedback
 from mpicomp.pipeline import Pipeline
 from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
 
-Parts = tuple[Compressor, Feedback]
+Choose = Callable[[str, tuple[int, ...]], Compressor]  # of the name and the shape of a tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors become vectors, and vectors messages; see the module. Named vectors have copies of the parts."""
+    """The assignment of tensors to vectors and messages; see the module. Named vectors have copies of the parts."""
 
-    compressor: Compressor
+    compressor: Compressor | Choose
     feedback: Feedback
     downlink: TwoWay | None
-    collective: Callable[[Any, Any], Any]
-    choose: Callable[[str, Any], Parts] | None
+    collective: Callable[..., Any]
+    broadcast: Callable[..., Any] | None  # of the server exchange
     small: int
     bucket_nbytes: int
     average: bool | str
@@ -54,22 +55,31 @@ class Layout:
             raise ValueError(f"average is {self.average!r}: expected True, False or {CONTRIBUTORS!r}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}: expected 'raise' or 'skip'")
-        self._checked((self.compressor, self.feedback), ALONE)
+        compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # what it chooses is checked then
+        check_compressor(compressor)
+        check_feedback(self.feedback, compressor)
+        if self.average == CONTRIBUTORS and self.feedback.has_dense_result:
+            raise ValueError(f"{self.feedback!r} keeps the mean over all ranks: expected average=True or False with it")
 
     def settings(self, comm: Any) -> dict[str, Any]:
-        """Return by what a saved state is compared, beside the parts of each vector; the rank's place comes first."""
+        """Return the settings that a saved state is compared by, besides the parts of each vector; the rank first."""
         return {"rank": comm.rank, "ranks": comm.size, "average": self.average, "small": self.small}
 
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
 
-        The ranks compare tensors and settings first. Raises this rank's error here, and CollectiveError on the others;
-        CollectiveError on all where they differ.
+        The ranks compare tensors and settings first. Raises this rank's error on it, and CollectiveError on the others;
+        CollectiveError on all if they differ.
         """
         statement: Any
         try:
             tensors = describe(arrays, form)
-            parts = self._parts(tensors, arrays) if form == DICT else {}
+            named = tensors if form == DICT else []
+            parts = {tensor.name: (self._compressor(tensor), deepcopy(self.feedback)) for tensor in named}
+            if form != DICT and is_choice(self.compressor):
+                raise TypeError(
+                    f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
+                )
             statement = {"tensors": signatures(tensors, form), "settings": self._settings(form)}
         except Exception as raised:  # whatever it is: the other ranks must learn of it
             statement = raised
@@ -80,34 +90,34 @@ class Layout:
         check_same("settings", [each["settings"] for each in everyone])
         check_same("tensors", [each["tensors"] for each in everyone])
         if form != DICT:
-            return [Bucket([self.alone(tensors)], self.collective)]
+            return [Bucket([self.alone(tensors)], self.collective, broadcast=self.broadcast)]
         here = {tensor.name: tensor for tensor in tensors}
-        return self._named([here[name] for name in everyone[0]["tensors"]], parts)
+        return self._named([here[name] for name in everyone[0]["tensors"]], parts, comm.size)
 
     def alone(self, tensors: Sequence[Tensor]) -> Pipeline:
-        """Return the pipeline of tensors that are one vector, served by the very parts that the caller gave."""
-        return Pipeline(ALONE, tensors, self.compressor, self.feedback, self.downlink)
+        """Return the pipeline of tensors that form one vector, with the caller's own parts."""
+        compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # no tensor yet: none was chosen
+        return Pipeline(ALONE, tensors, compressor, self.feedback, self.downlink)
 
     def _settings(self, form: str) -> dict[str, str]:
-        """Return what all ranks must have set alike, as text; what they send may differ."""
+        """Return the settings that must be the same on all ranks, as text; compressors and feedback may differ."""
         names = "average", "small", "bucket_nbytes", "downlink", "nonfinite"
         return {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
 
-    def _parts(self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]) -> dict[str, Parts]:
-        """Return the compressor and the feedback of each named tensor."""
-        parts: dict[str, Parts] = {}
-        for tensor in tensors:
-            if tensor.size < self.small:
-                parts[tensor.name] = Dense(), deepcopy(self.feedback)
-            elif self.choose is None:
-                parts[tensor.name] = deepcopy(self.compressor), deepcopy(self.feedback)
-            else:
-                parts[tensor.name] = self._checked(self.choose(tensor.name, arrays[tensor.name]), tensor.name)
-        if len({id(feedback) for _, feedback in parts.values()}) < len(parts):
-            raise ValueError("choose returned one feedback for two tensors: expected an object of its own for each")
-        return parts
+    def _compressor(self, tensor: Tensor) -> Compressor:
+        """Return a compressor for one named tensor."""
+        if tensor.size < self.small:
+            return Dense()
+        given: Any = self.compressor
+        if is_choice(given):
+            given = given(tensor.name, tensor.shape)
+            check_compressor(given, f"compressor for {tensor.name!r}")
+            check_feedback(self.feedback, given)
+        return deepcopy(given)  # type: ignore[no-any-return]
 
-    def _named(self, tensors: Sequence[Tensor], parts: Mapping[str, Parts]) -> list[Bucket]:
+    def _named(
+        self, tensors: Sequence[Tensor], parts: Mapping[str, tuple[Compressor, Feedback]], ranks: int
+    ) -> list[Bucket]:
         buckets: list[list[Pipeline]] = []
         nbytes = 0  # of the last one
         for tensor in (tensor for tensor in tensors if tensor.size >= self.small):
@@ -116,25 +126,23 @@ class Layout:
             if other or nbytes + size > self.bucket_nbytes:
                 buckets.append([])
                 nbytes = 0
-            name = _without_plus(tensor)
-            buckets[-1].append(Pipeline(name, [tensor], *parts[tensor.name], deepcopy(self.downlink)))
+            downlink = deepcopy(self.downlink)
+            if downlink is not None:
+                downlink.root = (len(buckets) - 1) % ranks
+            buckets[-1].append(Pipeline(_without_plus(tensor), [tensor], *parts[tensor.name], downlink))
             nbytes += size
         small = [tensor for tensor in tensors if tensor.size < self.small]
         by_dtype = [[each for each in small if each.dtype == dtype] for dtype in {each.dtype: None for each in small}]
         dense = [Pipeline("+".join(map(_without_plus, some)), some, *parts[some[0].name]) for some in by_dtype]
-        every = [Bucket(pipelines, self.collective) for pipelines in buckets]
+        every = [Bucket(pipelines, self.collective, broadcast=self.broadcast) for pipelines in buckets]
         return every + [Bucket([pipeline], dense_iallreduce, dense=True) for pipeline in dense]
 
-    def _checked(self, parts: Any, of: str) -> Parts:
-        if not (isinstance(parts, tuple) and len(parts) == 2):
-            raise TypeError(f"choose returned {parts!r} for {of!r}: expected (compressor, feedback)")
-        check_compressor(parts[0])
-        check_feedback(parts[1], parts[0])
-        if self.average == CONTRIBUTORS and parts[1].has_dense_result:
-            raise ValueError(f"{parts[1]!r} keeps the mean over all ranks: expected average=True or False with it")
-        return parts
+
+def is_choice(compressor: Any) -> bool:
+    """Return whether `compressor` is a function that returns a compressor for each named tensor."""
+    return callable(compressor) and not isinstance(compressor, Compressor | type)
 
 
 def _without_plus(tensor: Tensor) -> str:
-    """Return a name that may stand between plus signs: as it is, or with a backslash before its own."""
+    """Return a name with a backslash before each plus sign, as plus signs separate names."""
     return tensor.name.replace("\\", "\\\\").replace("+", "\\+")

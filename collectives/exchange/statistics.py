@@ -1,4 +1,4 @@
-"""What steps of `GradientExchange` did on this rank, as plain numbers."""
+"""Statistics of the steps of `GradientExchange` on this rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a step did on this rank, or several together. Times in seconds; entries as counts.
+    """Statistics of one step or several on this rank. Times in seconds.
 
-    length: numbers in the gradient. sent: entries of this rank; received: of the sum, or of all parts. nbytes: of the
-    indices and values that this rank contributed; wire_nbytes: of the messages that it sent for the step, as
-    `collectives.traffic` counts them. residual_norm: Euclidean, over all that this rank keeps; None unless the exchange
-    has a `log`.
+    length: values in the gradient. sent: entries contributed by this rank; received: entries of the sum, or of all
+    parts. nbytes: bytes of the indices and values that this rank contributed; wire_nbytes: bytes of the messages it
+    sent in the step, as counted by `collectives.traffic`. residual_norm: Euclidean norm of this rank's residuals; None
+    unless the exchange has a `log`.
     """
 
     length: int
@@ -28,18 +28,18 @@ class Statistics:
 
     @classmethod
     def of(cls, flights: Sequence[Any], wire_nbytes: int, residual_norm: float | None) -> "Statistics":
-        """Return what the messages of a step did together."""
+        """Return the statistics of a step, summed over its messages."""
         names = [field.name for field in fields(cls)][:-2]
         sums = {name: sum(vars(flight)[name] for flight in flights) for name in names}
         return cls(**sums, wire_nbytes=wire_nbytes, residual_norm=residual_norm)
 
     @property
     def density(self) -> float:
-        """Entries that this rank contributed over the length."""
+        """Entries contributed by this rank, over the length."""
         return self.sent / self.length if self.length else 0.0
 
     def plus(self, other: "Statistics | None") -> "Statistics":
-        """Return the numbers of both together."""
+        """Return the sum of both."""
         if other is None:
             return self
         names = [field.name for field in fields(self)][:-1]
@@ -47,10 +47,10 @@ class Statistics:
 
 
 def report(total: Statistics | None, steps: int, skipped: int, ranks: int, itemsize: int) -> str:
-    """Return lines that tell what steps did on this rank on average, and what a dense allreduce would send.
+    """Return lines to print: the averages of steps on this rank, compared with a dense allreduce.
 
-    total: of the steps that were kept, None without any; skipped: how many were not. itemsize: bytes of a value. Dense:
-    2 (P-1)/P n v bytes for n values of v bytes.
+    total: of the steps that were kept, None without any; skipped: the number of skipped steps. itemsize: bytes of a
+    value. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
     """
     more = f" ({skipped} more skipped)" if skipped else ""
     if total is None:

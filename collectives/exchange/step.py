@@ -1,11 +1,11 @@
-"""A step: buckets in flight, settled, and committed or rolled back.
+"""A step of the exchange: its buckets are started, settled, and committed or rolled back.
 
-A rank whose part is bad starts its bucket with the error: the collective raises that here and CollectiveError on the
-others, so nobody waits for ever. What can fail on one rank alone comes before the ranks agree on the step: compression,
-and in `settle` all that is done with the sums. What follows, `commit`, cannot fail. NumPy's floating-point errors are
-off meanwhile, as they may be set differently by rank; values that leave their range are looked for instead.
+A rank with an error starts its bucket with the error: the collective raises it on this rank and CollectiveError on the
+others, so no rank waits for ever. Operations that can fail on one rank run before the ranks agree on the step:
+compression, and all processing of the sums in `settle`. `commit` follows and cannot fail. NumPy's floating-point errors
+are off in a step, as ranks may have different settings; overflow is checked instead.
 
-A step is skipped as it fails: the error of a gradient that is not finite is then NotFiniteError, for which the
+A skipped step is a step that fails: the error of a gradient that is not finite is NotFiniteError, for which the
 collective raises StepSkippedError on all ranks.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from collectives.agreement import agree_to_keep, note_failure, raise_together
 from collectives.collective import unpack_sum
 from collectives.dense import dense_iallreduce
-from collectives.exchange.transfer import Arrays, Transfer
+from collectives.exchange.transfer import Array, Arrays, Transfer
 from collectives.faults.ledger import CheckedTransfer
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
@@ -40,50 +40,62 @@ CONTRIBUTORS = "contributors"  # average: divide an entry by the number of ranks
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pipelines whose vectors, of one dtype, are sent in one message; dense: as an array, by a sum of arrays."""
+    """Pipelines whose vectors, of one dtype, are sent in one message. dense: sent as an array.
+
+    broadcast: of the server exchange, where `collective` sums at a root; None if all ranks get the sum.
+    """
 
     pipelines: Sequence[Pipeline]
-    collective: Callable[[Any, Any], Any]
+    collective: Callable[..., Any]
     dense: bool = False
+    broadcast: Callable[..., Any] | None = None
+
+    @property
+    def root(self) -> int | None:
+        """The rank at which the downlinks compress; None without."""
+        downlink = self.pipelines[0].downlink
+        return None if downlink is None else downlink.root
 
     @cached_property
     def names(self) -> set[str]:
-        """The tensors whose gradients it waits for."""
+        """The names of the bucket's tensors."""
         return {tensor.name for pipeline in self.pipelines for tensor in pipeline.tensors}
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where each vector begins in the message, and its length."""
+        """First position of each vector in the message, and its length."""
         return [0, *accumulate(pipeline.bounds[-1] for pipeline in self.pipelines)]
 
     @cached_property
     def whole(self) -> list[tuple[int, int]]:
-        """The ranges of the message of which every rank sends all values."""
+        """Ranges of the message in which every rank sends all values."""
         pairs = zip(self.pipelines, pairwise(self.bounds), strict=True)
         return [bounds for pipeline, bounds in pairs if isinstance(pipeline.compressor.chain()[-1], Dense)]
 
 
 class Flight:
-    """A bucket in a step: its transfers, and the sum under way."""
+    """A bucket in a step: its transfers, and the collective in flight."""
 
     def __init__(self, bucket: Bucket, *, checked: bool, skips: bool) -> None:
         self.bucket, self.length = bucket, bucket.bounds[-1]
         self.sent = self.received = self.rejected = self.nbytes = 0
         self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0
+        self.total: SparseVector | None = None  # the sum over the ranks, where this rank gets it
         self.outcome: Any = None  # a Request; what a collective that blocks returned; or why the step is skipped
         self._refused = NotFiniteError if skips else ValueError if checked else None  # for what is not finite
         self.transfers = [(CheckedTransfer if checked else Transfer)(pipeline) for pipeline in bucket.pipelines]
 
     def start(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None = None) -> None:
-        """Compress this rank's gradients, and start the sum; an error of this rank is raised in `wait`, on all.
+        """Compress this rank's gradients, and start the collective; `wait` raises an error of this rank, on all ranks.
 
-        error: of a rank that failed before; it takes part with it.
+        error: of a rank that failed before; it is contributed in place of a vector.
         """
         with self._clocked("compress_seconds"):
             contribution = self._compressed(arrays, outs, comm, error)
         with self._clocked("communicate_seconds"):
             try:
-                self.outcome = self.bucket.collective(contribution, comm)
+                rooted = {} if self.bucket.root is None else {"root": self.bucket.root}
+                self.outcome = self.bucket.collective(contribution, comm, **rooted)
             except Exception as raised:
                 if raised is contribution:  # the frames of the collective would hold it, and it the gradient
                     raised.__traceback__ = None
@@ -92,44 +104,72 @@ class Flight:
                 del contribution
 
     def test(self) -> bool:
-        """Move on what is in flight, without waiting; return whether it has ended."""
+        """Advance the collective, without waiting; return whether it has ended."""
         return self.outcome.test() if isinstance(self.outcome, Request) else True
 
     def wait(self) -> Any:
-        """Return what the collective returns; raises on all ranks alike."""
+        """Return the result of the collective; if it fails, it raises on all ranks."""
         with self._clocked("communicate_seconds"):
             if isinstance(self.outcome, Exception):
                 raise self.outcome
             return self.outcome.wait() if isinstance(self.outcome, Request) else self.outcome
 
     def has_failed(self) -> bool:
-        """Wait for the sum, and return whether it failed, which is so on all ranks."""
+        """Wait for the collective, and return whether it failed, the same on all ranks."""
         if isinstance(self.outcome, Request) and not self.outcome.failed:  # to raise it again would add this frame
             with suppress(Exception):
                 self.outcome.wait()
         return self.outcome.failed if isinstance(self.outcome, Request) else isinstance(self.outcome, Exception)
 
+    def pass_down(self, comm: Any, *, average: bool | str) -> None:
+        """Start the broadcast of the mean that the root's downlinks compressed; all raise an error of the root."""
+        if self.bucket.broadcast is None:
+            return
+        passed: Any = self._outline  # says on which device this rank wants the result
+        if comm.rank == self.bucket.root:
+            try:
+                mean, _, _ = self._mean(comm.size, average=average)
+                parts = zip(self.transfers, self.cut(mean), strict=True)
+                with self._clocked("compress_seconds"):
+                    passed = concatenate([transfer.compress_mean(part) for transfer, part in parts])
+            except Exception as raised:  # whatever it is: the other ranks must learn of it
+                passed = raised.with_traceback(None)
+        try:
+            self.outcome = self.bucket.broadcast(passed, comm, self.bucket.root)
+        finally:
+            del passed
+
     def settle(self, ranks: int, *, average: bool | str, sparse: bool) -> None:
-        """Give every transfer its part of the ranks' mean, or sum."""
+        """Pass every transfer its part of the mean, or sum."""
         with self._clocked("restore_seconds"):
-            observed = any(pipeline.compressor.observes for pipeline in self.bucket.pipelines)
-            counting = observed or average == CONTRIBUTORS
-            self.total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
-            self.rejected = rejected.nnz if rejected is not None else 0
-            if average == CONTRIBUTORS and not self.bucket.dense:
-                values = self.total.values / contributors(self.total, votes, ranks, self.bucket.whole)
+            if self.bucket.root is None:
+                mean, rejected, votes = self._mean(ranks, average=average)
             else:
-                values = self.total.values / ranks if average else self.total.values
-            mean = SparseVector(self.total.indices, values.astype(self._dtype, copy=False), self.total.length)
-            check_range(mean.values, "sum over the ranks")
-            mean.check_order(mean.length)
-            parts = [self.cut(mean), self.cut(rejected)]
-            parts.append(self.cut(None if votes is None else SparseVector(mean.indices, votes / ranks, mean.length)))
+                mean, rejected, votes = self.wait(), None, None
+                self.received = max(self.received, mean.nnz)
+            self.rejected = rejected.nnz if rejected is not None else 0
+            shares = None if votes is None else mean.with_values(votes / ranks)
+            parts = self.cut(mean), self.cut(rejected), self.cut(shares)
             for transfer, part, returned, share in zip(self.transfers, *parts, strict=True):
                 transfer.receive(part, returned, None if share is None else share.values, sparse=sparse)
 
+    def _mean(self, ranks: int, *, average: bool | str) -> tuple[SparseVector, SparseVector | None, Array | None]:
+        """Return the mean or the sum, the rejected entries, and the votes, from the result of the collective."""
+        observed = any(pipeline.compressor.observes for pipeline in self.bucket.pipelines)
+        counting = observed or average == CONTRIBUTORS
+        total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
+        if average == CONTRIBUTORS and not self.bucket.dense:
+            values = total.values / contributors(total, votes, ranks, self.bucket.whole)
+        else:
+            values = total.values / ranks if average else total.values
+        mean = total.with_values(values.astype(self._dtype, copy=False))
+        check_range(mean, "sum over the ranks")
+        mean.check_order(mean.length)
+        self.total = total
+        return mean, rejected, votes
+
     def commit(self) -> dict[str, Any]:
-        """Keep what was not sent, and return what the caller gets, by name."""
+        """Keep the entries that were not sent, and return the results by name."""
         means: dict[str, Any] = {}
         with self._clocked("restore_seconds"):
             for transfer in self.transfers:
@@ -137,7 +177,7 @@ class Flight:
         return means
 
     def _compressed(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None) -> Any:
-        """Return what the collective takes, or this rank's error, without the frames that would hold the gradient."""
+        """Return the collective's input, or this rank's error without its traceback, whose frames hold the gradient."""
         for transfer in self.transfers if error is None else ():  # each, as a step that is skipped fills all buffers
             try:
                 transfer.take(arrays, outs, self._refused)
@@ -158,13 +198,14 @@ class Flight:
                 return error
             vector = concatenate(vectors)
             self.sent, self.nbytes, self._dtype = vector.nnz, vector.nbytes, vector.dtype
+            self._outline = SparseVector.empty(0, vector.dtype, beside=vector.values)
             return vector.to_dense() if self.bucket.dense else vector
         except Exception as raised:
             return raised.with_traceback(None)
         finally:
             del error
 
-    def cut(self, vector: SparseVector | None) -> Sequence[SparseVector | None]:
+    def cut(self, vector: SparseVector | None) -> Sequence[Any]:
         """Return the part of each transfer of a vector of the whole message."""
         return [None] * len(self.transfers) if vector is None else split(vector, self.bucket.bounds)
 
@@ -176,7 +217,7 @@ class Flight:
 
 
 class Step:
-    """One step of an exchange: the gradients so far, by name, their output buffers, and the buckets that left."""
+    """One step of an exchange: gradients and output buffers by name, and the buckets that were started."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Any, *, average: bool | str, **modes: bool) -> None:
         self.buckets, self._comm, self._average, self._modes = buckets, comm, average, modes
@@ -187,7 +228,7 @@ class Step:
         self._averaging = self._agreed = False  # the ranks have come to average residuals, to agree to keep the step
 
     def leave(self, *, complete: bool = False) -> None:
-        """Start the buckets whose turn it is, `complete`: all; and move on what is in flight."""
+        """Start the full buckets in order (complete: all buckets), and advance those in flight."""
         for bucket in self.buckets[len(self.flights) :]:
             if not (complete or bucket.names <= self.arrays.keys()):
                 break
@@ -199,14 +240,18 @@ class Step:
         self.progress()
 
     def progress(self) -> None:
-        """Move on what is in flight, without waiting."""
+        """Advance the buckets in flight, without waiting."""
         for flight in self.flights:
             if not flight.test():
                 break  # what is in flight moves on together: to test each would look at all for each
 
     def settle(self, *, sparse: bool) -> None:
-        """Wait for the sums, do all that can fail, and agree with the other ranks to keep the step; raises on all."""
+        """Wait for the sums, do all that can fail, and agree with the other ranks to keep the step; else all raise."""
         self.leave(complete=True)
+        for flight in self.flights:
+            flight.wait()
+        for flight in self.flights:
+            flight.pass_down(self._comm, average=self._average)
         for flight in self.flights:
             flight.wait()
         error: Exception | None = None
@@ -224,23 +269,23 @@ class Step:
             del error
 
     def commit(self) -> dict[str, Any]:
-        """Keep what was not sent, and return what the caller gets, by name."""
+        """Keep the entries that were not sent, and return the results by name."""
         return {name: mean for flight in self.flights for name, mean in flight.commit().items()}
 
     def skip(self, *, sparse: bool) -> dict[str, Any]:
-        """Return what the caller gets of a step that all ranks skip, by name."""
+        """Return the results of a step that all ranks skip, by name."""
         check_apart([array for transfer in self._transfers() for array in transfer.written])
         return {name: mean for each in self._transfers() for name, mean in each.skip(sparse=sparse).items()}
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the compressors as they were before the step; one that two vectors share as the first one saw it."""
+        """Return the compressors' attributes before the step; of a shared one as its first vector found it."""
         return [snapshot for transfer in reversed(self._transfers()) for snapshot in transfer.snapshots]
 
     def roll_back(self, error: BaseException) -> None:
-        """End a step that failed; all is as before it.
+        """End a step that failed, and restore the state before it.
 
-        An Exception is one on all ranks, which may have all buckets in flight. Anything else, an interrupt, is this
-        rank's alone, which then leaves.
+        An Exception was raised on all ranks, which complete their buckets in flight. Anything else, such as an
+        interrupt, is of this rank alone, which abandons its buckets.
         """
         traceback = error.__traceback__
         if isinstance(error, Exception):
@@ -261,9 +306,9 @@ class Step:
         error.__traceback__ = traceback  # raised again above, it holds this frame, which holds it
 
     def _average_residuals(self, error: Exception | None) -> Exception | None:
-        """Average the residuals over the ranks where that is due; where a mean is out of range each keeps its own.
+        """Average the residuals over the ranks if that is due; if a mean is out of range, each rank keeps its own.
 
-        Returns this rank's error; raises on all ranks where one had an error before.
+        Returns this rank's error; raises on all ranks if one had an error before.
         """
         self._averaging = True
         for transfer in self._transfers():

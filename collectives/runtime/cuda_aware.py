@@ -1,9 +1,9 @@
-"""May MPI be given a pointer of a CUDA device? A wrong guess is a segmentation fault, so by default the answer is no.
+"""Whether MPI accepts pointers to CUDA device memory; if in doubt no, as a wrong answer is a segmentation fault.
 
-MPICOMP_CUDA_AWARE is the user's word: "1", it may; "0", messages are staged through pinned memory. Without it all of
-these must say yes: MPI's own query, which in some builds says yes on machines without a driver; CuPy, which must see a
-device; and a child process that sends a message from the device to itself, so that what crashes is the child. All ranks
-do as the most careful one.
+MPICOMP_CUDA_AWARE=1 selects direct messages, 0 messages staged through pinned memory. Without it messages are direct
+only if MPI's query returns true (in some builds it does on machines without a driver), CuPy finds a device, and a child
+process sends a message from the device to itself; a crash ends only the child. All ranks stage messages if one of them
+has to.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ sys.exit(0 if bool((sent == received).all()) else 1)
 
 
 def agreed(comm: "MPI.Intracomm") -> bool:
-    """Return whether all ranks may hand MPI pointers of a device. Collective, blocks.
+    """Return whether all ranks may pass device pointers to MPI. Collective, blocks.
 
-    Raises ValueError on all ranks when one of them has a setting that cannot be.
+    Raises ValueError on all ranks if one of them has an invalid setting.
     """
     from mpi4py import MPI
 
@@ -48,14 +48,16 @@ def agreed(comm: "MPI.Intracomm") -> bool:
     comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
     if least[0] == _BAD:
         try:
-            raise error or ValueError(f"another rank has a bad {VARIABLE}: it says what is wrong; give all the same")
+            raise error or ValueError(
+                f"another rank has a bad {VARIABLE}: see its error; set the same value on all ranks"
+            )
         finally:
             del error  # else it, its traceback and this frame hold each other
     return bool(least[0] == _DIRECT)
 
 
 def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
-    """Return whether this rank may hand MPI pointers of a device, and why; ValueError for a setting that cannot be."""
+    """Return whether this rank may pass device pointers to MPI, and the reason; ValueError for an invalid setting."""
     asked, claims = environment.get(VARIABLE, ""), query()
     if asked not in ("", "0", "1"):
         raise ValueError(f"the environment variable {VARIABLE} is {asked!r}: expected 1, 0, or nothing to find out")
@@ -76,7 +78,7 @@ def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def query() -> bool | None:
-    """Return what MPI says of itself (MPIX_Query_cuda_support); None where it has no word for it."""
+    """Return the result of MPIX_Query_cuda_support; None if MPI does not have it."""
     from mpi4py import MPI
 
     function = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
@@ -84,7 +86,7 @@ def query() -> bool | None:
 
 
 def tried() -> bool:
-    """Send a message from the device to oneself in a child process, a job of its own; return whether it arrived."""
+    """Send a message from the device to the same process, in a child process; return whether it arrived."""
     launcher = ("OMPI_", "PMI", "PRTE_", "SLURM_", "HYDRA_", "MPI_")
     alone = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     try:

@@ -1,12 +1,12 @@
-"""A group: some ranks of a communicator in one operation. All that an algorithm asks of the network is here.
+"""A group: the ranks of an operation, and all communication functions that an algorithm uses.
 
 A message is a header of 64 bytes (`mpicomp.codec`), a payload (the entries of a vector, or text), and zeros up to a
-whole line of 64 bytes; or several of these one after the other. Beside the vector it carries an integer, its count, and
-the digest of the call signature: what all ranks must have in common.
+multiple of 64 bytes (a line); several messages may be concatenated. The header contains an integer, the count, and the
+digest of the call signature, which must be the same on all ranks.
 
-MPI and the layers below it deliver messages whole, so nothing is added for that. A message that is damaged all the same
-is detected where its structure shows it, and always in the debug mode (`collectives.faults.debug`), by a CRC-32. What
-the rank missed cannot be replaced, so it leaves the schedule, and gives up as at a deadline (`DamagedMessageError`).
+MPI and the layers below it deliver messages intact. A damaged message is detected if its structure is not valid, and in
+the debug mode (`collectives.faults.debug`) always, by a CRC-32. Its receiver cannot continue the schedule, and gives up
+as after a deadline (`DamagedMessageError`).
 
 Another implementation of this protocol, without MPI, is `mpicomp_bench.network`.
 """
@@ -50,15 +50,15 @@ _PAUSE = 2e-5  # seconds
 
 
 class DisagreementError(Exception):
-    """Say inside an operation that the ranks' call signatures differ, or that a rank has an error."""
+    """Raised inside an operation if the call signatures differ, or a rank has an error."""
 
 
 class Group:
-    """Some ranks of a communicator in one operation, numbered from 0, and this rank's way to them.
+    """Some ranks of a communicator in one operation, numbered from 0.
 
-    signature: what must be the same on all ranks, by name; "operation" and "algorithm" among it. error: why this rank
-    has no sound contribution. codec: how vectors are written, a name of `mpicomp.codec.CODECS`, or "auto": what the
-    link's `choice` says. beside: an array; received vectors are put where it is, in main memory or on the device.
+    signature: the arguments that must be the same on all ranks, by name, with "operation" and "algorithm". error: of a
+    rank without a valid contribution, else None. codec: a name of `mpicomp.codec.CODECS`, or "auto": by the link's
+    `choice`. beside: an array; received vectors are placed on its device.
 
     rank, size: of this rank in the group, of the group. core: the largest power of two that is at most `size`.
     """
@@ -88,7 +88,7 @@ class Group:
         self.coding = by_link if self.codec == "auto" else CODECS[self.codec]
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
-        """Return the group of some of its ranks, numbered in this order; this rank is one of them."""
+        """Return the group of some ranks, numbered in this order; includes this rank."""
         inner = copy(self)
         inner._place([self._ranks[rank] for rank in ranks], tuple([self._nodes[rank] for rank in ranks]))
         return inner
@@ -103,19 +103,19 @@ class Group:
 
     @cached_property
     def nothing(self) -> SparseVector:
-        """The vector of this operation's length, width and dtype that has no entry."""
+        """A vector of this operation's length, width and dtype, without entries."""
         signature = self.signature
         what = signature.get("length") or 0, signature.get("dtype") or "float32", signature.get("width")
         return SparseVector.empty(*what, beside=self.beside) if on_device(self.beside) else _nothing(*what)
 
     def turn(self) -> Turn:
-        """Queue up for MPI's own collectives; call it before the first yield, so that all ranks queue alike."""
+        """Reserve a turn for MPI's own collectives; call it before the first yield, for the same order on all ranks."""
         return self.turn_reserved or Turn(self.link.turns)
 
     def agree(self) -> Steps[None]:
-        """Compare the call signatures before anything else: ceil(lg P) messages of a line; raises DisagreementError.
+        """Compare the call signatures first, in ceil(lg P) messages of one line; raises DisagreementError.
 
-        For algorithms in whose schedule ranks with different calls would not detect each other; see
+        For algorithms whose schedule does not detect ranks with different calls; see
         `collectives.collective.Collective.algorithm`.
         """
         yield from self.gather(self.nothing)
@@ -125,35 +125,35 @@ class Group:
         return (yield from self.shift(vector, partner, partner, count))
 
     def shift(self, vector: SparseVector, dest: int, source: int, count: int = 0) -> Steps[Part]:
-        """Send a vector to one rank, and return what another one sends, in one step; they may be the same rank."""
+        """Send a vector to `dest` and return the vector from `source`, in one step; they may be the same rank."""
         arrival = self._arrival(source, self.beside)
         yield arrival, self._sending(self.pack(vector, count), dest, arrival if source == dest else None)
-        return self.unpack(arrival.buffer, arrival.source)
+        return self._received(arrival)
 
     def send(self, vector: SparseVector, dest: int, count: int = 0) -> Steps[None]:
-        """Send a vector to a rank that receives; it may wait until that does, so ranks in a cycle use `shift`."""
+        """Send a vector to a rank; may wait until that rank receives, so ranks in a cycle use `shift`."""
         yield (self._sending(self.pack(vector, count), dest),)
 
     def receive(self, source: int) -> Steps[Part]:
-        """Return what a rank sends."""
+        """Receive a vector from a rank, and return it."""
         arrival = self._arrival(source, self.beside)
         yield (arrival,)
-        return self.unpack(arrival.buffer, arrival.source)
+        return self._received(arrival)
 
     def gather(self, vector: SparseVector, count: int = 0) -> Steps[list[Part]]:
-        """Return every rank's vector, in rank order: ceil(lg P) rounds."""
+        """Return every rank's vector, in rank order, this rank's as it is: ceil(lg P) rounds."""
         messages = yield from self._gather_messages(self.pack(vector, count))
-        return [self.unpack(message) for message in messages]
+        return [(vector, count) if rank == self.rank else self.unpack(each) for rank, each in enumerate(messages)]
 
     def gather_objects(self, value: Any) -> Steps[list[Any]]:
-        """Return every rank's value, anything that JSON can hold, in rank order: ceil(lg P) rounds."""
+        """Return every rank's value, serialisable as JSON, in rank order: ceil(lg P) rounds."""
         messages = yield from self._gather_messages(self._pack_text(json.dumps(value), TEXT))
         for message in messages:
             self._header(message)
         return [json.loads(text_of(message)) for message in messages]
 
     def all_to_all(self, vectors: Sequence[SparseVector], count: int = 0) -> Steps[list[Part]]:
-        """Send the j-th vector to rank j, and return what the ranks send to this one, in rank order. One step."""
+        """Send the j-th vector to rank j, and return the received vectors, in rank order. One step."""
         received = [(vector, count) for vector in vectors]  # its own among them
         arrivals = {source: self._arrival(source, self.beside) for source in schedule.hearing(self.rank, self.size)}
         sendings = [
@@ -164,7 +164,7 @@ class Group:
         agreed = True
         for source, arrival in arrivals.items():
             try:
-                received[source] = self.unpack(arrival.buffer, arrival.source)
+                received[source] = self._received(arrival)
             except DisagreementError:
                 agreed = False  # among the others there may be error notifications
         if not agreed:
@@ -172,14 +172,14 @@ class Group:
         return received
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Pending:
-        """Start MPI's own Allreduce (sum) from one array to another, in main memory; for a rank that has its `turn`."""
+        """Start MPI's own Allreduce (sum) from one host array to another, in this operation's `turn`."""
         return self.link.reduce(array, total)
 
     def notify(self, text: str) -> Steps[list[str]]:
-        """Send an error notification to every rank, and return that of each, in rank order: all ranks send one.
+        """Send an error notification to every rank, and return those of all ranks, in rank order.
 
-        Other messages that a rank sent before are received here and dropped: so ranks that were in different rounds, or
-        schedules, end together, and nothing stays in flight.
+        Receives and discards earlier messages of each rank, so ranks in different rounds or schedules end together, and
+        no message stays in flight.
         """
         message = self._pack_text(text, ERROR)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -189,7 +189,7 @@ class Group:
         return [text_of(self.notifications.get(rank, message)) for rank in range(self.size)]
 
     def pack(self, vector: SparseVector, count: int = 0) -> Buffer:
-        """Return the message that carries a vector."""
+        """Return a vector as a message."""
         coding = self.coding(vector) if vector.nnz else plain(vector)
         nbytes = encoded_nbytes(vector, coding)
         message: Buffer = namespace(vector.values).empty(_whole(nbytes), np.uint8)
@@ -197,8 +197,15 @@ class Group:
         message[nbytes:] = 0
         return self._with_checksum(message)
 
-    def unpack(self, message: Buffer, source: int | None = None) -> Part:
-        """Return what a message from `source` carries; DisagreementError where the signature is not this rank's."""
+    def _received(self, arrival: Arrival) -> Part:
+        """Return the contents of a message that has arrived."""
+        return self.unpack(arrival.buffer, arrival.source, arrival.copy)
+
+    def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> Part:
+        """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.
+
+        copy: of the message, on the device of the vector; made here if it is missing.
+        """
         header = self._header(message)
         if source is not None:
             self._keep_notification(header, message, source)
@@ -209,15 +216,17 @@ class Group:
         if not header.entries and "length" in self.signature:  # and so are dtype and width
             return self.nothing, header.sender_count
         try:
-            return decode(message, header), header.sender_count
+            if copy is None:
+                copy = _beside(message, self.beside) if on_device(self.beside) else message
+            return decode(copy, header, message), header.sender_count
         except CodecError as error:
             raise DamagedMessageError(f"received a damaged message: {error}") from None
 
     def _gather_messages(self, message: Buffer) -> Steps[list[Buffer]]:
-        """Return every rank's message, in rank order; each is sent to each rank once."""
-        held = [message]
+        """Return every rank's message, in rank order; each rank receives each message once."""
+        held = [self.link.staged(message) if on_device(message) else message]
         for dest, source, count in schedule.dissemination(self.rank, self.size):
-            arrival = self._arrival(source, message)
+            arrival = self._arrival(source, held[0])
             yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival if source == dest else None)
             came = list(split(arrival.buffer))
             if came:
@@ -242,23 +251,23 @@ class Group:
         return message
 
     def _keep_notification(self, header: Header, message: Buffer, source: int) -> None:
-        """Keep an error notification of a rank, and raise DisagreementError."""
+        """Store a rank's error notification, and raise DisagreementError."""
         if header.kind == ERROR:
             self.notifications[source] = self.checked_notification(message)
             raise DisagreementError
 
     def checked_notification(self, message: Buffer) -> Buffer:
-        """Return an error notification, in main memory; DamagedMessageError where it can be none."""
+        """Return an error notification, in host memory; DamagedMessageError if it is not valid."""
         self._header(message)
         message = to_numpy(message)
         try:
             json.loads(text_of(message))
         except ValueError:
-            raise DamagedMessageError("received a damaged message: an error notification that is no JSON") from None
+            raise DamagedMessageError("received a damaged message: an error notification that is not JSON") from None
         return message
 
     def _header(self, message: Buffer) -> Header:
-        """Return the header of a message; DamagedMessageError where the message as a whole shows that it is damaged."""
+        """Return the header of a message; DamagedMessageError if size, header or checksum are not valid."""
         header = _read_header(message)
         if self.link.checked and header.crc != _checksum(message):
             raise DamagedMessageError("received a damaged message: its checksum differs")
@@ -272,7 +281,7 @@ class Group:
 
 
 class Notifications:
-    """The error notifications of some ranks, in any order of arrival; other messages of these ranks are dropped."""
+    """The error notifications of some ranks, in any order of arrival; discards other messages of these ranks."""
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         self._group = group
@@ -290,12 +299,12 @@ class Notifications:
         return not self._arrivals
 
     def wait(self) -> None:
-        """See `Pending.wait`; it polls: a rank may wait for any of these messages to be received."""
+        """See `Pending.wait`; it polls, as another rank may wait until any of these messages is received."""
         while not self.test():
             time.sleep(_PAUSE)
 
     def _is_last(self, rank: int, message: Buffer) -> bool:
-        """Return whether a message is the notification of a rank, and keep it if so."""
+        """Return whether a message is a rank's notification, and store it if so."""
         if message.size < LINE or _read_header(message).kind != ERROR:
             return False
         self._group.notifications[rank] = self._group.checked_notification(message)
@@ -304,7 +313,7 @@ class Notifications:
 
 
 def split(buffer: Buffer) -> Iterator[Buffer]:
-    """Yield the messages in a buffer one by one; DamagedMessageError where they do not fill it."""
+    """Yield the messages in a buffer one by one; DamagedMessageError if they do not fill it."""
     while buffer.size:
         nbytes = _whole(_read_header(buffer).nbytes)
         if nbytes > buffer.size:
@@ -314,13 +323,13 @@ def split(buffer: Buffer) -> Iterator[Buffer]:
 
 
 def text_of(message: Buffer) -> str:
-    """Return the text that a message carries."""
+    """Return the text in a message."""
     return to_numpy(message)[HEADER_NBYTES : _read_header(message).nbytes].tobytes().decode()
 
 
 @lru_cache(maxsize=256)
 def _digest(signature: tuple[tuple[str, Any], ...]) -> int:
-    """Return a call signature as 64 bits, signed: what stands for it in a message."""
+    """Return the digest of a call signature: a signed integer of 64 bits."""
     return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -330,7 +339,7 @@ def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
 
 
 def _whole(nbytes: int) -> int:
-    """Return the bytes of a message that is filled up to a whole line."""
+    """Return the size of a message, padded to whole lines."""
     return -(-nbytes // LINE) * LINE
 
 
@@ -342,6 +351,6 @@ def _read_header(message: Buffer) -> Header:
 
 
 def _checksum(message: Buffer) -> int:
-    """Return the CRC-32 of a message without the field that holds it."""
+    """Return the CRC-32 of a message, without the checksum's own field."""
     message = to_numpy(message)
     return zlib.crc32(message[CRC_AT + 4 :].data, zlib.crc32(message[:CRC_AT].data))

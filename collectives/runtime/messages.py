@@ -1,18 +1,18 @@
-"""Messages between two ranks, and what a collective waits on.
+"""Messages between two ranks, and the pending operations that a collective waits for.
 
-A message is one contiguous buffer of whole 64-byte lines. The receiver learns its size from a matched probe, so no size
-is sent ahead. The exception is a long message: it is sent in pieces whose counts fit a C int, after a size header of 8
-bytes (no whole line, so it cannot be confused with a message).
+A message is one contiguous buffer of whole 64-byte lines. The receiver gets its size from a matched probe. A long
+message is sent in pieces whose counts fit a C int, after a size header of 8 bytes (less than a line, so it cannot be
+confused with a message).
 
-In a bidirectional exchange both ranks send long messages in the same step. MPI lets a long message leave when its
-receiver asks for it (clear to send). Over TCP a clear-to-send can queue behind the sender's own payload (head-of-line
-blocking), which serialises the two directions. Both ranks therefore send a size header first, post their sends when the
-peer's size header has arrived, and only then their receives. That takes down to 0.58 of the time over TCP
-(docs/performance.md, "Bidirectional exchange").
+In a bidirectional exchange both ranks send long messages in the same step. MPI sends a long message when its receiver
+is ready (clear to send). Over TCP a clear-to-send can queue behind the sender's own payload (head-of-line blocking),
+which serialises the two directions. Both ranks therefore send a size header first, post their sends when the peer's
+size header has arrived, and only then their receives. Over TCP this takes 0.58 to 1.0 of the time (docs/performance.md,
+"Bidirectional exchange").
 
-A collective waits on a `Pending`: `wait` blocks inside MPI, which leaves the core to others; `test` looks once. In a
-step that both sends and receives, wait for the arrival first: a large send ends only when its peer receives, and the
-peer may be in the same step.
+A collective waits for `Pending` objects: `wait` blocks inside MPI; `test` polls once. In a step that both sends and
+receives, wait for the arrival first: a large send ends only when its peer receives, and the peer may be in the same
+step.
 """
 
 from collections import deque
@@ -38,10 +38,10 @@ BIDIRECTIONAL = 1 << 17  # bytes: from here on a size header is sent first in a 
 
 
 class Pending(Protocol):
-    """Something of MPI's that a collective waits on."""
+    """An MPI operation that a collective waits for."""
 
     def test(self) -> bool:
-        """Look once, without waiting, and say whether it is complete."""
+        """Poll once, without waiting, and return whether it is complete."""
         ...
 
     def wait(self) -> None:
@@ -53,10 +53,10 @@ Steps = Generator[tuple[Pending, ...], None, T]  # a collective: it yields what 
 
 
 class Sending:
-    """MPI requests that only have to complete, such as those of a message that is sent; it keeps the buffers alive.
+    """MPI requests without a result, such as those of a message being sent; keeps their buffers alive.
 
-    after: an arrival and a function that starts further requests, which is called once that arrival is known, before it
-    is received; wait for the arrival first.
+    after: an arrival, and a function that starts further requests once the arrival's size is known, before it is
+    received; wait for the arrival first.
     """
 
     def __init__(
@@ -85,10 +85,11 @@ class Sending:
 
 
 class Arrival:
-    """A message to be received, of a size that only its sender knows; `buffer` holds it once it is complete."""
+    """A message to be received, of unknown size; `buffer` contains it once it is complete."""
 
     when_known: Callable[[], None] | None = None  # called once its size is known, before it is received
     buffer: Buffer = np.empty(0, np.uint8)
+    copy: Any = None  # of the buffer, on a device, where the buffer is not: see `staging`
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
         self.source = source
@@ -96,7 +97,7 @@ class Arrival:
         self._awaited: deque[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched
 
     def awaited(self) -> list[int]:
-        """Return the rank that it comes from, while it has not come."""
+        """Return the rank that it waits for; none once the message has arrived."""
         return [] if self.test() else [self.source]
 
     def test(self) -> bool:
@@ -123,7 +124,7 @@ class Arrival:
             self._landed(self._awaited.popleft()[1])
 
     def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "deque[tuple[MPI.Request, slice]]":
-        """Begin to receive what was probed: a message, or the size header of a long one."""
+        """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
         nbytes = status.Get_count(_byte())
         headed = nbytes == _SIZE.itemsize
@@ -142,12 +143,12 @@ class Arrival:
         return deque([(comm.Irecv(in_bytes(room[part]), source, tag), part) for part in pieces(nbytes)])
 
     def _room(self, nbytes: int) -> Buffer:
-        """Return the buffer that MPI is to fill."""
+        """Return the buffer for MPI to fill."""
         self.buffer = np.empty(nbytes, np.uint8)
         return self.buffer
 
     def _landed(self, part: slice) -> None:
-        """Take note that a part of that buffer is filled."""
+        """Called when a part of the buffer has been filled."""
 
 
 def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Request":
@@ -156,18 +157,18 @@ def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Reques
 
 
 def send_pieces(comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int) -> "list[MPI.Request]":
-    """Start to send a buffer in its pieces; each request keeps what MPI reads alive."""
+    """Start to send a buffer in pieces; each request keeps its memory alive."""
     parts = [buffer] if buffer.size <= PIECE else [buffer[part] for part in pieces(buffer.size)]
     return [comm.Isend(in_bytes(part), dest, tag) for part in parts]
 
 
 def pieces(nbytes: int) -> list[slice]:
-    """Return the pieces of a message; one, if it is short."""
+    """Return the slices of a message that are sent as pieces; one if it is short."""
     return [slice(start, min(start + PIECE, nbytes)) for start in range(0, max(nbytes, 1), PIECE)]
 
 
 def in_bytes(buffer: Buffer) -> list[Any]:
-    """Return what MPI takes for a buffer of bytes, without a look at what it is made of."""
+    """Return a buffer specification of bytes for mpi4py, which then does not inspect the array."""
     return [buffer, _byte()]
 
 
@@ -180,12 +181,12 @@ def _byte() -> "MPI.Datatype":
 
 @cache
 def _probed() -> "MPI.Status":
-    """Return the place for what is read before the next probe: to make one takes as long as a look."""
+    """Return a status object that is reused: creating one takes as long as a probe."""
     return new_status()
 
 
 def new_status() -> "MPI.Status":
-    """Return a place where MPI says what a message is like."""
+    """Return a new MPI.Status."""
     from mpi4py import MPI
 
     return MPI.Status()

@@ -1,12 +1,12 @@
-"""Buffers of a CUDA device on their way through MPI: staged through pinned memory, or as they are.
+"""Device buffers in MPI messages: staged through pinned memory, or passed to MPI directly.
 
-An MPI that is CUDA-aware takes a pointer of the device; any other one dies of it, so there a message is copied to
-pinned memory first (page-locked: the device copies it by itself, at the full rate of the bus) and sent from there, and
-comes back the same way. A message of more than 8 MiB goes in pieces: one is on the network while the next one is
-copied. The pinned memory is CuPy's pool, which keeps it for the next message.
+A CUDA-aware MPI accepts device pointers; any other one crashes. There a message is copied to pinned memory
+(page-locked, so that the device copies at the full rate of the bus) and sent from it, and received into pinned memory.
+Messages above 8 MiB are sent in pieces: one is on the network while the next one is copied. Pinned memory is from
+CuPy's pool, which keeps it for the next message.
 
-MPI knows nothing of streams: it reads and writes at once. So CuPy's current stream is synchronised here, before MPI
-sees a buffer, and nowhere else in the library.
+MPI ignores streams and accesses memory at once. So this module, and no other one, synchronises CuPy's current stream
+before it passes a buffer to MPI.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.runtime import messages
-from collectives.runtime.messages import Arrival, Buffer, in_bytes, pieces
+from collectives.runtime.messages import LINE, Arrival, Buffer, in_bytes, pieces
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool) -> "list[MPI.Request]":
-    """Start to send a buffer of the device in its pieces; each request keeps what MPI reads alive."""
+    """Start to send a device buffer in pieces; each request keeps its memory alive."""
     if direct:
         _stream().synchronize()
         return messages.send_pieces(comm, block, dest, tag)
@@ -39,27 +39,29 @@ def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bo
 
 
 class DeviceArrival(Arrival):
-    """A message for the device: `direct`, MPI writes it there; else it is copied from pinned memory piece by piece."""
+    """A message for the device. direct: MPI writes to the device; else it is copied there from pinned memory.
+
+    In the latter case `buffer` is the pinned memory, from which the host reads the header and other fields, and `copy`
+    is on the device. The copy is asynchronous: keep the arrival until a later operation that reads the copy has been
+    synchronised, as `decode` does.
+    """
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int, *, direct: bool) -> None:
         super().__init__(comm, source, tag)
-        self._direct, self._landing = direct, Arrival.buffer
+        self._direct = direct
 
     def _room(self, nbytes: int) -> Buffer:
-        self.buffer = _on_device(nbytes)
         if self._direct:
+            self.buffer = _on_device(nbytes)
             _stream().synchronize()  # what had this memory before may still be at work on it
-            return self.buffer
-        self._landing = pinned(nbytes)
-        return self._landing
+        else:
+            self.buffer = pinned(nbytes)
+            self.copy = _on_device(nbytes) if nbytes > LINE else None  # a line has no entries
+        return self.buffer
 
     def _landed(self, part: slice) -> None:
-        if self._direct:
-            return
-        _copy_in(self._landing[part], self.buffer[part])
-        if part.stop == self.buffer.size:
-            _stream().synchronize()  # the pinned memory goes back to its pool
-            self._landing = Arrival.buffer
+        if self.copy is not None:
+            _copy_in(self.buffer[part], self.copy[part])
 
 
 def to_pinned(array: Any) -> NDArray[Any]:
@@ -83,7 +85,7 @@ def to_device(array: NDArray[Any]) -> Any:
 
 
 def pinned(nbytes: int) -> Buffer:
-    """Return memory that the device copies to and from by itself; it goes back to CuPy's pool when it is let go."""
+    """Return pinned memory, which returns to CuPy's pool when it is released."""
     import cupy
 
     memory: Buffer = np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8)

@@ -1,4 +1,4 @@
-"""SparseVector <-> one contiguous message that describes itself.
+"""The codec: a SparseVector as one contiguous, self-describing message.
 
 Layout, little-endian: a header of 64 bytes, the indices, the values. The indices take a multiple of 8 bytes.
 
@@ -14,10 +14,10 @@ Layout, little-endian: a header of 64 bytes, the indices, the values. The indice
           48   u8   kind: 0 for a vector, 1 for text, 2 for the text of an error notification
           52   u32  CRC-32 of the message with zeros here, or 0
 
-count, signature, kind and CRC belong to those who send messages (`collectives.runtime.group`): `encode` writes zeros
-unless it is given others, and `decode` does not look at them. A decoder compares all sizes with each other and with the
-buffer before it reads anything after the header. A message of M bytes holds at most 8 M entries: rows of width 0, which
-have no values, are not written as a range. No format loses a bit.
+count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes zeros by default, and `decode`
+ignores them. A decoder compares all sizes with each other and with the buffer before it reads anything after the
+header. A message of M bytes holds at most 8 M entries: rows of width 0, which have no values, are not written as a
+range. No format loses a bit.
 """
 
 import math
@@ -46,7 +46,7 @@ _FORM_BITS = 3  # of the index format
 
 
 class Header(NamedTuple):
-    """The fields of a message's header, in their order; see the head of this file."""
+    """The fields of a message's header, in their order; see the module."""
 
     magic: bytes
     version: int
@@ -62,22 +62,22 @@ class Header(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How a vector is written: an index format, by number, and a value format."""
+    """The formats of a vector in a message: the number of an index format, and a value format."""
 
     indices: int
     values: ValueFormat
 
 
 def plain(vector: SparseVector) -> Coding:
-    """Return the coding that copies the arrays as they are: the fastest one."""
+    """Return the coding that copies the arrays unchanged: the fastest one."""
     return Coding(_plain_indices(vector), value_formats.as_they_are(vector.values))
 
 
 def quick(vector: SparseVector) -> Coding:
-    """Return the plain coding, or one that costs next to no time for what is dense.
+    """Return the plain coding, or for dense vectors one that takes hardly longer.
 
-    That is a range, or a bitmap where it takes at most a quarter of the plain indices: below, to find its bits takes
-    longer than to copy what it spares.
+    That is a range, or a bitmap of at most a quarter of the plain indices; finding the bits of a larger one takes
+    longer than copying the bytes that it saves.
     """
     values, room = value_formats.as_they_are(vector.values), vector.indices.nbytes // 4
     for form in (RANGE, BITMAP):
@@ -88,7 +88,7 @@ def quick(vector: SparseVector) -> Coding:
 
 
 def smallest(vector: SparseVector) -> Coding:
-    """Return the coding that makes the smallest message."""
+    """Return the coding with the smallest message."""
     sizes = [(each.nbytes(vector), form) for form, each in enumerate(INDEX_FORMATS)]
     _, least = min((size, form) for size, form in sizes if size is not None)
     return Coding(least, value_formats.smallest(vector.values.reshape(-1)))
@@ -106,8 +106,8 @@ def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
 def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | None = None) -> Buffer:
     """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
 
-    out: uint8, where the vector lives, at least `encoded_nbytes(vector, coding)` long, else ValueError. coding: one
-    that fits the vector, as `plain`, `quick` and `smallest` return it; None is the plain one.
+    out: uint8, on the vector's device, at least `encoded_nbytes(vector, coding)` long, else ValueError. coding: a
+    result of `plain`, `quick` or `smallest` for this vector; None is the plain one.
     """
     coding = coding or plain(vector)
     nbytes = encoded_nbytes(vector, coding)
@@ -132,7 +132,7 @@ def fill(message: Buffer, vector: SparseVector, coding: Coding, count: int = 0, 
 
 
 def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Buffer:
-    """Write text to the first `HEADER_NBYTES + len(text)` bytes of a message in main memory, and return it."""
+    """Write text to the first `HEADER_NBYTES + len(text)` bytes of a message in host memory, and return it."""
     nbytes = HEADER_NBYTES + len(text)
     write_fields(message, _HEADER, MAGIC, VERSION, 0, 0, 0, 0, nbytes, 0, signature, kind, 0)
     message.data[HEADER_NBYTES:nbytes] = text
@@ -140,28 +140,30 @@ def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Bu
 
 
 def read_header(message: Buffer) -> Header:
-    """Return the header of a message; CodecError where it is none, or says that the message is longer than it is."""
+    """Return the header of a message; CodecError if it is not valid, or the message is shorter than it states."""
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
     header = Header(*read_fields(message, _HEADER))
     if header.magic != MAGIC or header.version != VERSION:
         raise CodecError(f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}")
     if not HEADER_NBYTES <= header.nbytes <= message.size:
-        raise CodecError(f"the header says {header.nbytes} bytes, and {message.size} are there")
+        raise CodecError(f"the header says {header.nbytes} bytes, the buffer has {message.size}")
     return header
 
 
-def decode(message: Buffer, header: Header | None = None) -> SparseVector:
-    """Return the vector that `message` (uint8) holds, as views of it where it can; bytes behind it are ignored.
+def decode(message: Buffer, header: Header | None = None, fields: Buffer | None = None) -> SparseVector:
+    """Return the vector in `message` (uint8), as views of it where possible; bytes after it are ignored.
 
-    The vector lives where the message does. header: of the message, where it has been read already.
+    The vector is on the device of the message. header: of the message, if it has been read already. fields: a host copy
+    of a device message, from which single numbers are read without a synchronisation.
 
-    Raises CodecError for a header that `encode` does not write, and for what the constructor of SparseVector refuses.
-    It does not look at every entry: that is `SparseVector.validate`.
+    Raises CodecError for a header that `encode` does not write, and for arrays that the constructor of SparseVector
+    refuses. `SparseVector.validate` checks every entry.
     """
     _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
     form, value_code = formats & ((1 << _FORM_BITS) - 1), formats >> _FORM_BITS
-    value_format = format_of(value_code, message[:nbytes])
+    fields = message if fields is None else fields
+    value_format = format_of(value_code, fields[:nbytes])
     if form >= len(INDEX_FORMATS) or value_format is None:
         raise CodecError(f"got index format {form} and value format {value_code}: expected known ones")
     if not 0 <= nnz <= length <= MAX_LENGTH:
@@ -170,9 +172,9 @@ def decode(message: Buffer, header: Header | None = None) -> SparseVector:
     middle = nbytes - value_format.nbytes(math.prod(shape))
     if middle < HEADER_NBYTES or middle % 8:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries: they do not fit together")
-    section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
+    section, said, dtype = message[HEADER_NBYTES:middle], fields[HEADER_NBYTES:middle], index_dtype(length)
     unbounded = form == RANGE and middle == nbytes and nnz  # no values: 8 bytes could claim any number of entries
-    indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype)
+    indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, said)
     if indices is None:
         raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
     try:

@@ -1,4 +1,4 @@
-"""Index formats: where the entries of a vector stand, as bytes.
+"""Index formats: the indices of a vector, as bytes.
 
     0  plain, int32: 4 N                       for lengths up to 2^31 - 1
     1  plain, int64: 8 N                       for lengths above
@@ -10,9 +10,8 @@
        then S >> l zeros among N ones that stand for the high bits: at most 16 + N (3 + l) / 8, half a bit an index
        above the entropy of a random set
 
-A format says how many bytes it takes, fills a section of a message, and reads one. A section is a multiple of 8 bytes.
-Whoever reads believes nothing that has not been checked: the size of the section is that of the format for N entries,
-or `read` returns None.
+A format returns its size, fills a section of a message, and reads one. A section is a multiple of 8 bytes. `read`
+validates the section, and returns None unless its size is that of the format for N entries.
 """
 
 import struct
@@ -34,18 +33,21 @@ _FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begi
 
 
 class IndexFormat(Protocol):
-    """One way to write the indices of a vector."""
+    """A format for the indices of a vector."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        """Return the bytes that the indices of a vector take, None where the format is not for them."""
+        """Return the bytes that the indices of a vector take; None if the format cannot represent them."""
         ...
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
-        """Fill the section: all of it, zeros among it."""
+        """Fill the whole section, including padding."""
         ...
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
-        """Return `count` indices of a dtype, or int64 where they do not fit it; None for what is no such section."""
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
+        """Return `count` indices of a dtype, or int64 if they do not fit it; None if the section is not valid.
+
+        said: the section, or its copy in host memory, from which the leading numbers are read.
+        """
         ...
 
 
@@ -64,7 +66,7 @@ class Plain:
         section[vector.indices.nbytes :] = 0
         section[: vector.indices.nbytes].view(self.dtype)[:] = vector.indices
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`; a view of the section."""
         sound = dtype == self.dtype and section.size == _padded(count * dtype.itemsize)
         return section[: count * dtype.itemsize].view(dtype) if sound else None
@@ -81,11 +83,11 @@ class Range:
         """See `IndexFormat.write`."""
         write_fields(section, _FIRST, vector.first)
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`."""
         if section.size != 8 or not count:
             return None
-        (first,) = read_fields(section, _FIRST)
+        (first,) = read_fields(said, _FIRST)
         if not 0 <= first <= MAX_LENGTH - count:
             return None
         room = _room_for(first + count, dtype)
@@ -105,9 +107,9 @@ class Bitmap:
         _write_span(vector, section)
         kernels_for(section).to_bitmap(vector.indices, vector.first, section[16:].view(np.uint64))
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`."""
-        bounds = _read_span(section)
+        bounds = _read_span(said)
         if bounds is None or count > bounds[1] or section.size != 16 + 8 * _words(bounds[1]):
             return None
         first, span = bounds
@@ -146,11 +148,11 @@ class Blocks:
         offsets = 16 + _padded(4 * (last - first + 1))
         section[offsets : offsets + 2 * indices.size].view(np.uint16)[:] = indices & 0xFFFF
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`."""
         if section.size < 16:
             return None
-        (first, last), xp = read_fields(section, _PAIR), namespace(section)
+        (first, last), xp = read_fields(said, _PAIR), namespace(section)
         if not count:
             return xp.empty(0, dtype) if section.size == 16 else None
         if not 0 <= first <= last <= MAX_LENGTH >> _BLOCK or section.size != 16 + self._section(first, last, count):
@@ -175,7 +177,7 @@ class EliasFano:
 
     @staticmethod
     def _layout(count: int, span: int) -> tuple[int, int, int]:
-        """Return the low bits of an index, the words of them all, one to spare, and the words of the high bits."""
+        """Return the numbers of low bits of an index, of words for all low bits (one spare), and for the high bits."""
         low_bits = max(0, (span // max(1, count)).bit_length() - 1)
         return low_bits, _words(count * low_bits) + 1, _words(count + (span >> low_bits))
 
@@ -186,9 +188,9 @@ class EliasFano:
         words = section[16:].view(np.uint64)
         kernels_for(section).to_elias_fano(vector.indices, vector.first, low_bits, words[:lows], words[lows:])
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any]) -> Array | None:
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`."""
-        bounds = _read_span(section)
+        bounds = _read_span(said)
         if bounds is None or count > bounds[1]:
             return None
         first, span = bounds
@@ -223,7 +225,7 @@ def _words(bits: int) -> int:
 
 
 def _repeated(values: Array, counts: Array, total: int) -> Array:
-    """Return each value as often as its count says, `total` in all."""
+    """Return each value, repeated by its count, `total` values in all."""
     if not on_device(values):
         return np.repeat(values, counts)
     places = np.searchsorted(counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right")
@@ -238,7 +240,7 @@ def _write_span(vector: SparseVector, section: Buffer) -> None:
 
 
 def _read_span(section: Buffer) -> tuple[int, int] | None:
-    """Return the first index and the span that a section begins with; None where they cannot be."""
+    """Return the first index and the span at the beginning of a section; None if they are not valid."""
     if section.size < 16:
         return None
     first, span = read_fields(section, _PAIR)
@@ -246,5 +248,5 @@ def _read_span(section: Buffer) -> tuple[int, int] | None:
 
 
 def _room_for(end: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype, or int64 where indices below `end` do not fit it."""
+    """Return the dtype, or int64 if indices below `end` do not fit it."""
     return dtype if end <= 1 << 8 * dtype.itemsize - 1 else np.dtype(np.int64)

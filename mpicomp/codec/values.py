@@ -1,4 +1,4 @@
-"""Value formats: what stands at the indices of a vector, as bytes. None of them loses a bit.
+"""Value formats: the values of a vector, as bytes. None of them loses a bit.
 
     0, 1, 2   float16, float32, float64 as they are
     3, 4      float32 that are all float16, or bfloat16, numbers: 2 N
@@ -15,7 +15,7 @@ A plane has one bit a value, and is a multiple of 8 bytes. Runs are of values th
 several tensors has at least one run for each. After the planes come, for each run, the position of its first value and
 the bits of its magnitudes, the least first; then the number of runs. All of these are int64.
 
-To make values fit a shorter format is `mpicomp.compressors.Quantised`: there the sender gets the error back.
+`mpicomp.compressors.Quantised` rounds values to a shorter format, and returns the error to the sender.
 """
 
 import struct
@@ -40,13 +40,13 @@ _FEW = 32  # values: below, offsets spare next to nothing
 
 
 class ValueFormat(Protocol):
-    """One way to write values of a dtype; its number says which in a message."""
+    """A format for values of a dtype; messages contain its number."""
 
     number: int
     dtype: np.dtype[Any]
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes that so many values take."""
+        """Return the bytes that `count` values take."""
         ...
 
     def write(self, values: Array, section: Buffer) -> None:
@@ -54,7 +54,7 @@ class ValueFormat(Protocol):
         ...
 
     def read(self, section: Buffer, count: int) -> Array:
-        """Return so many values from a section of the right size; a view of it where that is possible."""
+        """Return `count` values from a section of the right size; a view of it if possible."""
         ...
 
 
@@ -62,14 +62,14 @@ class FixedFormat(ValueFormat, Protocol):
     """A format that is the same for all values."""
 
     def may_fit(self, one_has: int) -> bool:
-        """Return whether values may fit, by a sample of them: this finds most that do not, at no cost.
+        """Return whether values may fit, by a sample of them: a fast test that rejects most values that do not.
 
-        one_has: the bits that at least one of the sample has.
+        one_has: the bits set in at least one value of the sample.
         """
         ...
 
     def fits(self, values: Array) -> bool:
-        """Say whether values (1-d, of the dtype) come back to the bit."""
+        """Return whether values (1-d, of the dtype) are stored without loss."""
         ...
 
 
@@ -77,7 +77,7 @@ class Stored:
     """Formats 0 to 8: the values of one dtype, stored as numbers of another one."""
 
     def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
-        """Take the dtype of the values, that in which they are stored, and how many bits of a fraction it holds."""
+        """Store the dtype of the values, the dtype in which they are stored, and the bits of its fraction."""
         self.number, self.dtype, self.stored = number, np.dtype(dtype), np.dtype(stored)
         cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
         self._lost = (1 << cut) - 1
@@ -132,10 +132,10 @@ class StoredBfloat16(Stored):
 
 
 class Runs:
-    """Formats 9 to 14: runs of values that have at most one, or two, magnitudes."""
+    """Formats 9 to 14: runs of values with at most one magnitude, or two."""
 
     def __init__(self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]) -> None:
-        """Take how many magnitudes a run has at most, and a row for each run, in main memory: see the module."""
+        """Store the maximum number of magnitudes of a run, and a row for each run, in host memory: see the module."""
         self.number, self.dtype, self.most, self.table = _RUNS_OF[dtype, most], dtype, most, table
 
     @classmethod
@@ -202,16 +202,16 @@ class Runs:
 
 
 class Offsets:
-    """Formats 15 to 17: how far the bits of a magnitude are above those of the least one."""
+    """Formats 15 to 17: differences of the bits of the magnitudes from the least one."""
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
-        """Take the bits of the least magnitude, and how many bits hold the distance to the largest."""
+        """Store the bits of the least magnitude, and the number of bits of an offset."""
         self.number, self.dtype = _OFFSETS_OF[dtype], dtype
         self.least, self.width = least, width
 
     @classmethod
     def of(cls, values: Array) -> "Offsets":
-        """Return the format for values (1-d, some)."""
+        """Return the format for values (1-d, not empty)."""
         least, largest = kernels_for(values).magnitude_range(values)
         return cls(values.dtype, least, (largest - least).bit_length())
 
@@ -262,7 +262,7 @@ def _write_plane(section: Buffer, flags: Array) -> None:
 
 
 def _read_plane(section: Buffer, count: int) -> Array:
-    """Return so many flags that `_write_plane` wrote."""
+    """Return the flags that `_write_plane` wrote."""
     return np.unpackbits(section, bitorder="little")[:count].view(np.bool_)
 
 
@@ -281,7 +281,7 @@ _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] f
 
 
 def format_of(number: int, message: Buffer) -> ValueFormat | None:
-    """Return the format of a number, of which the end of a message may say more; None where there is no such."""
+    """Return the format with a number, with parameters from the end of the section; None for unknown numbers."""
     if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
     if message.size < _PAIR.size:
@@ -306,7 +306,7 @@ def as_they_are(values: Array) -> ValueFormat:
 
 
 def smallest(values: Array) -> ValueFormat:
-    """Return the format that stores values (1-d) in the fewest bytes, to the bit."""
+    """Return the format that stores values (1-d) in the fewest bytes, without loss."""
     shortest = _shortest(values)
     if values.size < _FEW or shortest.nbytes(values.size) < values.nbytes:
         return shortest
@@ -315,7 +315,7 @@ def smallest(values: Array) -> ValueFormat:
 
 
 def _shortest(values: Array) -> ValueFormat:
-    """Return the format that stores values in the fewest bytes, but for offsets."""
+    """Return the format that stores values in the fewest bytes, except offsets."""
     some = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
     one_has, sign = reduce(or_, some, 0), _sign_of(values.dtype)
     candidates: list[Runs | FixedFormat] = [each for each in _FORMATS_FOR[values.dtype] if each.may_fit(one_has)]

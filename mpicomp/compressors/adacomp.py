@@ -4,12 +4,12 @@ Source: C.-Y. Chen, J. Choi, D. Brand, A. Agrawal, W. Zhang, K. Gopalakrishnan, 
 compression for data-parallel distributed training", AAAI 2018 (arXiv 1712.02679).
 
 With the residue R and the new gradient dW: G = R + dW, H = G + dW; an entry is sent if |H| >= max |G| over its bin.
-All entries are sent with one magnitude, the mean of the bins' maxima, and the sign of G: with `codec="smallest"` a
+All entries are sent with one magnitude, the mean of max |G| over all bins, and the sign of G: with `codec="smallest"` a
 value takes a bit. The difference is in the residual.
 
-Differences from the paper: a bin of zeros sends nothing; if nothing is selected from a vector that is not zero, its
-largest entry is sent. Messages are those of `mpicomp.codec`, where an index takes about 5.3 bits at five entries in a
-bin of 50; the paper takes 8 bits for an offset in its bin and a sign.
+Differences from the paper: a bin of zeros sends nothing, though it counts in the mean; if nothing is selected from a
+vector that is not zero, its largest entry is sent. Messages are those of `mpicomp.codec`, where an index takes about
+5.3 bits at five entries in a bin of 50; the paper takes 8 bits for an offset in its bin and a sign.
 """
 
 from typing import Any
@@ -25,8 +25,14 @@ from mpicomp.vector import SparseVector
 class AdaComp(Compressor):
     """Select adaptively in bins of consecutive entries, and send one magnitude.
 
+    The bins and the magnitude are those of one layer: give an exchange named tensors, and a function of their names and
+    shapes for compressors with other bins; see `GradientExchange`. In one flat vector bins straddle layers.
+
     bin_size: entries in a bin, 1 to 16384, else ValueError. The paper uses 50 for convolutions and 500 for fully
     connected and recurrent layers.
+
+    >>> AdaComp(bin_size=2).compress(gradient, gradient=gradient).indices.tolist()
+    [1, 3]
     """
 
     needs_gradient = True
@@ -56,6 +62,8 @@ class AdaComp(Compressor):
         positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
         if not positions.size:  # the new gradient cancels the largest entry of every bin
             positions, _ = kernels_for(dense).largest(dense, 1)
-        scale = dense.dtype.type(mean_and_largest(largest, int(np.count_nonzero(largest)))[0])
+        scale = dense.dtype.type(mean_and_largest(largest)[0])
+        if positions.size and not scale:  # the mean with many bins of zeros may vanish
+            scale = np.finfo(dense.dtype).smallest_subnormal
         values = np.copysign(scale, dense[positions])
         return self.reported(placed(positions, values, dense.size), float(scale))

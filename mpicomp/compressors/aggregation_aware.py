@@ -1,7 +1,8 @@
 """Aggregation-aware selection: prefer the entries of the last aggregate, so that the ranks' supports overlap.
 
 Inspired by "Communication usage optimization of gradient sparsification with aggregation in deep learning", ICNCC 2018:
-a server sends the union of the ranks' supports, and large gradients stay large for a short time only.
+a server sends the union of the ranks' supports, and large gradients stay large for a short time only. In an exchange
+`downlink=TwoWay(TopK(1.0))` is that server: a root sums, and broadcasts the sum.
 
 Differences from the paper: no formula of it is public; the scores below are our own.
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, beside, kernels_for, namespace
 from mpicomp.compressors.common import Density, at_positions, finite_vector
+from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
 
 METRICS = ("support", "recency", "votes", "magnitude", "quota")
@@ -48,6 +50,9 @@ class AggregationAware(Density):
 
     weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object serves one vector; call `observe`
     with every aggregate. Before the first one the selection is exact top-k.
+
+    >>> AggregationAware(k=2).compress(gradient).indices.tolist()
+    [1, 3]
     """
 
     state = {"_bonus": _check_bonus}
@@ -66,6 +71,7 @@ class AggregationAware(Density):
         super().__init__(density, k=k)
         if metric not in METRICS:
             raise ValueError(f"metric is {metric!r}: expected one of {list(METRICS)}")
+        refuse_bools(weight=weight, decay=decay, quota=quota)
         if not (0 <= weight < np.inf and 0 <= decay <= 1 and 0 <= quota <= 1):
             raise ValueError(f"got weight={weight}, decay={decay}, quota={quota}: expected >= 0, 0 to 1, and 0 to 1")
         self.metric, self.weight, self.decay, self.quota = metric, float(weight), float(decay), float(quota)
@@ -94,7 +100,7 @@ class AggregationAware(Density):
         self._bonus = bonus
 
     def reset(self) -> None:
-        """Clear what is stored of the aggregates."""
+        """Clear the stored aggregates."""
         self._bonus = None
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:

@@ -1,7 +1,7 @@
-"""The contract of a compressor: the selection, what an exchange needs to know of it, and the state between steps.
+"""The contract of a compressor: the selection, its properties for an exchange, and its state between steps.
 
 A compressor of your own derives from `Compressor` and implements `compress`; everything else has a default. One that
-wraps another compressor derives from `Wrapper`. docs/compressors.md has an example.
+wraps another compressor derives from `Wrapper`. docs/own_compressor.md has an example.
 """
 
 import math
@@ -66,8 +66,9 @@ class Compressor(Configured):
         """Return the selected entries of `corrected`, the gradient with the residual added.
 
         corrected: an array of any shape, taken in C order; float16, float32 or float64. It may be read-only: do not
-        write to it. gradient: what the step added to the residual, in the units of the feedback, for compressors that
-        set `needs_gradient`. An exact zero is not selected, unless the positions do not depend on the values.
+        write to it. gradient: the vector that the step added to the residual, in the units of the feedback, for
+        compressors that set `needs_gradient`. An exact zero is not selected, unless the positions do not depend on the
+        values.
 
         Raises ValueError naming the first value that is not finite; the compressor does not change then.
         """
@@ -77,7 +78,7 @@ class Compressor(Configured):
         """Write residual + gradient to `out` and compress it; in one pass in methods with a fused kernel.
 
         residual, gradient, out: 1-d, C-contiguous, of one length and dtype; `out` shares no memory with the others.
-        Raises what `compress` does; `out` is written in any case.
+        Raises the errors of `compress`; `out` is written in any case.
         """
         kernels_for(out).add(residual, gradient, out)
         return self.compress(read_only(out), gradient=gradient)
@@ -111,7 +112,7 @@ class Compressor(Configured):
             vars(part).update(before)
 
     def reset(self) -> None:
-        """Clear what is stored about single positions, in the whole chain. For a model that was replaced."""
+        """Clear the stored information about single positions, in the whole chain. For a model that was replaced."""
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the state of the chain, without settings: arrays in host memory by "depth.attribute"."""
@@ -122,7 +123,7 @@ class Compressor(Configured):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` of a compressor with these settings returned.
+        """Load a `state_dict` of a compressor with these settings.
 
         Raises ValueError for keys that are unknown or missing, and for values of a shape, kind or range that this
         compressor cannot have; nothing changes then.

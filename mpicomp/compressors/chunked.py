@@ -4,8 +4,8 @@ Source: A. Sarfi et al., "Communication efficient LLM pre-training with SparseLo
 of 4096 entries are selected from the sum of 15 to 30 local steps.
 
 A chunk fits the cache of a core, and is one block of threads on a GPU, so that a selection is one read of the gradient.
-Every part of a vector sends its share: a layer with small gradients is not left out. On independent values it captures
-what exact top-k of as many entries does, within half a per cent.
+Every part of a vector sends its share, also a layer with small gradients. On independent values it captures the norm of
+exact top-k with as many entries, within half a per cent.
 
 Differences from the paper: chunks are of consecutive entries of the flat vector, of any length; the paper cuts tensors
 by divisors of their dimensions, and a prime dimension then makes chunks of one entry, or one chunk of everything. The
@@ -29,8 +29,8 @@ class ChunkedTopK(Density):
     k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The last chunk, of length m < chunk,
     keeps max(1, round(k m / chunk)).
 
-    A vector that is no longer than a chunk is one chunk of length n: what is selected is that of `TopK` with
-    k = max(1, round(k n / chunk)), which for n = chunk is `TopK(k=k)`.
+    A vector of length n <= chunk is one chunk: the selection is that of `TopK` with k = max(1, round(k n / chunk)),
+    which for n = chunk is `TopK(k=k)`.
 
     >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
     [1, 3, 6]

@@ -84,7 +84,7 @@ def finite_vector(corrected: Any) -> Array:
 
 def placed(positions: Array, values: Array, length: int) -> SparseVector:
     """Return a vector with `values` at `positions` (intp), which increase and are in range."""
-    return SparseVector(positions.astype(index_dtype(length)), values, length)
+    return SparseVector.trusted(positions.astype(index_dtype(length)), values, length)
 
 
 def all_at(dense: Array, positions: Array) -> SparseVector:
@@ -102,18 +102,22 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
 
 def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
     """Return the largest entries of a dense vector, which a kernel found; ValueError if the vector is not finite."""
-    _check_found(dense, values)
-    return placed(positions, values, dense.size)
+    vector = placed(positions, values, dense.size)
+    _check_found(dense, vector)
+    return vector
 
 
 def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
     """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
-    _check_found(dense, values)
+    _check_found(dense, placed(positions, values, dense.size))
     return _nonzero_entries(dense, positions, values)
 
 
-def _check_found(dense: Array, values: Array) -> None:
-    if not np.isfinite(values).all():  # they count as the largest, so one of them is found if there is any
+def _check_found(dense: Array, found: SparseVector) -> None:
+    """Raise ValueError if a dense vector is not finite: such values are the largest, so one of them was found."""
+    try:
+        found.check_finite()
+    except ValueError:
         kernels_for(dense).raise_not_finite(dense)
 
 

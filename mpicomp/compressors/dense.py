@@ -8,7 +8,11 @@ from mpicomp.vector import SparseVector
 
 
 class Dense(Compressor):
-    """Select every entry that is not zero."""
+    """Select every entry that is not zero.
+
+    >>> Dense().compress(gradient).values.tolist()
+    [0.5, -3.0, 0.25, 2.0]
+    """
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.compress`."""

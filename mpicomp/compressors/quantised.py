@@ -51,40 +51,18 @@ def _to_signs(values: Array) -> Array:
     return signed
 
 
-_ROUNDS = 20  # of Lloyd's, at most
-
-
 def _to_two_magnitudes(values: Array) -> Array:
     mean, largest = mean_and_largest(values.reshape(-1))
     if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
         scaled: Array = _to_two_magnitudes(values * 2.0**-64) * 2.0**64
         return scaled
-    low, high, threshold = _two_magnitudes(values.reshape(-1), mean, largest)
+    low, high, threshold = kernels_for(values).two_magnitudes(values.reshape(-1), mean, largest)
     limit = values.dtype.type(threshold)
     if float(limit) > threshold:  # rounded down, it divides values of the dtype as the threshold does
         limit = np.nextafter(limit, values.dtype.type(0))
     pair = namespace(values).asarray(np.array([low, high], values.dtype))
     signed: Array = np.copysign(np.where(np.abs(values) <= limit, pair[:1], pair[1:]), values)
     return signed
-
-
-def _two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
-    """Return two magnitudes, the first not above the second, and the threshold between those they stand for.
-
-    values: 1-d; mean, largest: of the magnitudes. Lloyd's rounds, from the mean as the threshold until it stays: each
-    reads the values once. Where one magnitude is enough, both are the mean.
-    """
-    low, high, threshold = mean, mean, mean
-    for _ in range(_ROUNDS):
-        sides = kernels_for(values).sides(values, threshold)
-        if not (sides.below and sides.above):
-            break
-        low = min(sides.sum_below / sides.below, threshold)  # whatever rounding does to a mean
-        high = min(sides.sum_above / sides.above, largest)
-        before, threshold = threshold, (low + high) / 2
-        if threshold == before:
-            break
-    return low, high, threshold
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_signs, "two_bit": _to_two_magnitudes}
@@ -97,14 +75,15 @@ def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVecto
     one, and the signs), else ValueError. Values beyond the range of a format are clipped to its largest. quantised +
     error is the vector, up to the rounding of the error to the dtype of the values; it is exact if value and quantised
     value are within a factor of two of each other (Sterbenz' lemma).
+
+    >>> quantised, error = quantise(TopK(k=2).compress(gradient), "sign")
+    >>> quantised.values.tolist(), error.values.tolist()
+    ([-2.5, 2.5], [-0.5, -0.5])
     """
     if form not in _ROUNDINGS:
         raise ValueError(f"form is {form!r}: expected one of {list(_ROUNDINGS)}")
     rounded = _ROUNDINGS[form](vector.values)
-    return (
-        SparseVector(vector.indices, rounded, vector.length),
-        SparseVector(vector.indices, vector.values - rounded, vector.length),
-    )
+    return vector.with_values(rounded), vector.with_values(vector.values - rounded)
 
 
 class Quantised(Wrapper):
@@ -112,6 +91,9 @@ class Quantised(Wrapper):
 
     compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError. Feedback adds the error to the
     residual. `error` is that of the last call, None before any.
+
+    >>> Quantised(TopK(k=2), "sign").compress(gradient).values.tolist()
+    [-2.5, 2.5]
     """
 
     def __init__(self, compressor: Compressor, form: str) -> None:

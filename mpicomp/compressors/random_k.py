@@ -28,6 +28,9 @@ class RandomK(Density):
     are the same on all ranks.
 
     `step` counts the calls, and is part of the seed: set it when a run is resumed.
+
+    >>> RandomK(k=2, seed=1).compress(gradient).nnz
+    2
     """
 
     state = {"step": expect_integer(0)}
@@ -76,6 +79,9 @@ class BlockRandomK(RandomK):
 
     block: positions in a block, at least 1, else ValueError; ceil(k / block) blocks are drawn. The other parameters are
     those of `RandomK`. A block takes one random number, and is read and written in order.
+
+    >>> BlockRandomK(k=2, block=2, seed=1).compress(gradient).span
+    2
     """
 
     def __init__(

@@ -29,6 +29,10 @@ class SampledTopK(Density):
     """Select about the k largest magnitudes, by the threshold of a sample.
 
     density or k: see `Density`. seed: for the offsets of the samples; ranks may have different ones.
+
+    >>> long = np.random.default_rng(0).standard_normal(100_000)
+    >>> 500 < SampledTopK(density=0.01).compress(long).nnz < 2000
+    True
     """
 
     state = {"step": expect_integer(0)}
@@ -84,6 +88,10 @@ class WarmUp(Wrapper):
     compressor: any with a `density`. densities: one for each stage; the last one is kept. calls: number of calls in a
     stage. Raises ValueError if the list is empty, a number is out of range, or the compressor was made with k. To
     quantise as well, wrap this one: `Quantised(WarmUp(...), "float16")`.
+
+    >>> compressor = WarmUp(TopK(0.25), [1.0, 0.5, 0.25])
+    >>> [compressor.compress(gradient).nnz for step in range(4)]
+    [4, 2, 1, 1]
     """
 
     state = {"step": expect_integer(0)}

@@ -14,13 +14,19 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.common import at_or_above, entries_found, finite_vector
+from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
 
 
 class Threshold(Compressor):
-    """Select |x| >= threshold. threshold: a number above 0, else ValueError."""
+    """Select |x| >= threshold. threshold: a number above 0, else ValueError.
+
+    >>> Threshold(1.0).compress(gradient).values.tolist()
+    [-3.0, 2.0]
+    """
 
     def __init__(self, threshold: float) -> None:
+        refuse_bools(threshold=threshold)
         if not (isinstance(threshold, int | float | np.number) and 0 < threshold < np.inf):
             raise ValueError(f"threshold is {threshold!r}: expected a number above 0")
         self.threshold = threshold

@@ -33,6 +33,9 @@ class RedSync(Density):
     """Select the k largest magnitudes by a binary search for a threshold that k to 2 k magnitudes reach.
 
     density or k: see `Density`. The threshold is mean + t (max - mean) of the magnitudes, 0 <= t <= 1.
+
+    >>> RedSync(k=2).compress(gradient).indices.tolist()
+    [1, 3]
     """
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
@@ -66,6 +69,9 @@ class MSTopK(Density):
 
     density or k: see `Density`. All entries that reach the upper threshold are sent, and as many of those between the
     two thresholds as make k, with the lowest indices. rounds: halvings of the bisection, at least 1, else ValueError.
+
+    >>> MSTopK(k=2).compress(gradient).indices.tolist()
+    [1, 3]
     """
 
     def __init__(self, density: float | None = None, *, k: int | None = None, rounds: int = 25) -> None:
@@ -102,6 +108,10 @@ class GaussianK(Density):
     density or k: see `Density`. An entry is selected if its distance from the mean exceeds Phi^-1(1 - density / 2)
     standard deviations; that distance is halved while under 2/3 k entries are selected, and multiplied by 1.5 while
     over 4/3 k are; then the k largest are kept.
+
+    >>> long = np.random.default_rng(0).standard_normal(100_000)
+    >>> 500 < GaussianK(density=0.01).compress(long).nnz <= 1000
+    True
     """
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:

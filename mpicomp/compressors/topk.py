@@ -20,6 +20,9 @@ class TopK(Density):
     their number, k >= 1.
 
     Raises ValueError if both or none are given, or if one is out of range.
+
+    >>> TopK(k=2).compress(gradient).indices.tolist()
+    [1, 3]
     """
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:

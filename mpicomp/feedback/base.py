@@ -2,7 +2,7 @@
 
 A step calls `compress` (or `correct`), `settle` and `commit`, in this order; a step that fails ends anywhere before
 `commit`. Everything that can fail (memory, arithmetic, checks) is in the first two, which write to spare buffers only:
-the arrays do not change before `commit`, and a second `correct` returns what the first did. `commit` swaps arrays with
+the arrays do not change before `commit`, and a second `correct` returns the same result. `commit` swaps arrays with
 their spares, or writes values that `settle` prepared: it allocates nothing and raises nothing.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpicomp.arrays import VALUE_DTYPES, Array, beside, kernels_for, namespace, on_device, read_only, to_numpy
 from mpicomp.compressors import Compressor
-from mpicomp.settings import Configured
+from mpicomp.settings import Configured, refuse_bools
 from mpicomp.vector import SparseVector
 
 Added = tuple[SparseVector, ...]  # vectors to add to the gradient's own array, in this order
@@ -30,7 +30,7 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class Feedback(Configured):
-    """Keep the entries that are not sent. Base class of all methods.
+    """Base class of all feedback methods: keep the entries that are not sent.
 
     A method implements `correct`, `settle` and `_layout`, which returns the dtypes of the arrays it keeps, all of shape
     (n,); they are zero before the first gradient. One object serves one vector of one length and dtype. Constructor
@@ -41,7 +41,8 @@ class Feedback(Configured):
     has_dense_result: ClassVar[bool] = False  # `result` is a dense array: there is no sparse mean
     sends_gradients: ClassVar[bool] = True  # the residual is in gradient units, not in those of an update of the model
 
-    _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays
+    _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
+    _common: tuple[str, ...] = ()  # the arrays that are the same on all ranks
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
@@ -66,9 +67,9 @@ class Feedback(Configured):
     def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: what `correct` or `compress` returned; the feedback may write to it. mean: what the exchange returns,
-        of the dtype of the gradient. Returns, for feedback in place, the vectors to add to the gradient's array, in
-        this order; else nothing.
+        corrected: the result of `correct` or `compress`; the feedback may write to it. mean: the result of the
+        exchange, of the dtype of the gradient. Returns, for feedback in place, the vectors to add to the gradient's
+        array, in this order; else nothing.
 
         Raises RuntimeError without a `correct` before, ValueError for another length, OverflowError if the result
         leaves the range of its dtype.
@@ -76,7 +77,7 @@ class Feedback(Configured):
         raise NotImplementedError(f"{type(self).__name__} has no settle(): expected a method of the class")
 
     def commit(self) -> None:
-        """Keep what `settle` prepared."""
+        """Swap in the arrays that `settle` prepared."""
         for array, indices, values in self._writes:
             kernels_for(array).scatter(array, indices, values)
         for name in self._settled:
@@ -84,7 +85,7 @@ class Feedback(Configured):
         self._begun, self._settled, self._writes = True, (), []
 
     def result(self, mean: SparseVector) -> SparseVector | Array:
-        """Return what the exchange returns, after `commit`: the mean, or a read-only dense array (n,)."""
+        """Return the result of the exchange, after `commit`: the mean, or a read-only dense array (n,)."""
         return mean
 
     @property
@@ -124,6 +125,11 @@ class Feedback(Configured):
         """Length of the arrays; None before the first step, or without arrays."""
         return next((array.size for array in self._arrays.values()), None) if self._begun else None
 
+    @property
+    def differing(self) -> set[str]:
+        """Names of the arrays that differ by rank, in which every method is linear; see `mpicomp.redistribution`."""
+        return self._layout(VALUE_DTYPES[0]).keys() - set(self._common)
+
     def fits(self, size: int, dtype: np.dtype[Any]) -> bool:
         """Return whether the arrays, if there are any, are those for gradients of this size and dtype."""
         return self.size is None or self._is_for((size,), dtype)
@@ -131,9 +137,10 @@ class Feedback(Configured):
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`, the old learning rate over the new one, if it is in gradient units.
 
-        The update that the residual stands for then keeps its size. Raises ValueError unless 0 < factor < infinity,
-        OverflowError if a value leaves its range.
+        The update from the residual then keeps its size. Raises ValueError unless 0 < factor < infinity, OverflowError
+        if a value leaves its range.
         """
+        refuse_bools(factor=factor)
         if not 0 < factor < math.inf:
             raise ValueError(f"factor is {factor!r}: expected the old learning rate over the new one, a number above 0")
         self._staged, self._settled = False, ()
@@ -162,10 +169,10 @@ class Feedback(Configured):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load copies of what `state_dict` returned; the following steps have the same bits.
+        """Load copies of a `state_dict`; the following steps have the same bits.
 
-        Dtype and shape are those of the calls before, if there were any; call `reset` first to change them. Raises
-        ValueError for other names, dtypes or shapes, and for values that are not finite; nothing changes then.
+        Dtype and shape must be those of earlier calls, if any; call `reset` first to change them. Raises ValueError for
+        other names, dtypes or shapes, and for values that are not finite; nothing changes then.
         """
         given = {name: np.asarray(state[name]) for name in state}
         numbers = {name: given.pop(name) for name in self._numbers if name in given}
@@ -279,10 +286,13 @@ def check_feedback(feedback: Any, compressor: Compressor) -> None:
         )
 
 
-def check_range(values: Array, what: str) -> None:
+def check_range(values: Array | SparseVector, what: str) -> None:
     """Raise OverflowError if a value is not finite. what: of the values, in the error."""
     try:
-        kernels_for(values).raise_not_finite(values)
+        if isinstance(values, SparseVector):
+            values.check_finite()
+        else:
+            kernels_for(values).raise_not_finite(values)
     except ValueError:
         remedy = "scale the gradients down, or use float32"
         raise OverflowError(f"the {what} leaves the range of {values.dtype}: {remedy}") from None

@@ -1,4 +1,4 @@
-"""EF21: send the compressed difference between this rank's gradient and what the other ranks know of it.
+"""EF21: send the compressed difference between this rank's gradient and the other ranks' estimate of it.
 
 Sources: P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
 error feedback", NeurIPS 2021 (arXiv 2106.05203); with momentum, EF21-SGDM: I. Fatkhullin, A. Tyurin, P. Richtarik,
@@ -12,9 +12,9 @@ its first h_i = v_i in full. v_i starts as the first gradient, where EF21-SGDM u
 Entries that the collective rejects are subtracted from h_i again. gTop-k may return an entry to another rank than its
 sender; the single h_i are then not those of the paper, but their sum is right.
 
-Invariants: the sum of the h_i changes by exactly what arrived; so h = mean h_i, or the sum of the h_i if the exchange
-does not average. On real numbers each h_i and h are rounded at every step, and h drifts from the mean as the rounding
-errors of a sum do; nothing corrects this.
+Invariants: the sum of the h_i changes by exactly the received sum; so h = mean h_i, or the sum of the h_i if the
+exchange does not average. On real numbers each h_i and h are rounded at every step, and h drifts from the mean as the
+rounding errors of a sum do; nothing corrects this.
 """
 
 from typing import Any
@@ -23,23 +23,30 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.feedback.base import Added, Feedback, Layout, check_range, wide
+from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector, merge
 
 
 class EF21(Feedback):
-    """Keep h_i, what the other ranks know of this rank's gradient, and h, what all ranks know of the mean.
+    """Keep h_i, the other ranks' estimate of this rank's gradient, and h, the common estimate of the mean.
 
     momentum: b, 0 < b <= 1, else ValueError; 1 is EF21 without momentum. The smaller b, the longer v_i remembers.
 
     The exchange returns a copy of h, a dense gradient, though only its change was sent. There is no residual, and
     `rescale` changes nothing. All arrays have the dtype of the gradients, or float32 for float16; with means in float16
     h still drifts: use float32 gradients.
+
+    >>> exchange = GradientExchange(comm, TopK(k=2), EF21())
+    >>> [exchange(gradient).tolist() for step in range(2)]
+    [[0.0, -3.0, 0.0, 2.0], [0.5, -3.0, 0.25, 2.0]]
     """
 
     has_dense_result = True
+    _common = ("aggregate",)
 
     def __init__(self, momentum: float = 1.0) -> None:
         super().__init__()
+        refuse_bools(momentum=momentum)
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum is {momentum!r}: expected 0 < momentum <= 1 (1 is EF21 without momentum)")
         self.momentum = float(momentum)

@@ -17,6 +17,7 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.feedback.base import Added, Feedback, Layout, check_range
+from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
 
 
@@ -43,6 +44,7 @@ class ErrorFeedback(Feedback):
 
     def __init__(self, *, in_place: bool = False, decay: float = 1.0) -> None:
         super().__init__()
+        refuse_bools(decay=decay)
         if not 0 < decay <= 1:
             raise ValueError(
                 f"decay is {decay!r}: expected 0 < decay <= 1 (1 keeps all; to keep nothing take NoFeedback())"
@@ -71,7 +73,7 @@ class ErrorFeedback(Feedback):
         return corrected
 
     def compress(self, gradient: Array, compressor: Compressor) -> tuple[Array, SparseVector]:
-        """Return what `correct` does, and the selected entries; in one pass where there is a kernel and no decay."""
+        """Return the result of `correct`, and the selected entries; in one pass without decay, if there is a kernel."""
         if self.decay < 1:
             corrected = self.correct(gradient)
             return corrected, compressor.compress(read_only(corrected), gradient=gradient)
@@ -112,7 +114,7 @@ class ErrorFeedback(Feedback):
                 base = np.where(sent.indices[places] == back.indices, left[places], base)
             check_range(left, "residual")
             check_range(base + back.values, "residual")
-        removed = SparseVector(sent.indices, -sent.values, sent.length)
+        removed = sent.with_values(-sent.values)
         return (removed, back) if back.nnz else (removed,)
 
 

@@ -8,10 +8,10 @@ for distributed training", ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2.
 
 The optimiser that applies the mean has no momentum of its own.
 
-Masking prevents a velocity that has become stale while it waited from moving an entry on after it was sent. An entry
-that the collective returns to this rank goes back to v and keeps its momentum. If everything was sent (an entry for
-every position, or a v of zeros afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the
-velocity of plain momentum SGD.
+Masking prevents a stale velocity from moving an entry further after the entry was sent. An entry that the collective
+rejects on this rank is added to v again and keeps its momentum. If everything was sent (an entry for every position, or
+a v of zeros afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the velocity of plain
+momentum SGD.
 
 Differences from the paper: no masking if everything was sent; the rounding error of a quantised value stays in v;
 zeros are never sent, so u is kept where v is zero. gTop-k may return an entry to another rank than its sender: the
@@ -27,6 +27,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.feedback.base import Added, Feedback, Layout, wide
+from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
 
 _BLOCK = 65536
@@ -44,6 +45,10 @@ class MomentumCorrection(Feedback):
     scales v. It does not change u; the optimiser applies the new learning rate to it, as to any momentum buffer.
 
     Raises ValueError for a setting out of range, and for `clip` without `ranks`.
+
+    >>> exchange = GradientExchange(comm, TopK(k=2), MomentumCorrection(momentum=0.9))
+    >>> exchange(gradient).tolist()
+    [0.0, -3.0, 0.0, 2.0]
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class MomentumCorrection(Feedback):
         ranks: int | None = None,
     ) -> None:
         super().__init__()
+        refuse_bools(momentum=momentum, clip=clip, ranks=ranks)
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum is {momentum!r}: expected 0 <= momentum <= 1")
         if clip is not None and not 0 < clip < math.inf:

@@ -13,7 +13,11 @@ from mpicomp.vector import SparseVector
 
 
 class NoFeedback(Feedback):
-    """Keep nothing."""
+    """Keep nothing.
+
+    >>> NoFeedback().correct(gradient) is gradient
+    True
+    """
 
     def correct(self, gradient: Array) -> Array:
         """Return `gradient` itself."""

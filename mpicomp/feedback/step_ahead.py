@@ -1,4 +1,4 @@
-"""Step-ahead error feedback: evaluate the gradient where the model will be once this rank's residual has been applied.
+"""Step-ahead error feedback: evaluate the gradient at the model after this rank's residual is applied.
 
 Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training with compressed gradient", AAAI
 2021 (arXiv 2008.05823), with its error averaging.
@@ -12,7 +12,8 @@ The model is evaluated at x, not at y. Every `averaging_period` steps the residu
 ranks.
 
 Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and entries that the
-collective rejects are added to it. The server's half of its two-way compression is `mpicomp.feedback.two_way`.
+collective rejects are added to it. The server's half of its two-way compression is `downlink=TwoWay(...)` of an
+exchange; the root is one of the ranks.
 
 Invariants: residual after + sent - rejected = residual before + eta m; averaging does not change the sum over the
 ranks. So with s the server's residual the virtual iterate xbar = x - mean e - s obeys xbar' = xbar - eta mean m.
@@ -25,6 +26,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, beside, like, to_values
 from mpicomp.feedback.base import Added, Feedback, Layout, wide
+from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
 
 
@@ -39,6 +41,11 @@ class StepAhead(Feedback):
     is float32. Updates are small: in float16 those below 6e-8 vanish.
 
     Raises ValueError for a setting out of range.
+
+    >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
+    >>> update = exchange(gradient)  # parameters -= update
+    >>> exchange.ahead(np.zeros(4, np.float32)).tolist()
+    [-0.25, 0.0, -0.125, 0.0]
     """
 
     sends_gradients = False
@@ -46,6 +53,7 @@ class StepAhead(Feedback):
 
     def __init__(self, rate: float, momentum: float = 0.0, averaging_period: int | None = None) -> None:
         super().__init__()
+        refuse_bools(momentum=momentum, averaging_period=averaging_period)
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum is {momentum!r}: expected 0 <= momentum <= 1")
         if averaging_period is not None and averaging_period < 1:
@@ -61,6 +69,7 @@ class StepAhead(Feedback):
 
     @rate.setter
     def rate(self, rate: float) -> None:
+        refuse_bools(rate=rate)
         if not 0 < rate < math.inf:
             raise ValueError(f"rate is {rate!r}: expected a learning rate above 0")
         self._rate = float(rate)  # with a NumPy scalar float32 would be multiplied in float64
@@ -97,7 +106,7 @@ class StepAhead(Feedback):
         return ()
 
     def commit(self) -> None:
-        """Keep what `settle` prepared, and count the steps to the next averaging."""
+        """Swap in the arrays that `settle` prepared, and count the steps to the next averaging."""
         super().commit()
         self.since_averaging = 0 if self._averaged else self.since_averaging + 1
 

@@ -1,13 +1,15 @@
-"""Two-way compression: the mean over the ranks is compressed again, with a residual of its own.
+"""Two-way compression: a root compresses the mean over the ranks again, with a residual of its own.
 
 Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
 double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957); with step-ahead error feedback: arXiv
 2008.05823.
 
-    q = s + mean D,   o = C(q),   s = q - o
+    q = s + mean D,   o = C(q),   s = q - o          on the root, which broadcasts o
 
-Differences from the papers: there is no server. Every rank has the same mean, so every rank computes the same bits of o
-and s, and nothing is sent. If one rank acts as a server, only that rank needs the object.
+The vectors are reduced to a root, which broadcasts the selected entries of the sum: `GradientExchange(..., downlink=)`.
+So the root sends the bytes of o, not those of the denser sum.
+
+Differences from the papers: the root is one of the ranks, and with several buckets another one for each.
 
 Invariant: s after + o = s before + mean, exactly where the additions are exact.
 """
@@ -16,29 +18,38 @@ import numpy as np
 
 from mpicomp.arrays import kernels_for, namespace, read_only
 from mpicomp.compressors import Compressor
+from mpicomp.compressors.base import check_selected
 from mpicomp.feedback.base import Feedback
 from mpicomp.vector import SparseVector
 
 
 class TwoWay(Feedback):
-    """Compress the mean over the ranks, with a residual of its own.
+    """Compress the mean over the ranks at the root, with a residual of its own.
 
-    compressor: an object of its own on every rank, with the same settings (an exchange compares them), not the one that
-    compresses the gradient.
+    compressor: an object of its own, with the same settings on every rank (an exchange compares them), not the one that
+    compresses the gradient. Only the root uses it, and only the root has a residual. `root`, its rank, is set by the
+    exchange, and saved with the residual, so that they stay together.
 
     A step calls `compress_mean`, then `commit` once the result is certain to be used. The residual has the units of the
     vectors that the ranks send: `rescale` it if they send gradients, not if they send updates (`StepAhead`).
+
+    >>> exchange = GradientExchange(comm, TopK(k=2), downlink=TwoWay(TopK(k=1)))
+    >>> exchange(gradient).tolist()
+    [0.0, -3.0, 0.0, 0.0]
     """
+
+    _numbers = ("root",)
 
     def __init__(self, compressor: Compressor) -> None:
         super().__init__()
-        self.compressor = compressor
+        self.compressor, self.root = compressor, 0
 
     def compress_mean(self, mean: SparseVector) -> SparseVector:
         """Return the compressed mean; the residual does not change before `commit`.
 
-        mean: of numbers, of the length and dtype of the calls before, else ValueError. Raises what the compressor
-        raises. A second call without `commit` returns the same, if the compressor does.
+        mean: of numbers, of the length and dtype of the calls before, else ValueError. Raises the errors of the
+        compressor, and TypeError or ValueError if its result is not a vector of this length and dtype. A second call
+        without `commit` returns the same, if the compressor does.
         """
         xp = namespace(mean.values)
         self._stage(xp.broadcast_to(xp.zeros((), mean.dtype), (mean.length,)))
@@ -46,6 +57,7 @@ class TwoWay(Feedback):
         np.copyto(total, self._arrays["residual"])
         kernels_for(total).scatter_add(total, mean.indices, mean.values)
         result = self.compressor.compress(read_only(total), gradient=mean.to_dense(fresh))
+        check_selected(result, total, self.compressor)
         self._subtract(total, result, None)
         self._settled = ("residual",)
         return result

@@ -1,6 +1,7 @@
 """Every kernel of a device against the host's, to the last bit: functions that take the device's kernels and CuPy."""
 
 import math
+from contextlib import contextmanager
 from itertools import product
 
 import numpy as np
@@ -22,7 +23,7 @@ def there(cupy, value):
 
 
 def here(value):
-    """Return results of the device in main memory."""
+    """Return results of the device in host memory."""
     if isinstance(value, tuple):
         return tuple(here(each) for each in value)
     return value.get() if hasattr(value, "get") else value
@@ -62,7 +63,8 @@ def top_k_at_the_edges_of_tiles(device, cupy):
         for size in (0, 1, 31, 32, 33, tile - 1, tile, tile + 1, 2 * tile + 77):
             values = np.round(9 * rng.standard_normal(size)).astype(dtype)
             for k in {1, size // 9 + 1, max(1, size), 10**6} if size < tile else {2, size // 9}:
-                compare(device, cupy, "largest", values, k)
+                with by_a_grid(device):
+                    compare(device, cupy, "largest", values, k)
 
 
 def top_k_of_hostile_data(device, cupy):
@@ -75,7 +77,26 @@ def top_k_of_hostile_data(device, cupy):
 def top_k_of_several_blocks(device, cupy):
     values = np.random.default_rng(5).standard_normal(3 * 4096 + 5).astype(np.float32)
     for k in (1, 70, 5000):
-        compare(device, cupy, "largest", values, k)
+        with by_a_grid(device):
+            compare(device, cupy, "largest", values, k)
+
+
+def top_k_of_few(device, cupy):
+    for dtype in DTYPES:
+        tile = 4 * TILES[dtype.itemsize]  # of a block of 1024 threads
+        for size, k in ((700, 30), (tile, 9), (2 * tile + 77, 300), (tile + 1, tile)):
+            values = np.round(9 * np.random.default_rng(size).standard_normal(size)).astype(dtype)
+            compare(device, cupy, "largest", values, k)
+
+
+@contextmanager
+def by_a_grid(device):
+    """Let no vector be so short that one block of threads selects from it."""
+    few, device.selection._FEW = device.selection._FEW, -1
+    try:
+        yield
+    finally:
+        device.selection._FEW = few
 
 
 def top_k_by_a_sample(device, cupy):
@@ -84,7 +105,9 @@ def top_k_by_a_sample(device, cupy):
         some = drawn if dtype == np.float32 else ("normal", "all equal")
         for family in some:
             compare(device, cupy, "largest", drawn[family].astype(dtype), 66)
-    compare(device, cupy, "top_k", drawn["cauchy"].astype(dtype), 6600)
+    with by_a_grid(device):
+        compare(device, cupy, "top_k", drawn["cauchy"].astype(dtype), 6600)
+        compare(device, cupy, "largest", drawn["all equal"], 66)
     compare(device, cupy, "largest", drawn["laplace"], 66_000)
 
 
@@ -101,7 +124,7 @@ def floors_from_a_sample(device, cupy):
             sample = np.sort(keys[strides[:-1] + offsets.astype(int)])
             sent, found = cupy.asarray(values).view(keys.dtype), cupy.zeros(3, np.uint64)
             for rank in (1, 40, 9000):
-                args = sent, size, (1 << width) - 1, width, rank, 77, found[:1], found[1:]
+                args = sent, None, size, (1 << width) - 1, width, rank, 77, found[:1], found[1:]
                 device.compiling.launch("sample_floor", [keys.dtype], 1, *args, threads=1024)
                 assert found.get().tolist() == [sample[-rank], 0, 77]
 
@@ -125,6 +148,8 @@ def every_k(device, cupy):
     values = np.round(9 * np.random.default_rng(3).standard_normal(120)).astype(np.float32)
     for k in range(1, 122):
         compare(device, cupy, "top_k", values, k)
+        with by_a_grid(device):
+            compare(device, cupy, "top_k", values, k)
 
 
 def not_finite_values(device, cupy):
@@ -162,7 +187,18 @@ def histograms_and_selections(device, cupy):
             values = families(dtype, 5000)[family].astype(dtype)
             compare(device, cupy, "histogram", values)
             for k in (1, 300, 5001):
-                compare(device, cupy, "top_k", values, k)
+                with by_a_grid(device):
+                    compare(device, cupy, "top_k", values, k)
+
+
+def magnitudes_of_lloyd(device, cupy):
+    for dtype in DTYPES:
+        for family in ("normal", "zeros", "cauchy", "neighbours"):
+            values = families(dtype, 40_000)[family].astype(dtype)
+            values = values[np.isfinite(values)]
+            mean, largest = np.abs(values.astype(float)).mean(), float(np.abs(values).max())
+            for some in (values[:1], values[:900], values):
+                compare(device, cupy, "two_magnitudes", some, float(mean), largest)
 
 
 def moments(device, cupy):
@@ -317,14 +353,17 @@ def dense_and_sparse(device, cupy):
             compare_in_place(device, cupy, "scatter", dense, indices, values, written=[0])
 
 
-def disorder(device, cupy):
+def inspections(device, cupy):
     for dtype in INDEX_DTYPES:
         for indices in ([], [0, 4, 9], [-1, 4], [0, 10], [0, 3, 3], [5, 4], [0, 2**31 - 1, 1]):
             compare(device, cupy, "first_disorder", np.array(indices, dtype), 10)
-        long = np.arange(2000).astype(dtype)
-        compare(device, cupy, "first_disorder", long, 2000)
-        long[[1500, 900]] = 3
-        compare(device, cupy, "first_disorder", long, 2000)
+        for values_dtype in DTYPES:
+            long, values = np.arange(2000).astype(dtype), np.ones((2000, 2), values_dtype)
+            compare(device, cupy, "inspect", long, values, 2000)
+            long[[1500, 900]] = 3
+            values[[1700, 30], 1] = np.nan, -np.inf
+            compare(device, cupy, "inspect", long, values, 2000)
+            compare(device, cupy, "inspect", long[:0], values[:0], 2000)
 
 
 def bitmaps(device, cupy):
@@ -425,6 +464,7 @@ ALL = [
     top_k_at_the_edges_of_tiles,
     top_k_of_hostile_data,
     top_k_of_several_blocks,
+    top_k_of_few,
     top_k_by_a_sample,
     floors_from_a_sample,
     largest_in_chunks,
@@ -436,6 +476,7 @@ ALL = [
     moments,
     moments_of_many_blocks,
     sides_of_thresholds,
+    magnitudes_of_lloyd,
     surveys,
     a_survey_of_many_groups,
     surveys_without_room,
@@ -444,7 +485,7 @@ ALL = [
     sums_that_round,
     parts,
     dense_and_sparse,
-    disorder,
+    inspections,
     bitmaps,
     elias_fano,
     offsets,

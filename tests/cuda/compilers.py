@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -25,21 +25,21 @@ def nvcc(source, architecture):
     return done.stderr
 
 
-def nvrtc(source, architecture):
+def nvrtc(library, source, architecture):
     """Return what the assembler tells of a source compiled by NVRTC, which is what CuPy compiles with."""
-    return _by_nvrtc(source, architecture)[0]
+    return _by_nvrtc(library, source, architecture)[0]
 
 
 def instructions(source):
     """Return the source as PTX, by NVRTC."""
-    return _by_nvrtc(source, "sm_80")[1]
+    return _by_nvrtc(nvrtc_libraries()[0], source, "sm_80")[1]
 
 
 @cache
-def _by_nvrtc(source, architecture):
+def _by_nvrtc(path, source, architecture):
     """Return the log and the PTX of a source."""
     options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
-    library, program = ctypes.CDLL(str(nvrtc_library())), ctypes.c_void_p()
+    library, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     error = library.nvrtcCompileProgram(program, len(options), given)
@@ -56,24 +56,23 @@ def _text(program, ask_size, ask):
     return text.value.decode()
 
 
-def nvrtc_library():
-    """Return the path of NVRTC where one of its wheels is installed, else None."""
+def nvrtc_libraries():
+    """Return the paths of NVRTC in the wheels of it that are installed."""
+    found = []
     for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"):
         try:
             files = metadata.files(name) or []
         except metadata.PackageNotFoundError:
             continue
-        found = [file.locate() for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)]
-        if found:
-            return Path(found[0])
-    return None
+        found += [Path(file.locate()) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)]
+    return found
 
 
 def available():
-    """Return the compilers that are here: nvcc, or NVRTC where there is no nvcc."""
+    """Return the compilers that are here: nvcc, or every NVRTC where there is no nvcc."""
     if shutil.which("nvcc"):
         return [nvcc]
-    return [nvrtc] if nvrtc_library() else []
+    return [partial(nvrtc, library) for library in nvrtc_libraries()]
 
 
 def spills(log):

@@ -4,11 +4,13 @@ import importlib
 import re
 
 import pytest
-from compilers import available, instructions, nvrtc_library, spills
-from devices import cupy_for_tests
+from compilers import available, instructions, nvrtc_libraries, spills
+from devices import cupy_for_tests, has_cupy_wheel
+
+THE_WHEEL = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy")
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_80", pytest.param("sm_90", marks=THE_WHEEL), "sm_100"])
 @pytest.mark.skipif(not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed")
 def test_no_kernel_spills_registers(architecture):
     cupy_for_tests()
@@ -19,7 +21,7 @@ def test_no_kernel_spills_registers(architecture):
         assert {name: count for name, count in found.items() if count} == {}
 
 
-@pytest.mark.skipif(not nvrtc_library(), reason="the wheel nvidia-cuda-nvrtc is not installed")
+@pytest.mark.skipif(not nvrtc_libraries(), reason="the wheel nvidia-cuda-nvrtc is not installed")
 def test_no_instruction_takes_a_subnormal_number_for_zero():
     """Most halves below 2^-14 are added up as subnormal floats times 2^112: with .ftz they would be lost."""
     cupy_for_tests()

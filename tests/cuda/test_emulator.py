@@ -34,9 +34,14 @@ RUNS = {
     ),
     "statistics.cu": (
         [COMMON, SELECTION, "statistics.cu"],
-        [comparisons.moments, comparisons.moments_of_many_blocks, comparisons.sides_of_thresholds],
+        [
+            comparisons.moments,
+            comparisons.moments_of_many_blocks,
+            comparisons.sides_of_thresholds,
+            comparisons.magnitudes_of_lloyd,
+        ],
     ),
-    "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_chunks]),
+    "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_chunks, comparisons.top_k_of_few]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
 }

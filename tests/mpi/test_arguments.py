@@ -230,6 +230,18 @@ def test_a_sum_that_overflows_on_the_way_is_infinite_on_every_rank_and_nobody_ha
     assert np.isinf(result.values[0]) == (comm.size > 1)
 
 
+@pytest.mark.exactly(4)
+@pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
+def test_a_sum_that_leaves_its_range_on_the_way_has_the_same_bits_on_all_ranks(comm, algorithm):
+    """NaN, infinity or 0, as the order of the additions has it."""
+    large = float(np.finfo(np.float32).max) * (1 if comm.rank < 2 else -1)
+    total = sparse_allreduce(sparse([0, 2], [large, 1]), comm, algorithm=algorithm)
+    assert_same_bits(comm, total)
+    values = dict(zip(total.indices.tolist(), total.values.tolist(), strict=True))
+    assert values[2] == comm.size
+    assert values.get(0, 0.0) == 0 or not np.isfinite(values[0])
+
+
 def test_an_exchange_whose_sum_overflows_raises_on_every_rank_and_keeps_the_residual(comm):
     exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), gtopk_allreduce)
     exchange(np.array([3.0, 1.0], np.float32))

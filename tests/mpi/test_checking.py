@@ -224,9 +224,7 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watc
 
 @pytest.mark.parametrize("small", [5, 10])
 def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
-    exchange = GradientExchange(
-        watched, TopK(k=3), ErrorFeedback(), sparse_iallreduce, downlink=TwoWay(TopK(k=2)), small=small
-    )
+    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), downlink=TwoWay(TopK(k=2)), small=small)
     gradients = {"weight": np.ones(LENGTH), "bias": np.ones(8)}
     exchange(gradients)
     culprit = comm.size - 1
@@ -251,7 +249,7 @@ def test_a_compressor_that_writes_through_an_alias_of_what_it_was_given_is_found
 
     for feedback in (ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(MomentumCorrection, 0.5)):
         exchange = GradientExchange(watched, Writing() if comm.rank == 1 else TopK(k=2), feedback())
-        said = r"changed 1 values of the array that it was given to compress, the first at 3"
+        said = r"changed 1 values of its input array, the first at 3"
         with pytest.raises(CheckError if comm.rank == 1 else CollectiveError, match=said):
             exchange(np.arange(9.0))
 

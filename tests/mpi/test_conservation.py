@@ -18,6 +18,7 @@ from collectives import (
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
+    sparse_reduce,
 )
 from mpicomp import (
     EF21,
@@ -47,6 +48,7 @@ LENGTH = 97
 COLLECTIVES = {
     "allgather": sparse_allgather,
     "allreduce": sparse_allreduce,
+    "server": sparse_reduce,
     "gtopk": gtopk_allreduce,
     "gtopk tree": partial(gtopk_allreduce, algorithm="tree"),
     "gtopk exact": partial(gtopk_allreduce, algorithm="exact", k=9),
@@ -82,7 +84,8 @@ FEEDBACKS = {
 FORMS = "array", "list", "dict"
 BOUNDS = {"w": slice(0, 40), "b": slice(40, 47), "v": slice(47, LENGTH)}  # "b" is sent dense in a dict
 STEPS, FAULTY = 3, 2  # the step that fails the first time
-every_collective = pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
+TO_ALL = {name: collective for name, collective in COLLECTIVES.items() if name != "server"}
+every_collective = pytest.mark.parametrize("collective", TO_ALL.values(), ids=TO_ALL)
 
 
 def gradient(rank, step, dtype=np.float64):
@@ -108,8 +111,8 @@ class Case:
         )
         self.form, self.dtype = FORMS[number % 3], (np.float64, np.float32)[number % 2 and names[1] != "AdaComp"]
         self.dense = names[0].startswith("EF21")
-        self.average = number % 5 == 0 and not self.dense
-        self.downlink = number % 4 == 0 and not self.dense and not self.average
+        self.average = number % 5 == 0 and not self.dense and names[2] != "server"  # else residuals are no integers
+        self.downlink = names[2] == "server" and not self.dense
         self.in_place, self.number = names[0] == "in place", number
         self.home = np.zeros(LENGTH, self.dtype)  # of the residual in place
         self.exchange = self.made()
@@ -119,7 +122,7 @@ class Case:
         return f"{', '.join(self.names)}: {what}"
 
     def made(self):
-        downlink = TwoWay(TopK(k=5)) if self.downlink else None
+        downlink = TwoWay(TopK(k=5) if self.downlink else Dense()) if self.names[2] == "server" else None
         exchange = GradientExchange(
             self.comm,
             self.compressor(self.comm),
@@ -128,6 +131,7 @@ class Case:
             average=self.average,
             downlink=downlink,
             small=10,
+            bucket_nbytes=1 if self.downlink else 2**25,
         )
         if self.form == "dict":
             exchange.register(self.formed(self.home))
@@ -187,13 +191,13 @@ class Case:
         return np.zeros(LENGTH) if self.dense else self.kept(of)
 
     def server(self):
-        """Return what the server keeps, the same on all ranks."""
+        """Return what the downlinks keep for which this rank is the root."""
         return self.kept(
             lambda pipeline, places: 0 if (d := pipeline.downlink) is None or d.residual is None else d.residual
         )
 
     def step(self, step):
-        """Return what came of a step, and what left this rank for it."""
+        """Return what came of a step, what this rank's downlinks kept of the mean, and what left this rank for it."""
         if step == FAULTY:
             self.fails(step)
             self.restart()
@@ -212,7 +216,7 @@ class Case:
         else:
             means = self.exchange(self.formed(g))
         left = -self.residual() if self.dense else before - self.residual()
-        return self.joined(means) + self.server() - down, left
+        return self.joined(means), self.server() - down, left
 
     def fails(self, step):
         """Take a step in which the last rank has no number."""
@@ -228,19 +232,20 @@ class Case:
 
 
 def cases(comm):
-    """Yield combinations of a feedback, a compressor and a collective, each pair of these; at each P a quarter."""
+    """Yield combinations of a feedback, a compressor and a collective, each pair of these; at each P a fifth."""
     three = itertools.product(enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES))
     for number, ((f, feedback), (k, compressor), (c, collective)) in enumerate(three):
         refused = feedback == "in place" and compressor == "AdaComp"
-        if (f + k + c) % 4 == comm.size % 4 and not refused:
+        if (f + k + c) % 5 == comm.size % 5 and not refused:
             yield Case(comm, number, (feedback, compressor, collective))
 
 
 def test_nothing_is_lost(comm):
     """One sum over the ranks for all cases and steps: it takes longer than the exchanges."""
     rows = [(case, step, *case.step(step)) for case in cases(comm) for step in range(STEPS)]
-    total = over_ranks([left for *_, left in rows], comm)
-    for (case, step, came, _), left in zip(rows, total, strict=True):
+    kept, total = over_ranks([row[-2:] for row in rows], comm).swapaxes(0, 1)
+    for (case, step, mean, _, _), down, left in zip(rows, kept, total, strict=True):
+        came = mean + down
         expected = left.astype(case.dtype) / case.dtype(comm.size if case.average else 1)
         tolerance = 1e-9 if case.names[1] == "AdaComp" else 0
         np.testing.assert_allclose(came, expected, rtol=0, atol=tolerance, err_msg=f"{case}, step {step}")
@@ -267,16 +272,24 @@ def test_the_velocity_is_cleared_where_an_entry_left_for_good(comm, collective):
         np.testing.assert_array_equal(feedback.velocity, before if feedback.residual.any() else 0.5 * before + g)
 
 
-def test_the_ranks_servers_have_the_same_bits(comm):
-    server, given, passed = TwoWay(TopK(k=5)), np.zeros(LENGTH), np.zeros(LENGTH)
-    for step in range(4):
-        total = sparse_allreduce(TopK(k=9).compress(gradient(comm.rank, step)), comm)
-        result = server.compress_mean(total)
-        server.commit()
-        assert len(set(comm.allgather(result.indices.tobytes() + result.values.tobytes()))) == 1
-        given += total.to_dense()
-        passed += result.to_dense()
-        np.testing.assert_array_equal(passed + server.residual, given)
+@pytest.mark.at_least(2)
+def test_a_downlink_saves_bytes_both_ways(comm):
+    """Of the busiest rank; the ranks get the same bits, and several buckets have a root each."""
+    sent, n = {}, 4000
+    gradients = {name: np.random.default_rng([comm.rank, 1]).standard_normal(n) for name in "abcdefgh"}
+    for name, more in {"to all": {}, "server": {"downlink": TwoWay(TopK(k=20))}}.items():
+        exchange = GradientExchange(comm, TopK(k=20), bucket_nbytes=1, **more)
+        exchange(gradients)
+        means = exchange(gradients)
+        assert len(set(comm.allgather(b"".join(mean.tobytes() for mean in means.values())))) == 1
+        sent[name] = comm.allgather(exchange.statistics.wire_nbytes)
+    roots = [bucket.root for bucket in exchange._buckets]
+    assert roots == [place % comm.size for place in range(8)]
+    kept = [np.any(pipeline.downlink.residual) for pipeline in exchange._pipelines()]
+    assert kept == [root == comm.rank for root in roots]
+    entries = 20 * len(gradients) * 12
+    assert sum(sent["server"]) < 1.5 * 2 * (comm.size - 1) * entries + 1000 * len(gradients) * comm.size
+    assert all(np.count_nonzero(mean) == 20 for mean in means.values())
 
 
 def test_averaging_the_residuals_leaves_their_sum(comm):

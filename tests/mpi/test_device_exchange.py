@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from devices import assert_same, cupy_for_tests
+from devices import assert_same, counted, cupy_for_tests, real_cupy
 
 from collectives import (
     CyclicLeader,
@@ -14,10 +14,13 @@ from collectives import (
     sparse_allgather,
     sparse_allreduce,
     sparse_iallreduce,
+    sparse_reduce,
+    traffic,
 )
 from mpicomp import (
     EF21,
     AggregationAware,
+    ChunkedTopK,
     CollectiveError,
     ErrorFeedback,
     MomentumCorrection,
@@ -50,10 +53,22 @@ WAYS = {
     "two-way, step-ahead": lambda comm: (
         TopK(k=40),
         StepAhead(0.1, 0.9, averaging_period=2),
-        sparse_iallreduce,
+        sparse_reduce,
         {"downlink": TwoWay(TopK(k=20))},
     ),
     "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),
+    "chunks, two bits, contributors": lambda comm: (
+        Quantised(ChunkedTopK(k=8, chunk=128), "two_bit"),
+        ErrorFeedback(decay=0.95),
+        sparse_allreduce,
+        {"average": "contributors"},
+    ),
+    "chunks in place, smallest codec": lambda comm: (
+        Quantised(ChunkedTopK(k=8, chunk=128), "two_bit"),
+        ErrorFeedback(in_place=True),
+        partial(sparse_allreduce, codec="smallest"),
+        {},
+    ),
 }
 
 
@@ -77,7 +92,7 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way):
     for step in range(4):
         mine = gradient(comm, step).reshape(20, 40)
         there = cupy.asarray(mine)
-        over = step % 2 and way != "in place"
+        over = step % 2 and "in place" not in way
         expected, mean = here(mine), on_it(there, out=there if over else None)
         assert (mean is there) == bool(over)
         assert over or there.get().tobytes() == mine.tobytes(), "the gradient, or in place the residual"
@@ -122,13 +137,56 @@ def test_a_step_that_fails_leaves_the_residual(comm, cupy):
     assert all(after[name].tobytes() == before[name].tobytes() for name in before)
 
 
-def test_sparse_means_are_those_of_the_host(comm, cupy):
-    here, on_it = made("top-k, gTop-k", comm), made("top-k, gTop-k", comm)
+@pytest.mark.parametrize("way", ["top-k, gTop-k", "in place", "chunks, two bits, contributors"])
+def test_sparse_means_are_those_of_the_host(comm, cupy, way):
+    here, on_it = made(way, comm), made(way, comm)
     for step in range(2):
         parts = np.split(gradient(comm, step), [300])
         means = on_it([cupy.asarray(part) for part in parts], sparse=True)
         for mean, expected in zip(means, here(parts, sparse=True), strict=True):
             assert_same(mean, expected)
+            parameters = np.ones(mean.length, np.float32)
+            there = cupy.asarray(parameters)
+            mean.add_to(there, -0.5)
+            expected.add_to(parameters, -0.5)
+            assert there.get().tobytes() == parameters.tobytes()
+
+
+# Launches, one of them to fill a message up to a line, and synchronisations of a step on 70,000 values, two ranks.
+MOST = {
+    "out of place": (TopK(0.01), sparse_allreduce, False, 23, 6),
+    "in place": (TopK(0.01), sparse_allreduce, True, 24, 7),
+    "gTop-k": (TopK(0.01), gtopk_allreduce, False, 35, 9),
+    "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), sparse_allreduce, True, 32, 10),
+}
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("name", MOST)
+def test_a_step_starts_and_waits_for_few_things(comm, cupy, name):
+    if real_cupy():
+        pytest.skip("counted by the stand-in")
+    compressor, collective, in_place, launches, synchronisations = MOST[name]
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(in_place=in_place), collective)
+    for step in range(2):
+        mine = cupy.asarray(gradient(comm, step, 70_000))
+        with counted(cupy) as found:
+            exchange(mine, sparse=in_place)
+    assert found.launches <= launches, found
+    assert found.synchronisations <= synchronisations, found
+
+
+@pytest.mark.exactly(2)
+def test_a_message_is_waited_for_once_on_each_side(comm, cupy):
+    if real_cupy():
+        pytest.skip("counted by the stand-in")
+    vector = TopK(k=500).compress(cupy.asarray(gradient(comm, 0, 70_000)))
+    sparse_allreduce(vector, comm, algorithm="recursive_doubling", codec="plain")
+    before = traffic(comm).messages
+    with counted(cupy) as found:
+        sparse_allreduce(vector, comm, algorithm="recursive_doubling", codec="plain")
+    waited = found.synchronisations - 1  # for the number of entries of the sum
+    assert waited <= traffic(comm).messages - before + 1, found
 
 
 def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):

@@ -87,15 +87,18 @@ def test_small_tensors_are_sent_dense_behind_the_others(comm):
     assert [bucket.dense for bucket in exchange._buckets] == [False, True, True]
 
 
-def test_a_tensor_may_have_a_compressor_and_a_feedback_of_its_own(comm):
-    def choose(name, array):
-        return (TopK(k=array.size), NoFeedback()) if name == "b.weight" else (TopK(k=1), ErrorFeedback())
+def test_a_tensor_may_have_a_compressor_of_its_own(comm):
+    def choose(name, shape):
+        assert shape == np.shape(gradients(comm.rank, 0)[name])
+        return TopK(1.0) if name == "b.weight" else TopK(k=1)
 
-    exchange = GradientExchange(comm, TopK(k=2), ErrorFeedback(), sparse_allreduce, choose=choose, small=0)
+    exchange = GradientExchange(comm, choose, ErrorFeedback(), sparse_allreduce, small=0)
     means = exchange(gradients(comm.rank, 0))
     every = [gradients(rank, 0) for rank in range(comm.size)]
     np.testing.assert_array_equal(means["b.weight"], sum(each["b.weight"] for each in every) / np.float32(comm.size))
     assert np.count_nonzero(means["a.weight"]) <= comm.size
+    with pytest.raises(TypeError, match=r"got one array, and for compressor a function .*: expected a dict of arrays"):
+        GradientExchange(comm, choose)(np.ones(3))
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -346,10 +349,10 @@ class Odd(Compressor):
 def test_a_compressor_that_returns_something_else_raises_everywhere(comm, change, message):
     odd = comm.rank == comm.size - 1
 
-    def choose(name, array):
-        return (Odd(change) if odd and name == "b.bias" else TopK(k=2)), ErrorFeedback()
+    def choose(name, shape):
+        return Odd(change) if odd and name == "b.bias" else TopK(k=2)
 
-    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce, small=0, choose=choose)
+    exchange = GradientExchange(comm, choose, ErrorFeedback(), sparse_allreduce, small=0)
     with pytest.raises((TypeError, ValueError) if odd else CollectiveError, match=message):
         exchange(gradients(comm.rank, 0))
 
@@ -359,19 +362,14 @@ def test_a_compressor_that_returns_something_else_raises_everywhere(comm, change
     ("chosen", "message"),
     [
         (lambda: 1 / 0, "division by zero"),
-        (lambda: TopK(k=1), r"choose returned TopK\(k=1\) for .*: expected \(compressor, feedback\)"),
-        (lambda: (TopK, ErrorFeedback()), "compressor is the class TopK: expected an object"),
-        (lambda: (TopK(k=1), None), "feedback is None: expected an object such as ErrorFeedback"),
-        (lambda: (TopK(k=1), SHARED), "one feedback for two tensors: expected an object of its own for each"),
+        (lambda: TopK, "compressor for '.*' is the class TopK: expected an object"),
+        (lambda: (TopK(k=1), None), r"compressor for '.*' is \(TopK.*: expected a compressor such as TopK"),
     ],
 )
 def test_a_bad_choice_on_one_rank_raises_everywhere(comm, chosen, message):
     odd = comm.rank == comm.size - 1
 
-    def choose(name, array):
-        return chosen() if odd else (TopK(k=1), ErrorFeedback())
-
-    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_iallreduce, small=0, choose=choose)
+    exchange = GradientExchange(comm, lambda *_: chosen() if odd else TopK(k=1), small=0)
     with pytest.raises((ArithmeticError, TypeError, ValueError) if odd else CollectiveError, match=message):
         exchange(gradients(comm.rank, 0))
 
@@ -430,7 +428,7 @@ def test_a_bad_dict_on_one_rank_raises_everywhere(comm, known, fault):
     if odd and fault == "started":
         exchange.start("a.weight", mine["a.weight"])
     bad = {"started": mine, "items": Lazy(mine), "name": mine | {3: mine["scale"]}}[fault]
-    said = {"started": "a step is under way", "items": "not there", "name": "3 is none of" if known else "the name 3"}
+    said = {"started": "a step is in progress", "items": "not there", "name": "3 is none of" if known else "the name 3"}
     with pytest.raises((RuntimeError, LookupError, TypeError) if odd else CollectiveError, match=said[fault]):
         exchange(bad if odd else mine)
     exchange(mine)
@@ -439,7 +437,7 @@ def test_a_bad_dict_on_one_rank_raises_everywhere(comm, known, fault):
 def test_tensors_are_registered_once(comm):
     exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
     exchange.start("scale", np.ones(4))
-    with pytest.raises(RuntimeError, match="a step is under way: register the tensors before"):
+    with pytest.raises(RuntimeError, match="a step is in progress: register the tensors before"):
         exchange.register(gradients(comm.rank, 0))
     exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
     exchange(gradients(comm.rank, 0))
@@ -461,24 +459,23 @@ def test_what_is_kept_is_left_alone_within_a_step(comm):
         partial(exchange.load_state_dict, state),
     )
     for call in calls:
-        with pytest.raises(RuntimeError, match="a step is under way: call finish first"):
+        with pytest.raises(RuntimeError, match="a step is in progress: call finish first"):
             call()
     exchange.finish()
     exchange.rescale(2.0)
 
 
-def test_a_compressor_of_two_tensors_is_as_it_was_after_a_step_that_failed(comm):
+def test_one_compressor_for_two_tensors_is_copied_and_as_it_was_after_a_step_that_failed(comm):
     shared = RandomK(k=2)
-    exchange = GradientExchange(
-        comm, TopK(k=1), ErrorFeedback(), sparse_allreduce, small=0, choose=lambda *_: (shared, ErrorFeedback())
-    )
+    exchange = GradientExchange(comm, lambda *_: shared, ErrorFeedback(), sparse_allreduce, small=0)
     exchange(gradients(comm.rank, 0))
-    before, bad = shared.step, gradients(comm.rank, 1)
+    bad = gradients(comm.rank, 1)
     if comm.rank == 0:
         bad["scale"] = bad["scale"] * np.float32("nan")
     with pytest.raises(ValueError if comm.rank == 0 else CollectiveError, match="nan"):
         exchange(bad)
-    assert shared.step == before == len(SHAPES)
+    assert [pipeline.compressor.step for pipeline in exchange._pipelines()] == [1] * len(SHAPES)
+    assert shared.step == 0
 
 
 @pytest.mark.exactly(1)

@@ -168,7 +168,9 @@ def test_a_sparse_mean_is_the_dense_one(comm, collective, feedback):
         settings = {"average": average, "small": 100, "bucket_nbytes": 3000}
         for form in ("array", "list", "dict"):
             usual, exchange = (
-                GradientExchange(comm, TopK(0.1), feedback(), collective, downlink=downlink(), **settings)
+                GradientExchange(
+                    comm, TopK(0.1), feedback(), None if downlink() else collective, downlink=downlink(), **settings
+                )
                 for _ in range(2)
             )
             for step in range(2):

@@ -299,7 +299,7 @@ def test_settings_and_tensors_that_differ_are_named(comm):
 def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
     for feedback in (ErrorFeedback(in_place=True), EF21()):
         exchange = GradientExchange(comm, TopK(k=3), feedback)
-        with pytest.raises(ValueError, match=rf"feedback of 'gradient' is {type(feedback).__name__}.*: expected one"):
+        with pytest.raises(ValueError, match=rf"feedback of the exchange is {type(feedback).__name__}.*: expected one"):
             OuterLoop(exchange, np.zeros(2000))
     with pytest.raises(TypeError, match="expected a GradientExchange"):
         OuterLoop(TopK(k=3), np.zeros(2000))

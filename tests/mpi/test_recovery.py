@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from collectives import (
     CyclicLeader,
@@ -16,7 +17,7 @@ from collectives import (
 )
 from collectives.faults import recovery
 from collectives.faults import ulfm as failure
-from mpicomp import CollectiveError, CollectiveTimeoutError, ErrorFeedback, SparseVector, TopK
+from mpicomp import CollectiveError, CollectiveTimeoutError, ErrorFeedback, SparseVector, TopK, TwoWay
 
 
 def gradient(rank, step, length=300):
@@ -27,6 +28,9 @@ def gradient(rank, step, length=300):
 def test_without_ulfm_the_error_says_what_would_help_and_nothing_is_revoked(comm):
     with pytest.raises(RuntimeError, match=r"cannot continue after the death of a rank.*Open MPI 5 under.*ulfm"):
         shrink(comm)
+    for quorum in (0, comm.size + 1, True, 1.5, "all"):
+        with pytest.raises(ValueError, match=r"quorum is .*: expected a number of ranks from 1 to 2, or None"):
+            shrink(comm, quorum=quorum)
     assert agree(True, comm)
     assert not agree(False, comm)
     assert len(sparse_allgather(SparseVector.empty(1), comm)) == comm.size
@@ -61,6 +65,31 @@ def test_an_exchange_goes_on_with_some_of_its_ranks_and_conserves_their_mass(com
 
 
 @pytest.mark.exactly(3)
+def test_a_root_that_is_there_stays_the_root_and_loses_nothing(comm):
+    """Rank 1 goes, and the root of the last bucket has another rank; the second bucket loses its root."""
+    exchange = GradientExchange(comm, TopK(k=9), average=False, bucket_nbytes=1, small=0, downlink=TwoWay(TopK(k=3)))
+    exchange({name: gradient(comm.rank, 0) for name in "abc"})
+    some = comm.Split(comm.rank == 1, comm.rank)
+    if comm.rank != 1:
+
+        def kept(name):
+            state = exchange.state_dict()
+            parts = f"{name}/feedback.residual", f"{name}/downlink.residual"
+            return sum(some.allgather(sum(state[part] for part in parts if part in state)))
+
+        accounts = {name: kept(name) for name in "ac"}
+        exchange.continue_on(some)
+        assert [bucket.root for bucket in exchange._buckets] == [0, 0, 1]
+        for number in range(1, 4):
+            means = exchange({name: gradient(comm.rank, number) for name in "abc"})
+            for name in accounts:
+                accounts[name] += gradient(0, number) + gradient(2, number) - means[name]
+        for name, account in accounts.items():
+            np.testing.assert_array_equal(kept(name), account)
+    some.Free()
+
+
+@pytest.mark.exactly(3)
 def test_a_compressor_that_talks_goes_on_with_the_same_ranks(comm):
     parts = CyclicLeader(comm, k=5), ErrorFeedback(), aligned_allreduce
     exchange = GradientExchange(comm, *parts)
@@ -81,10 +110,25 @@ def test_ranks_that_kept_different_steps_do_not_go_on(comm):
     if comm.rank == 1:
         exchange.comm = alone
         exchange(gradient(comm.rank, 1))
-    with pytest.raises(CollectiveError, match=r"different numbers of steps, \[1, 2, 1\]: go on from a checkpoint"):
+    with pytest.raises(
+        CollectiveError,
+        match=r"different numbers of steps, \[1, 2, 1\], of \[1, 1, 1\] buckets: load a checkpoint",
+    ):
         exchange.continue_on(comm)
     assert exchange.comm is (alone if comm.rank == 1 else comm)
     alone.Free()
+
+
+@pytest.mark.exactly(2)
+def test_ranks_of_which_some_have_registered_nothing_do_not_go_on(comm):
+    """As where a rank dies in the first step: some ranks know the tensors then, and others do not."""
+    exchange = GradientExchange(comm, TopK(k=9))
+    if comm.rank:
+        exchange.comm = MPI.COMM_SELF
+        exchange.register({"a": np.zeros(3)})
+        exchange.comm = comm
+    with pytest.raises(CollectiveError, match=r"steps, \[0, 0\], of \[0, 1\] buckets: load a checkpoint"):
+        exchange.continue_on(comm)
 
 
 @pytest.mark.exactly(3)

@@ -74,6 +74,38 @@ def test_each_way_of_the_page_to_use_pytorch_runs(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+WRAPPERS = """
+import pytorch_lightning as pl
+import torch
+from accelerate import Accelerator
+from mpi4py import MPI
+from pytorch_lightning.plugins.environments import MPIEnvironment
+
+from collectives import GradientExchange
+from collectives.torch import attach, init_process_group
+from mpicomp import TopK
+
+comm = MPI.COMM_WORLD
+network = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(network.parameters(), 0.1)
+exchange = GradientExchange(comm, TopK(0.5), small=0)
+{block}
+model(torch.ones(3, 4)).sum().backward()
+print(f"steps: {{exchange.steps}}")
+"""
+
+
+def test_the_model_that_accelerate_wraps_is_exchanged(tmp_path):
+    """The block for Lightning makes a trainer, which is not run."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("pytorch_lightning")
+    (block,) = (found for found in blocks(PAGE) if "Accelerator(" in found)
+    (tmp_path / "train.py").write_text(WRAPPERS.format(block=block))
+    done = run(MPIRUN, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("steps: 1") == 2
+
+
 def test_under_torchrun_it_says_how_to_start(tmp_path):
     (tmp_path / "train.py").write_text(
         "from mpi4py import MPI\nfrom collectives.torch import init_process_group\ninit_process_group(MPI.COMM_WORLD)\n"

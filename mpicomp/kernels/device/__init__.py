@@ -31,6 +31,7 @@ from mpicomp.kernels.device.merging import (
     divide,
     first_disorder,
     gather,
+    inspect,
     merge,
     scatter,
     scatter_add,
@@ -46,7 +47,7 @@ from mpicomp.kernels.device.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.device.statistics import moments, sides
+from mpicomp.kernels.device.statistics import moments, sides, two_magnitudes
 from mpicomp.kernels.device.surveying import Survey, sample, survey
 from mpicomp.kernels.host.statistics import Moments, Sides
 from mpicomp.kernels.host.surveying import Sums
@@ -72,6 +73,7 @@ __all__ = [
     "from_offsets",
     "gather",
     "histogram",
+    "inspect",
     "largest",
     "largest_in_chunks",
     "magnitude_range",
@@ -87,4 +89,5 @@ __all__ = [
     "to_elias_fano",
     "to_offsets",
     "top_k",
+    "two_magnitudes",
 ]

@@ -27,7 +27,7 @@ def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs:
 
 
 def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indices: Array) -> int:
-    """Fill `indices` with what `to_elias_fano` wrote, as `mpicomp.kernels.host.from_elias_fano` does."""
+    """Decode the output of `to_elias_fano` into `indices`, as `mpicomp.kernels.host.from_elias_fano` does."""
     found = _walk("from_elias_fano", highs, (lows, highs, highs.size, first, low_bits), indices)
     return min(found, int(indices.size) + 1)
 
@@ -48,7 +48,7 @@ def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
 
 
 def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
-    """Fill `values` with what `to_offsets` wrote, as `mpicomp.kernels.host.from_offsets` does."""
+    """Decode the output of `to_offsets` into `values`, as `mpicomp.kernels.host.from_offsets` does."""
     if values.size:
         form = FORMATS[values.dtype]
         args = planes, form.mask, form.width, least, width, values.view(form.keys), values.size

@@ -160,17 +160,25 @@ __device__ inline void scatter_add(Dense* dense, const Index* indices, const Val
     }
 }
 
-// Lower *position to the first place where indices leave [0, length) or do not increase.
-template <typename Index>
-__device__ inline void first_disorder(const Index* indices, i64 size, i64 length, u64* position) {
-    i64 stride = (i64)gridDim.x * THREADS;
-    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += stride) {
+// Lower found[0] to the first place where indices leave [0, length) or do not increase, and found[1] to the first of
+// `count` values whose magnitude reaches `infinity`; found[2], found[3]: the first and the last index.
+template <typename Index, typename Key>
+__device__ inline void inspect(
+    const Index* indices, i64 size, i64 length, const Key* values, i64 count, u64 mask, u64 infinity, u64* found) {
+    const i64 start = (i64)blockIdx.x * THREADS + threadIdx.x, stride = (i64)gridDim.x * THREADS;
+    for (i64 i = start; i < size; i += stride) {
         i64 previous = i ? (i64)indices[i - 1] : -1;
         if (indices[i] <= previous || indices[i] >= length) {
-            atomicMin(position, (u64)i);
-            return;
+            atomicMin(found, (u64)i);
+            break;
         }
     }
+    for (i64 i = start; i < count; i += stride)
+        if ((values[i] & mask) >= infinity) {
+            atomicMin(found + 1, (u64)i);
+            break;
+        }
+    if (start == 0) found[2] = (u64)(i64)indices[0], found[3] = (u64)(i64)indices[size - 1];
 }
 
 #define MERGING(index, Index)                                                                                     \
@@ -179,10 +187,7 @@ __device__ inline void first_disorder(const Index* indices, i64 size, i64 length
     FOR_INDEX_AND_VALUE(index, Index, f8, double)                                                                   \
     FOR_INDEX_AND_KEY(index, Index, u2, u16)                                                                        \
     FOR_INDEX_AND_KEY(index, Index, u4, u32)                                                                        \
-    FOR_INDEX_AND_KEY(index, Index, u8, u64)                                                                        \
-    KERNEL first_disorder_##index(const Index* indices, i64 size, i64 length, u64* position) {                      \
-        first_disorder(indices, size, length, position);                                                            \
-    }
+    FOR_INDEX_AND_KEY(index, Index, u8, u64)
 
 #define FOR_INDEX_AND_VALUE(index, Index, value, Value)                                                             \
     KERNEL merge_##index##_##value(                                                                                 \
@@ -215,6 +220,11 @@ __device__ inline void first_disorder(const Index* indices, i64 size, i64 length
         const Index* indices, const Key* values, i64 size, const i64* positions, i64 chosen, Index* indices_a,      \
         Key* values_a, Index* indices_b, Key* values_b) {                                                           \
         divide(indices, values, size, positions, chosen, indices_a, values_a, indices_b, values_b);                 \
+    }                                                                                                               \
+    KERNEL inspect_##index##_##key(                                                                                 \
+        const Index* indices, i64 size, i64 length, const Key* values, i64 count, u64 mask, u64 infinity,           \
+        u64* found) {                                                                                               \
+        inspect(indices, size, length, values, count, mask, infinity, found);                                       \
     }                                                                                                               \
     KERNEL gather_##index##_##key(const Key* dense, const Index* indices, i64 size, Key* out) {                     \
         gather(dense, indices, size, out);                                                                          \

@@ -3,6 +3,7 @@
 Source of the merge: O. Green, R. McColl and D. A. Bader, "GPU merge path", ICS 2012.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.host.bits import FORMATS
+from mpicomp.kernels.host.selection import first_reaching
 
 _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
@@ -106,11 +108,20 @@ def scatter_add(dense: Array, indices: Array, values: Array) -> None:
 
 def first_disorder(indices: Array, length: int) -> int:
     """Return the first position where `indices` leaves ``[0, length)`` or does not increase; -1 if there is none."""
-    position = cupy.full(1, -1, np.int64)
-    if indices.size:
-        blocks = min(MOST_BLOCKS, in_tiles(indices.size, THREADS))
-        launch("first_disorder", [indices.dtype], blocks, indices, indices.size, length, position)
-    return int(position.get()[0])
+    return inspect(indices, cupy.empty(0, np.float32), length)[0]
+
+
+def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, int]:
+    """Return the result of `mpicomp.kernels.host.inspect`, with one copy to the host."""
+    if not indices.size:
+        return -1, -1, 0, -1
+    found, form = cupy.full(4, -1, np.int64), FORMATS[values.dtype]
+    keys, infinity = values.reshape(-1).view(form.keys), int(first_reaching(math.inf, values.dtype))
+    args = indices, indices.size, length, keys, keys.size, form.mask, infinity, found
+    blocks = min(MOST_BLOCKS, in_tiles(max(indices.size, keys.size), THREADS))
+    launch("inspect", [indices.dtype, keys.dtype], blocks, *args)
+    disorder, not_finite, first, last = found.get().tolist()
+    return disorder, not_finite, first, last
 
 
 def _key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -194,6 +194,18 @@ __device__ inline void find_bin(Finder& finder, const Counts& count_of, u64 k) {
     __syncthreads();
 }
 
+// Count in `bins`, of a block, the digits at `shift` of the magnitudes whose leading bits are `prefix`. real: a bit for each
+// key that counts.
+template <int COUNT, typename Key>
+__device__ inline void count_digits(
+    const Key (&keys)[COUNT], u32 real, u64 mask, u64 prefix, u64 shift, u64 digit, u32* bins) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        u64 head = (keys[i] & mask) >> shift;
+        if (head >> digit == prefix && (real >> i & 1)) atomicAdd(&bins[head & ((1ull << digit) - 1)], 1u);
+    }
+}
+
 struct DigitCounts {
     u32 bins[BINS];
     Finder finder;
@@ -216,13 +228,7 @@ __device__ inline void digit_counts(
         i64 first = tile * Items<Key>::TILE + warp() * Items<Key>::WARP;
         Items<Key> items;
         read(bits, size, first, items);
-        u32 real = real_items<Key>(first, size);
-#pragma unroll
-        for (int i = 0; i < Items<Key>::COUNT; ++i) {
-            u64 head = (items.key[i] & mask) >> shift;
-            if (head >> digit == prefix && (real >> i & 1))
-                atomicAdd(&shared.bins[head & ((1ull << digit) - 1)], 1u);
-        }
+        count_digits(items.key, real_items<Key>(first, size), mask, prefix, shift, digit, shared.bins);
     }
     __syncthreads();
     for (int b = threadIdx.x; b < BINS; b += THREADS)
@@ -266,39 +272,25 @@ __device__ inline i64 sample_place(i64 number, i64 size) {
     return start + (i64)__umul64hi(scattered, (u64)(end - start));
 }
 
-// Write the sums at the places of the sample of two vectors: a vector of 16384 values, which is its own sample.
-template <typename Key>
-__device__ inline void add_sample(const Key* a, const Key* b, i64 size, Key* sums) {
-    i64 number = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (number >= SAMPLERS * SAMPLES) return;
-    i64 place = sample_place(number, size);
-    sums[number] = add_bits(a[place], b[place]);
-}
-
-KERNEL add_sample_u2(const u16* a, const u16* b, i64 size, u16* sums) { add_sample(a, b, size, sums); }
-KERNEL add_sample_u4(const u32* a, const u32* b, i64 size, u32* sums) { add_sample(a, b, size, sums); }
-KERNEL add_sample_u8(const u64* a, const u64* b, i64 size, u64* sums) { add_sample(a, b, size, sums); }
-
 // Set *floor to the magnitude of a rank among a sample, at least 1, and `search` to look for the k-th largest: one block
-// of 1024 threads.
+// of 1024 threads. addend: null, or a vector that is added to `bits`.
 template <typename Key>
 __device__ inline void sample_floor(
-    const Key* bits, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {
+    const Key* bits, const Key* addend, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {
     SHARED(SampleCounts, shared);
     Key keys[SAMPLES];
 #pragma unroll
-    for (int s = 0; s < SAMPLES; ++s) keys[s] = (Key)(bits[sample_place(s * SAMPLERS + threadIdx.x, size)] & mask);
+    for (int s = 0; s < SAMPLES; ++s) {
+        i64 place = sample_place(s * SAMPLERS + threadIdx.x, size);
+        keys[s] = addend ? add_bits(bits[place], addend[place]) : bits[place];
+    }
     u64 prefix = 0, left = rank;
     for (u64 shift = width; shift;) {
         u64 digit = lesser((u64)DIGIT, shift);
         shift -= digit;
         for (int b = threadIdx.x; b < BINS; b += SAMPLERS) shared.bins[b] = 0;
         __syncthreads();
-#pragma unroll
-        for (int s = 0; s < SAMPLES; ++s) {
-            u64 head = (u64)keys[s] >> shift;
-            if (head >> digit == prefix) atomicAdd(&shared.bins[head & ((1ull << digit) - 1)], 1u);
-        }
+        count_digits(keys, ALL, mask, prefix, shift, digit, shared.bins);
         __syncthreads();
         find_bin<SAMPLERS>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, left);
         prefix = prefix << digit | shared.finder.bin;
@@ -313,8 +305,9 @@ __device__ inline void sample_floor(
 
 #define SAMPLE_FLOOR(name, Key)                                                                                     \
     extern "C" __global__ void __launch_bounds__(SAMPLERS) name(                                                    \
-        const Key* bits, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {              \
-        sample_floor(bits, size, mask, width, rank, k, floor, search);                                              \
+        const Key* bits, const Key* addend, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor,             \
+        Search* search) {                                                                                           \
+        sample_floor(bits, addend, size, mask, width, rank, k, floor, search);                                      \
     }
 SAMPLE_FLOOR(sample_floor_u2, u16)
 SAMPLE_FLOOR(sample_floor_u4, u32)

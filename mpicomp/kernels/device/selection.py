@@ -9,7 +9,7 @@ import math
 import cupy
 import numpy as np
 
-from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.device.merging import add, divide
 from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import first_above, first_reaching, not_finite_error
@@ -21,6 +21,7 @@ _DIGIT = 11
 _BINS = 1 << _DIGIT
 _SAMPLE, _SAMPLERS = 1 << 14, 1024  # values of the sample for the lower threshold, and the threads that read them
 _SIGMAS = 4
+_FEW = 1 << 17  # candidates: up to here one block selects from them, in one launch; in more, they are shared by a grid
 _SEARCHING = _BINS, 1  # sizes of the counts, and of the counter of finished blocks: zero before a search begins
 _TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block reads at a time, by their bytes
 
@@ -36,8 +37,9 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     The same as `mpicomp.kernels.host.largest`. threads: ignored.
 
     A sample gives a threshold that slightly more than `k` magnitudes are expected to reach; one read of the data
-    compacts those, and a radix selection among them is exact. If the sample misleads, and on short vectors, the radix
-    selection is among all values: one read for each 11 bits, and one more.
+    compacts those, and a radix selection among them is exact: by one block of threads in one launch, or for many by a
+    launch for each 11 bits, and one more. If the sample misleads, and on short vectors, the radix selection is among
+    all values.
     """
     form = FORMATS[values.dtype]
     bits, k = values.view(form.keys), min(k, values.size)
@@ -49,7 +51,7 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
 
 
 def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None = None) -> Found:
-    """Write ``a + b`` to `out`, and return what ``largest(out, k)`` returns, in one pass over `a` and `b`.
+    """Write ``a + b`` to `out`, and return ``largest(out, k)``, in one pass over `a` and `b`.
 
     The same as `mpicomp.kernels.host.add_largest`. threads: ignored. The compaction computes and writes the sum, so
     that the sum is not read again. If the sample misleads, and on short vectors, the sum is computed first.
@@ -152,41 +154,61 @@ def _by_sample(bits: Array, form: Format, k: int, summands: Summands = ()) -> Fo
     if rank >= _SAMPLE:
         return None
     room = min(bits.size, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / _SAMPLE))
-    report, *work = zeros(6, *_compacting(bits.size, bits), *_SEARCHING, *_selecting(room, bits))
-    found, totals, floor, search = report[:1], report[1:3], report[3:4], report[4:]
-    sampled = _sum_of_samples(*summands) if summands else bits
-    sampling = sampled, sampled.size, form.mask, form.width, rank, k, floor, search
+    report, *work = zeros(6, *_compacting(bits.size, bits), *_choosing(room, bits))
+    found, floor = report[4:5], report[5:]
+    first, second = summands or (bits, None)
+    sampling = first, second, bits.size, form.mask, form.width, rank, k, floor, report[2:4]
     launch("sample_floor", [bits.dtype], 1, *sampling, threads=_SAMPLERS)
     candidates, candidate_bits = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
     _compact(bits, form, 0, floor, candidates, candidate_bits, found, work[:2], summands)
     positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
-    _find_kth(candidate_bits, found, form, search, work[2:4])
-    _select(candidate_bits, found, form.mask, search, candidates, positions, kept, totals, work[4:])
-    count, over, equal, least, _, ties = report.get().tolist()
+    _choose(candidate_bits, found, form, k, candidates, positions, kept, report, work[2:])
+    over, equal, _, ties, count, least = report.get().tolist()
     if count > room or (count < k and least > 1):
         return None
     chosen = over + min(equal, ties)
     return positions[:chosen], kept[:chosen]
 
 
-def _sum_of_samples(a: Array, b: Array) -> Array:
-    """Return the sums of two vectors at the places of a sample."""
-    sums = cupy.empty(_SAMPLE, a.dtype)
-    launch("add_sample", [a.dtype], in_tiles(_SAMPLE, THREADS), a, b, a.size, sums)
-    return sums
-
-
 def _by_digits(bits: Array, form: Format, k: int) -> Found:
     """Return the `k` largest by a radix selection among all."""
-    report, *work = zeros(4, *_SEARCHING, *_selecting(bits.size, bits))
-    totals, search = report[:2], report[2:]
+    report, *work = zeros(4, *_choosing(bits.size, bits))
     positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
-    search[1:].fill(k)
-    _find_kth(bits, None, form, search, work[:2])
-    _select(bits, None, form.mask, search, None, positions, kept, totals, work[2:])
+    if work:
+        report[3:].fill(k)
+    _choose(bits, None, form, k, None, positions, kept, report, work)
     over, equal, _, ties = report.get().tolist()
     chosen = over + min(equal, ties)
     return positions[:chosen], kept[:chosen]
+
+
+def _choosing(size: int, bits: Array) -> tuple[int, ...]:
+    """Return the sizes of the work arrays of `_choose`: none for few values."""
+    return () if size <= _FEW else (*_SEARCHING, *_selecting(size, bits))
+
+
+def _choose(
+    bits: Array,
+    counted: Array | None,
+    form: Format,
+    k: int,
+    sources: Array | None,
+    positions: Array,
+    kept: Array,
+    report: Array,
+    work: list[Array],
+) -> None:
+    """Write positions and bits of the `k` largest, and to `report` how many are above the least of them, and equal it.
+
+    report: these two, and, zeros and k where there are work arrays, the search for the least of them and its ties.
+    """
+    totals, search = report[:2], report[2:4]
+    if not work:
+        args = bits, bits.size, counted, form.mask, form.width, k, sources, positions, kept, totals
+        launch("largest_of_few", [bits.dtype], 1, *args, threads=_SAMPLERS)
+        return
+    _find_kth(bits, counted, form, search, work[:2])
+    _select(bits, counted, form.mask, search, sources, positions, kept, totals, work[2:])
 
 
 def _compacting(size: int, bits: Array) -> tuple[int, int]:

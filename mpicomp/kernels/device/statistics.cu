@@ -104,14 +104,12 @@ struct SideLanes {
     i64 above[LANES];
 };
 
-// Write the sums of a block of values up to a threshold and above it, a row of sums, and the number of values above it.
+// Add up a block of values up to a threshold and above it, and count those above it: into lane 0.
 template <typename Value>
-__device__ inline void block_sides(const Value* values, i64 size, u64 threshold_bits, double* sums, i64* counts) {
-    SHARED(SideLanes, lanes);
+__device__ inline void add_sides(SideLanes& lanes, const Value* values, i64 size, i64 block, double threshold) {
     const int j = threadIdx.x;
-    const double threshold = __longlong_as_double((i64)threshold_bits);
     double below = 0, beyond = 0;
-    i64 above = 0, first = (i64)blockIdx.x * LANES * ROWS + j;
+    i64 above = 0, first = block * LANES * ROWS + j;
 #pragma unroll 8
     for (int row = 0; row < ROWS; ++row) {
         i64 place = first + row * LANES;
@@ -131,9 +129,42 @@ __device__ inline void block_sides(const Value* values, i64 size, u64 threshold_
         }
         __syncthreads();
     }
-    if (j) return;
+}
+
+// Write the sums of a block of values up to a threshold and above it, a row of sums, and the number of values above it.
+template <typename Value>
+__device__ inline void block_sides(const Value* values, i64 size, u64 threshold, double* sums, i64* counts) {
+    SHARED(SideLanes, lanes);
+    add_sides(lanes, values, size, blockIdx.x, __longlong_as_double((i64)threshold));
+    if (threadIdx.x) return;
     sums[2 * blockIdx.x] = lanes.below[0], sums[2 * blockIdx.x + 1] = lanes.beyond[0];
     counts[blockIdx.x] = lanes.above[0];
+}
+
+// Write Lloyd's two magnitudes, and the threshold between them: see mpicomp/kernels/host/statistics.py, whose order of
+// operations this is. One block of threads; the numbers are given as bits.
+template <typename Value>
+__device__ inline void two_magnitudes(
+    const Value* values, i64 size, i64 blocks, i64 rounds, u64 mean, u64 largest_bits, double* found) {
+    SHARED(SideLanes, lanes);
+    const double largest = __longlong_as_double((i64)largest_bits);
+    double threshold = __longlong_as_double((i64)mean), low = threshold, high = threshold;
+    for (i64 round = 0; round < rounds; ++round) {
+        double sum_below = 0, sum_above = 0;
+        i64 above = 0;
+        for (i64 block = 0; block < blocks; ++block) {
+            add_sides(lanes, values, size, block, threshold);
+            sum_below += lanes.below[0], sum_above += lanes.beyond[0], above += lanes.above[0];
+            __syncthreads();
+        }
+        if (above == 0 || above == size) break;
+        low = lesser(threshold, sum_below / (double)(size - above));
+        high = lesser(largest, sum_above / (double)above);
+        const double before = threshold;
+        threshold = (low + high) / 2;
+        if (threshold == before) break;
+    }
+    if (threadIdx.x == 0) found[0] = low, found[1] = high, found[2] = threshold;
 }
 
 KERNEL block_sides_f2(const Half* values, i64 size, u64 threshold, double* sums, i64* counts) {
@@ -145,3 +176,12 @@ KERNEL block_sides_f4(const Single* values, i64 size, u64 threshold, double* sum
 KERNEL block_sides_f8(const double* values, i64 size, u64 threshold, double* sums, i64* counts) {
     block_sides(values, size, threshold, sums, counts);
 }
+
+#define TWO_MAGNITUDES(name, Value)                                                                                 \
+    KERNEL name(                                                                                                    \
+        const Value* values, i64 size, i64 blocks, i64 rounds, u64 mean, u64 largest, double* found) {              \
+        two_magnitudes(values, size, blocks, rounds, mean, largest, found);                                         \
+    }
+TWO_MAGNITUDES(two_magnitudes_f2, Half)
+TWO_MAGNITUDES(two_magnitudes_f4, Single)
+TWO_MAGNITUDES(two_magnitudes_f8, double)

@@ -7,9 +7,10 @@ import numpy as np
 
 from mpicomp.kernels.device.compiling import Array, launch
 from mpicomp.kernels.device.selection import first_not_finite
-from mpicomp.kernels.host.statistics import Moments, Sides, added_sides
+from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Moments, Sides, added_sides, by_lloyd
 
 _BLOCK = 16384
+_FEW = 1 << 18  # values
 
 
 def moments(values: Array) -> Moments:
@@ -31,7 +32,26 @@ def moments(values: Array) -> Moments:
 def sides(values: Array, threshold: float) -> Sides:
     """Return the sums over the magnitudes up to a threshold and above it, as `mpicomp.kernels.host.sides` does."""
     blocks = values.size // _BLOCK + 1
-    sums, above = cupy.empty((blocks, 2)), cupy.empty(blocks, np.int64)
-    limit = int(np.float64(threshold).view(np.int64))
-    launch("block_sides", [values.dtype], blocks, values, values.size, limit, sums, above)
-    return added_sides(values.size, sums.get(), above.get())
+    found = cupy.empty(3 * blocks)  # in one copy
+    sums, above = found[: 2 * blocks], found[2 * blocks :]
+    launch("block_sides", [values.dtype], blocks, values, values.size, _bits(threshold), sums, above)
+    together = found.get()
+    return added_sides(values.size, together[: 2 * blocks].reshape(blocks, 2), together[2 * blocks :].view(np.int64))
+
+
+def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
+    """Return Lloyd's two magnitudes and the threshold between them, as `mpicomp.kernels.host.two_magnitudes` does.
+
+    One launch for up to 2^18 values; beyond, one block of threads would take longer than a launch for each round.
+    """
+    if values.size > _FEW:
+        return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
+    found, blocks = cupy.empty(3), values.size // _BLOCK + 1
+    numbers = values.size, blocks, LLOYD_ROUNDS, _bits(mean), _bits(largest)
+    launch("two_magnitudes", [values.dtype], 1, values, *numbers, found)
+    low, high, threshold = found.get().tolist()
+    return low, high, threshold
+
+
+def _bits(number: float) -> int:
+    return int(np.float64(number).view(np.int64))

@@ -31,7 +31,7 @@ class Survey(HostSurvey):
         return HostSurvey(*self._replace(between=between.get().astype(np.float64))).beyond(threshold)
 
     def exceeding(self, threshold: float) -> Found | None:
-        """Return what `exceeding` returns for the whole vector; None if the threshold is below the cut."""
+        """Return the result of `exceeding` for the whole vector; None if the threshold is below the cut."""
         if not (self.complete and self.cut <= threshold):
             return None
         chosen, found = exceeding(self.values, threshold)
@@ -64,13 +64,15 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
     scaling = np.array([scale, shift * scale], wide).view(FORMATS[wide].keys)
     blocks = in_tiles(values.size // _TILE + 1, _WARPS * _GROUP // _TILE)
     groups, room = blocks * _WARPS, int(share * values.size) + 2 * _TILE
-    sums, totals = cupy.empty(groups * _SUMS), cupy.empty(_SUMS)
+    sums = cupy.empty(groups * _SUMS)
     positions, found, between = cupy.empty(room, np.intp), cupy.empty(room, values.dtype), cupy.empty(room, wide)
-    filled, ticket, states = zeros(3, 1, 2 * blocks)
+    report, ticket, states = zeros(_SUMS + 3, 1, 2 * blocks)  # its two parts are copied at once
+    totals, filled = report[:_SUMS].view(np.float64), report[_SUMS:]
     limits = (int(each) for each in (*keys[1:], *scaling))
     out = sums, positions, found, between, room, filled, ticket, states, blocks
     launch("survey", [values.dtype], blocks, values, values.size, *limits, *out)
     launch("fold_groups", [], _SUMS // _FOLDED, sums, groups, totals)
-    count, held, full = filled.get().tolist()
-    columns = unscaled(totals.get(), groups * _GROUP, float(scale))
+    together = report.get()
+    count, held, full = together[_SUMS:].tolist()
+    columns = unscaled(together[:_SUMS].view(np.float64), groups * _GROUP, float(scale))
     return Survey(columns, *thresholds, float(shift), between[:held], positions[:count], found[:count], not full)

@@ -29,6 +29,7 @@ from mpicomp.kernels.host.merging import (
     divide,
     first_disorder,
     gather,
+    inspect,
     merge,
     scatter,
     scatter_add,
@@ -42,7 +43,7 @@ from mpicomp.kernels.host.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, Sides, moments, sides
+from mpicomp.kernels.host.statistics import Moments, Sides, moments, sides, two_magnitudes
 from mpicomp.kernels.host.streaming import add, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
@@ -67,6 +68,7 @@ __all__ = [
     "from_offsets",
     "gather",
     "histogram",
+    "inspect",
     "largest",
     "largest_in_chunks",
     "magnitude_range",
@@ -82,4 +84,5 @@ __all__ = [
     "to_elias_fano",
     "to_offsets",
     "top_k",
+    "two_magnitudes",
 ]

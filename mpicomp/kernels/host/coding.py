@@ -25,9 +25,9 @@ def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs:
 
 
 def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indices: Array) -> int:
-    """Fill `indices` with what `to_elias_fano` wrote; return their number, one more if more bits are set.
+    """Decode the output of `to_elias_fano` into `indices`; return their number, one more if more bits are set.
 
-    Whatever the words hold, nothing is read or written out of range; the indices may then not increase.
+    For any content of the words, reads and writes are in range; the indices may then not increase.
     """
     return int(_from_elias_fano(as_writable(lows), as_writable(highs), first, low_bits, indices))
 
@@ -47,7 +47,7 @@ def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
 
 
 def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
-    """Fill `values` with what `to_offsets` wrote; whatever the planes hold, nothing is read out of range."""
+    """Decode the output of `to_offsets` into `values`; for any content of the planes all reads are in range."""
     form = FORMATS[values.dtype]
     planes = as_writable(planes)
     _from_offsets(planes, planes.view(np.uint64), form.mask, least, width, values.view(form.keys))

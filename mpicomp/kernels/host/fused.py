@@ -26,7 +26,7 @@ from mpicomp.threads import in_pieces
 
 
 def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None = None, long: int = LONG) -> Found:
-    """Write ``a + b`` to `out`, as `add` does, and return what ``largest(out, k)`` returns, in one pass.
+    """Write ``a + b`` to `out`, as `add` does, and return ``largest(out, k)``, in one pass.
 
     a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k: at least 1. threads: the most
     threads; None for `threads.count`. long: the least bytes of `out` for a single pass over contiguous float32 or

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
+from mpicomp.kernels.host.selection import first_not_finite
 from mpicomp.threads import in_pieces
 
 _TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
@@ -42,9 +43,9 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
 def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
     """Return the sum of one or more sparse vectors as (indices, values) over the union of their supports.
 
-    indices, values: for each vector, what `merge` takes; indices below `length`. An entry is kept if its sum is zero.
-    The additions are in the order of the vectors, ((a0 + a1) + a2) + ..., at each index over those that have an entry;
-    so for two vectors the result is that of `merge`. float16 is added in float32 and rounded once, at the end.
+    indices, values: of each vector, as for `merge`; indices below `length`. An entry is kept if its sum is zero. The
+    additions are in the order of the vectors, ((a0 + a1) + a2) + ..., at each index over those that have an entry; so
+    for two vectors the result is that of `merge`. float16 is added in float32 and rounded once, at the end.
 
     Indices are sorted, so the vectors are added tile by tile in a dense buffer that fits the cache, with a bitmap of
     its entries. A tile begins at the lowest remaining index: time and memory do not depend on the length. Rows, and
@@ -127,6 +128,16 @@ def first_disorder(indices: Array, length: int) -> int:
     if places[0] >= 0 and places[-1] < length and _increases(places):
         return -1
     return int(_first_disorder(places, length))
+
+
+def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, int]:
+    """Return the positions of the first bad index and the first value that is not finite, and the end indices.
+
+    values: of any shape. An index is bad if it is out of order or range. The positions are -1 without one; first and
+    last index are (0, -1) without entries.
+    """
+    ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
+    return first_disorder(indices, length), first_not_finite(values.reshape(-1)), *ends
 
 
 def _keys(values: Array) -> Array:

@@ -172,7 +172,7 @@ def _found(values: Array, floor: int, threads: int | None) -> Found:
 def collect(compacted: Callable[[int, int, int], tuple[Array, Array, int]], size: int, threads: int | None) -> Found:
     """Return all that a compaction of ``[0, size)`` finds, in pieces, repeated while the room was too small.
 
-    compacted: called with start, end and room; returns what `_compacted` does.
+    compacted: called with start, end and room; returns as `_compacted` does.
     """
 
     def collected(start: int, end: int) -> Found:

@@ -1,7 +1,7 @@
 """Sums over a gradient in one read, in float64 and in a fixed order: for estimators that need logarithms."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ _LANES = 256
 _BLOCK = 64 * _LANES
 _PIECE = 64 * _BLOCK  # values converted at a time, of float16
 _LONGEST = 1 << 30  # values of a part: its counts fit 32 bits
+
+LLOYD_ROUNDS = 20  # at most
 
 _BIAS = 1023
 _FRACTION, _ONE = (1 << 52) - 1, _BIAS << 52
@@ -71,6 +73,31 @@ def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sid
     values, wanted = as_writable(values), np.float64(threshold)
     parts = in_pieces(lambda start, end: _sides_of_blocks(values[start:end], wanted), values.size, threads, step=_BLOCK)
     return added_sides(values.size, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
+    """Return two magnitudes, the first not above the second, and the threshold between the values that they represent.
+
+    values: 1-d, finite; mean, largest: of the magnitudes. Lloyd's algorithm, from the mean as the threshold until it
+    does not change, at most 20 rounds, each of which reads the values once. If one magnitude suffices, both are the
+    mean.
+    """
+    return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
+
+
+def by_lloyd(sides_of: Callable[[float], Sides], mean: float, largest: float) -> tuple[float, float, float]:
+    """Return the result of `two_magnitudes`; `sides_of` returns the sums on both sides of a threshold."""
+    low, high, threshold = mean, mean, mean
+    for _ in range(LLOYD_ROUNDS):
+        found = sides_of(threshold)
+        if not (found.below and found.above):
+            break
+        low = min(found.sum_below / found.below, threshold)  # whatever rounding does to a mean
+        high = min(found.sum_above / found.above, largest)
+        before, threshold = threshold, (low + high) / 2
+        if threshold == before:
+            break
+    return low, high, threshold
 
 
 def added_sides(size: int, sums: Array, above: Array) -> Sides:

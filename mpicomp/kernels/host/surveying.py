@@ -48,7 +48,7 @@ class Survey(NamedTuple):
     complete: bool
 
     def all(self) -> Sums:
-        """Return the sums over all magnitudes, zeros apart."""
+        """Return the sums over all magnitudes except zeros."""
         return Sums(*_folded(self.columns[:3]))
 
     def groups(self, *, beyond: bool = False) -> list[Sums]:
@@ -67,7 +67,7 @@ class Survey(NamedTuple):
         return Sums(entries + np.count_nonzero(over), total + step * entries + float(over.sum()), squares)
 
     def exceeding(self, threshold: float) -> Found | None:
-        """Return what `exceeding` returns for the whole vector; None if the threshold is below the cut."""
+        """Return the result of `exceeding` for the whole vector; None if the threshold is below the cut."""
         if not (self.complete and self.cut <= threshold):
             return None
         form = FORMATS[self.values.dtype]

@@ -8,14 +8,16 @@ that is what an MPI that is CUDA-aware sees.
 Copies to and from pinned memory that are asynchronous take place when their stream is synchronised, not before: what
 forgets to wait reads poison. Freed memory is filled with poison too.
 
-What is refused here is refused by CuPy: NumPy arrays in the place of arrays, implicit copies to the host.
+What is refused here is refused by CuPy: NumPy arrays in the place of arrays, implicit copies to the host, arguments
+and keywords that are not in CuPy's signatures (signatures.json; tests/cupy_signatures.py compares it with the wheel).
 """
 
 from cupy import _functions, cuda, random
 from cupy._array import ndarray
 from cupy._functions import *  # noqa: F403
 from cupy._module import RawModule
+from cupy._signatures import surface
 
 __version__ = "0.fake"
 FAKE = True
-__all__ = ["RawModule", "cuda", "ndarray", "random", *_functions.__all__]
+__all__ = ["RawModule", "cuda", "ndarray", "random", "surface", *_functions.__all__]

@@ -1,12 +1,15 @@
 """The array: NumPy's, behind glass."""
 
 import ctypes
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from cupy._counts import count
 from cupy._memory import arena
+from cupy._signatures import check, checked
 from cupy.cuda import Device, MemoryPointer, get_current_stream
 
 
@@ -27,6 +30,11 @@ class ndarray:
         self = object.__new__(cls)
         self._hidden = hidden
         return self
+
+    def _ready(self) -> np.ndarray:
+        """Return the hidden array for what the device does with it: that comes after what is queued before."""
+        get_current_stream()._flush()
+        return self._hidden
 
     # What it is
 
@@ -75,21 +83,23 @@ class ndarray:
     # To the host and back
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> Any:
-        get_current_stream().synchronize()
+        if self.size:
+            waited("get")
         if out is None:
             return self._hidden.copy(order="C")
         out[...] = self._hidden
         return out
 
-    def set(self, array: np.ndarray, stream: Any = None) -> None:
-        assert isinstance(array, np.ndarray)
-        assert array.shape == self.shape
-        assert array.dtype == self.dtype
+    def set(self, arr: np.ndarray, stream: Any = None) -> None:
+        assert isinstance(arr, np.ndarray)
+        assert arr.shape == self.shape
+        assert arr.dtype == self.dtype
+        count("uploads", "set")
+        self._ready()[...] = arr
         _ran()
-        self._hidden[...] = array
 
-    def item(self, *args: Any) -> Any:
-        return self.get().item(*args)
+    def item(self) -> Any:
+        return self.get().item()
 
     def tolist(self) -> Any:
         return self.get().tolist()
@@ -102,9 +112,6 @@ class ndarray:
 
     def __float__(self) -> float:
         return float(self.get())
-
-    def __index__(self) -> int:
-        return self.get().__index__()
 
     def __len__(self) -> int:
         return len(self._hidden)
@@ -124,47 +131,56 @@ class ndarray:
     # Parts
 
     def __getitem__(self, key: Any) -> "ndarray":
-        part = self._hidden[_index(key)]
-        return ndarray._of(part) if isinstance(key, slice) else wrapped(part)  # a view: the device does nothing
+        if isinstance(key, ndarray) and key.dtype == bool:
+            waited("a mask as an index")
+        hidden = self._hidden if isinstance(key, slice) else self._ready()
+        part = hidden[_index(key)]
+        return ndarray._of(part) if isinstance(key, slice) else wrapped(part, "getitem")  # a view: nothing to do
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._hidden[_index(key)] = plain(value)
-        _ran()
+        part = self._hidden[_index(key)] if isinstance(key, slice) else None
+        self._ready()[_index(key)] = plain(value)
+        if part is None or part.size:
+            ran("setitem")
 
     def view(self, dtype: Any = None) -> "ndarray":
         return ndarray._of(self._hidden.view() if dtype is None else self._hidden.view(dtype))
 
-    def reshape(self, *shape: Any) -> "ndarray":
-        return wrapped(self._hidden.reshape(*shape))
+    def reshape(self, *shape: Any, order: str = "C", copy: Any = None) -> "ndarray":
+        return wrapped(self._hidden.reshape(*shape), "reshape")
 
-    def ravel(self) -> "ndarray":
-        return wrapped(self._hidden.ravel())
+    def ravel(self, order: str = "C") -> "ndarray":
+        return wrapped(self._hidden.ravel(), "ravel")
 
     def astype(self, dtype: Any, order: str = "K", casting: Any = None, subok: Any = None, copy: bool = True) -> Any:
         if not copy and np.dtype(dtype) == self.dtype:
             return self
         with np.errstate(all="ignore"):
-            return wrapped(self._hidden.astype(dtype))
+            return wrapped(self._ready().astype(dtype), "astype")
 
     def copy(self, order: str = "C") -> "ndarray":
-        return wrapped(self._hidden.copy())
+        return wrapped(self._ready().copy(), "copy")
 
     def fill(self, value: Any) -> None:
-        _ran()
+        ran("fill")
         self._hidden.fill(plain(value))
 
     # NumPy's protocols: what NumPy's functions and operators do with such an array
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **how: Any) -> Any:
         if method == "__call__":
+            check(ufunc.__name__, inputs, how)
             outs = how.pop("out", None)
             if outs is not None:
                 how["out"] = tuple(plain(each) for each in outs)
             with np.errstate(all="ignore"):
                 result = ufunc(*(plain(each) for each in inputs), **how)
-            _ran()
-            return wrapped(result) if outs is None else outs[0]
+            if outs is None:
+                return wrapped(result, ufunc.__name__)
+            ran(ufunc.__name__)
+            return outs[0]
         if method == "at":
+            ran(f"{ufunc.__name__}.at")
             ufunc.at(*(plain(each) for each in inputs))
             return None
         return NotImplemented
@@ -179,17 +195,27 @@ class ndarray:
         return getattr(cupy, func.__name__)(*args, **kwargs)
 
 
-def _ran() -> None:
+def ran(name: str) -> None:
     """Say that the device has something to do: eager here, but not known to be complete."""
+    count("launches", name)
+    _ran()
+
+
+def _ran() -> None:
     stream = get_current_stream()
-    stream.flush()
+    stream._flush()
     stream.busy = True
+
+
+def waited(name: str) -> None:
+    """Wait for the device, as CuPy does where the size of a result depends on data."""
+    get_current_stream()._wait(name)
 
 
 def plain(value: Any) -> Any:
     """Return what NumPy takes in place of an argument; TypeError for an array of NumPy's."""
     if isinstance(value, ndarray):
-        return value._hidden
+        return value._ready()
     if isinstance(value, np.ndarray) and value.ndim:
         raise TypeError("Unsupported type <class 'numpy.ndarray'>")
     if isinstance(value, tuple | list):
@@ -197,13 +223,15 @@ def plain(value: Any) -> Any:
     return value
 
 
-def wrapped(value: Any) -> Any:
-    """Return NumPy's result as the device's: in its memory, numbers as arrays of no dimension."""
+def wrapped(value: Any, name: str | None) -> Any:
+    """Return NumPy's result as the device's: in its memory, numbers as arrays of no dimension.
+
+    name: of what computed it; None where nothing was computed.
+    """
     _ran()
-    if isinstance(value, tuple):
-        return tuple(wrapped(each) for each in value)
-    if isinstance(value, list):
-        return [wrapped(each) for each in value]
+    if isinstance(value, tuple | list):
+        parts = [wrapped(each, name if i == 0 else None) for i, each in enumerate(value)]  # of one operation
+        return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
@@ -212,6 +240,8 @@ def wrapped(value: Any) -> Any:
         return ndarray._of(value)
     array = ndarray(value.shape, value.dtype)
     array._hidden[...] = value
+    if name is not None and value.size:
+        count("launches", name)
     return array
 
 
@@ -225,10 +255,11 @@ def _index(key: Any) -> Any:
 
 def _method(name: str) -> Any:
     def method(self: ndarray, *args: Any, **how: Any) -> Any:
-        if "initial" in how or "where" in how:
-            raise TypeError(f"CuPy's {name} takes neither initial nor where")
+        if name == "nonzero":
+            waited(name)
         with np.errstate(all="ignore"):
-            return wrapped(getattr(self._hidden, name)(*map(plain, args), **{k: plain(v) for k, v in how.items()}))
+            found = getattr(self._ready(), name)(*map(plain, args), **{k: plain(v) for k, v in how.items()})
+        return wrapped(found, name)
 
     return method
 
@@ -266,5 +297,9 @@ for _name, _ufunc in _BINARY.items():
 ndarray.__neg__ = lambda self: self.__array_ufunc__(np.negative, "__call__", self)  # type: ignore[attr-defined]
 ndarray.__invert__ = lambda self: self.__array_ufunc__(np.invert, "__call__", self)  # type: ignore[attr-defined]
 ndarray.__abs__ = lambda self: self.__array_ufunc__(np.absolute, "__call__", self)  # type: ignore[attr-defined]
+
+for _name, _value in list(vars(ndarray).items()):
+    if not _name.startswith("_") and inspect.isfunction(_value):
+        setattr(ndarray, _name, checked(f"ndarray.{_name}", _value))
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy._array import ndarray
+from cupy._array import ndarray, ran
 from cupy._memory import arena
-from cupy.cuda import get_current_stream
 
 
 class RawModule:
@@ -27,9 +26,7 @@ class RawModule:
             self._program = _emulator().Program(self._code, self._options)
 
         def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
-            stream = get_current_stream()
-            stream.flush()
-            stream.busy = True
+            ran(name)
             self._program.launch(name, tuple(grid), tuple(block), [_argument(arg) for arg in args], shared_mem)
 
         return launch

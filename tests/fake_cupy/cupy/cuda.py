@@ -1,34 +1,41 @@
 """Streams, events and pinned memory; see the package."""
 
 import ctypes
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from cupy._memory import POISON
+from cupy._counts import count
+from cupy._memory import POISON as _POISON
+from cupy._signatures import checked
 
 
 class Stream:
     """Work that takes place when somebody waits for it; `busy` as long as some may be under way."""
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         self._queue: list[Callable[[], None]] = []
         self.busy = False
         self.ptr = 0
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def _submit(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
         self.busy = True
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Do what waits, in order: what the device itself does next comes after it."""
         while self._queue:
             self._queue.pop(0)()
 
     def synchronize(self) -> None:
-        self.flush()
+        self._wait("stream")
+
+    def _wait(self, name: str) -> None:
+        count("synchronisations", name)
+        self._flush()
         self.busy = False
 
     def record(self, event: "Event | None" = None) -> "Event":
@@ -62,21 +69,21 @@ class Event:
 
     def synchronize(self) -> None:
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream._wait("event")
 
 
 _streams = [Stream()]
 Stream.null = _streams[0]  # type: ignore[attr-defined]
 
 
-def get_current_stream() -> Stream:
+def get_current_stream(device_id: int = -1) -> Stream:
     return _streams[-1]
 
 
 class Device:
     """The only one there is."""
 
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, device: int | None = None) -> None:
         if device:
             raise ValueError(f"the fake machine has device 0, not {device}")
         self.id = 0
@@ -94,14 +101,14 @@ class Device:
     def __exit__(self, *raised: object) -> None: ...
 
 
-def alloc_pinned_memory(nbytes: int) -> Any:
+def alloc_pinned_memory(size: int) -> Any:
     """Return memory that the device copies to and from by itself: it speaks the buffer protocol, and has `ptr`.
 
     Let go, it is handed out again at once, as by CuPy's pool: whoever still copies from it finds poison.
     """
-    size = max(nbytes, 1)
+    size = max(size, 1)
     room = _pool[size].pop() if _pool[size] else (ctypes.c_uint8 * size)()
-    ctypes.memset(room, POISON, size)
+    ctypes.memset(room, _POISON, size)
     buffer = (ctypes.c_uint8 * size).from_address(ctypes.addressof(room))
     buffer.ptr = ctypes.addressof(room)  # type: ignore[attr-defined]
     weakref.finalize(buffer, _release, size, room)
@@ -109,7 +116,7 @@ def alloc_pinned_memory(nbytes: int) -> Any:
 
 
 def _release(size: int, room: Any) -> None:
-    ctypes.memset(room, POISON, size)
+    ctypes.memset(room, _POISON, size)
     _pool[size].append(room)
 
 
@@ -131,7 +138,8 @@ class MemoryPointer:
 
     def _copy(self, to: int, source: int, size: int, mem: Any, stream: Stream | None) -> None:
         keep = self._owner, mem
-        (stream or get_current_stream()).submit(lambda keep=keep: ctypes.memmove(to, source, size) and None)
+        count("launches", "copy to or from pinned memory")
+        (stream or get_current_stream())._submit(lambda keep=keep: ctypes.memmove(to, source, size) and None)
 
 
 def _address(mem: Any) -> int:
@@ -150,3 +158,7 @@ runtime = SimpleNamespace(
     getDeviceProperties=lambda device: {"name": b"fake device", "multiProcessorCount": 4},
     CUDARuntimeError=RuntimeError,
 )
+for _class in (Stream, Event, Device, MemoryPointer):
+    for _name, _value in list(vars(_class).items()):
+        if not _name.startswith("_") and inspect.isfunction(_value):
+            setattr(_class, _name, checked(f"cuda.{_class.__name__}.{_name}", _value))

@@ -1,0 +1,130 @@
+"""States that P ranks saved, redistributed over P' ranks: a checkpoint continues in a job of another size.
+
+Rank r of P' continues the ranks r, r + P', r + 2P', ... of P. Arrays that differ by rank (residuals, velocities) are
+added in this order; a rank r >= P has zeros. Arrays that are the same on all ranks, and the state of compressors, are
+copied.
+
+Invariant: the sum over the ranks of each such array is unchanged, exactly where the additions are exact. All feedback
+methods are linear in these arrays, except for masked velocities, so the sums develop as on P ranks. `EF21` requires
+more: its h has to be the mean (average=True) or the sum of the h_i, so it conserves that one. What the root of a server
+exchange keeps goes, unchanged, to the rank that continues the root, which is the new one.
+
+A rank holds one loaded state at a time beside the sums.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import Array, to_numpy
+from mpicomp.compressors.common import check_number
+from mpicomp.feedback.base import wide
+from mpicomp.pipeline import SHARED, Pipeline
+from mpicomp.settings import check_table, from_table, to_table
+
+CONSERVED = "sum", "mean"
+_BY_RANK = "compressor", "down", "holds", "settings"  # parts that may differ by rank: a seed, what a root holds
+
+
+def redistributed(
+    pipelines: Sequence[Pipeline],
+    settings: Mapping[str, Any],
+    ranks: int,
+    load: Callable[[int], Mapping[str, Any]],
+    conserve: str,
+) -> dict[str, Array]:
+    """Return the state of one rank of the new job, as `whole_state` would: from states that `ranks` ranks saved.
+
+    settings: of the new job, with its "rank", "ranks" and "average". load(rank): returns the `whole_state` of a rank;
+    called for the ranks that this one continues. conserve: "sum" or "mean" over the ranks.
+
+    Raises ValueError for states of other ranks than requested, or of different steps, and OverflowError if a sum leaves
+    the range of its dtype.
+    """
+    check_number("ranks", ranks)
+    if conserve not in CONSERVED:
+        raise ValueError(f"conserve is {conserve!r}: expected one of {CONSERVED}")
+    rank, size = settings["rank"], settings["ranks"]
+    state = _loaded(load, rank % ranks, ranks)
+    if rank >= ranks:
+        state |= {key: np.zeros_like(state[key]) for key in _on_the_root(pipelines) & state.keys()}
+    dtypes = {key: state[key].dtype for key in _differing(pipelines) & state.keys()}
+    start = np.array if rank < ranks else np.zeros_like
+    state |= {key: start(state[key], wide(dtype)) for key, dtype in dtypes.items()}
+    for source in range(rank + size, ranks, size):
+        other = _loaded(load, source, ranks)
+        _check_same_step(state, other, rank, source, differing=dtypes.keys(), rooted=_on_the_root(pipelines))
+        state |= {key: state[key] + other[key] for key in dtypes}
+        state |= _of_the_root(pipelines, other, source)
+    for key in _roots(pipelines) & state.keys():
+        state[key] = np.asarray(state[key] % size)
+    for pipeline in pipelines if size != ranks else ():
+        if _keeps_mean(pipeline, settings["average"], conserve):
+            state |= {key: state[key] * size / ranks for key in _differing([pipeline]) & dtypes.keys()}
+    state |= {key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()}
+    return state | {SHARED: to_table(from_table(state[SHARED]) | {"rank": rank, "ranks": size})}
+
+
+def _differing(pipelines: Sequence[Pipeline]) -> set[str]:
+    """Return the keys of the arrays that differ by rank."""
+    return {f"{each.name}/feedback.{name}" for each in pipelines for name in each.feedback.differing}
+
+
+def _on_the_root(pipelines: Sequence[Pipeline]) -> set[str]:
+    """Return the keys of the arrays that the root of a server exchange has alone."""
+    return {f"{each.name}/downlink.{name}" for each in pipelines if each.downlink for name in each.downlink.differing}
+
+
+def _roots(pipelines: Sequence[Pipeline]) -> set[str]:
+    """Return the keys of the roots of a server exchange."""
+    return {f"{each.name}/downlink.root" for each in pipelines if each.downlink}
+
+
+def _of_the_root(pipelines: Sequence[Pipeline], state: Mapping[str, Array], rank: int) -> dict[str, Array]:
+    """Return what the state of a rank says of the downlinks whose root it is."""
+    served = {each.name for each in pipelines if each.downlink and state.get(f"{each.name}/downlink.root") == rank}
+    split = [(key, *key.rpartition("/")) for key in state]
+    return {key: state[key] for key, name, _, part in split if name in served and part.startswith(("down", "holds"))}
+
+
+def _loaded(load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Array]:
+    """Return the state of a rank; raises ValueError if it is of another rank, or number of ranks."""
+    given = load(rank)
+    state = {name: np.asarray(to_numpy(given[name])) for name in given}
+    if SHARED not in state:
+        raise ValueError(f"the state of rank {rank} has no {SHARED!r}: expected all that state_dict() returned")
+    remedy = "load(rank) returns the state that this rank saved, and ranks is the number of ranks that saved one"
+    check_table(f"load({rank}): the state", state[SHARED], {"rank": rank, "ranks": ranks}, remedy)
+    return state
+
+
+def _check_same_step(
+    state: Mapping[str, Array], other: Mapping[str, Array], rank: int, source: int, *, differing: Any, rooted: Any
+) -> None:
+    """Raise ValueError if two states differ in an array that is the same on all ranks in one step."""
+    remedy = "expected states that all ranks saved after the same step"
+    if (state.keys() ^ other.keys()) - rooted:
+        raise ValueError(f"the states of ranks {rank} and {source} have different arrays: {remedy}")
+    for key in state.keys() - differing - rooted - {SHARED}:
+        part = key.rpartition("/")[2].partition(".")[0]
+        if part not in _BY_RANK and not np.array_equal(state[key], other[key]):
+            raise ValueError(f"{key} differs between the states of ranks {rank} and {source}: {remedy}")
+    for key in differing:
+        if state[key].shape != other[key].shape:
+            shapes = f"{state[key].shape} and {other[key].shape}"
+            raise ValueError(f"{key} has the shapes {shapes} in the states of ranks {rank} and {source}: {remedy}")
+
+
+def _keeps_mean(pipeline: Pipeline, average: bool | str, conserve: str) -> bool:
+    """Return whether the mean over the ranks is conserved: for EF21 if the exchange returns a mean."""
+    return average is True if pipeline.feedback.has_dense_result else conserve == "mean"
+
+
+def _narrowed(key: str, total: Array, dtype: np.dtype[Any], rank: int) -> Array:
+    """Return a sum, converted to the dtype in which it is stored."""
+    with np.errstate(over="ignore"):
+        narrow = total.astype(dtype, copy=False)
+    if not np.isfinite(narrow).all():
+        raise OverflowError(f"{key} of rank {rank}: the sum over the ranks it continues leaves the range of {dtype}")
+    return narrow

@@ -1,0 +1,309 @@
+"""A checkpoint of some ranks that another number of ranks continues: nothing is lost, bitwise on integers."""
+
+import io
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import GradientExchange, OuterLoop, sparse_allreduce
+from mpicomp import (
+    EF21,
+    AggregationAware,
+    CollectiveError,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    RandomK,
+    StepAhead,
+    TopK,
+    TwoWay,
+)
+
+SAVED = 4  # ranks
+SHAPES = {"weight": (20, 60), "bias": (7,)}  # the second one is sent dense
+FEEDBACKS = {
+    "error feedback": lambda: ErrorFeedback(),
+    "decay": lambda: ErrorFeedback(decay=0.5),
+    "momentum": lambda: MomentumCorrection(0.5),
+    "step ahead": lambda: StepAhead(0.5, 0.5, averaging_period=8),
+    "EF21": lambda: EF21(0.5),
+    "none": lambda: NoFeedback(),
+}
+
+
+def exchange_of(comm, feedback, **settings):
+    exchange = GradientExchange(comm, RandomK(k=9, seed=3), feedback, sparse_allreduce, **settings)
+    exchange.register({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    return exchange
+
+
+def gradients(rank, step):
+    """Return multiples of 64, which a few halvings leave integers."""
+    rng = np.random.default_rng([rank, step])
+    return {name: np.float32(64 * rng.integers(-9, 10, shape)) for name, shape in SHAPES.items()}
+
+
+def to_file(state):
+    file = io.BytesIO()
+    np.savez(file, **state)
+    return file.getvalue()
+
+
+def loader(files):
+    return lambda rank: np.load(io.BytesIO(files[rank]))
+
+
+def cut(comm, size):
+    """Return a communicator of the first ranks; COMM_NULL on the others."""
+    return comm.Split(0 if comm.rank < size else MPI.UNDEFINED, comm.rank)
+
+
+def saved_by(comm, feedback, steps=3, **settings):
+    """Let the first ranks take a few steps; return what they saved as files, and the sum of their results."""
+    group, file, total = cut(comm, SAVED), None, None
+    if group != MPI.COMM_NULL:
+        exchange = exchange_of(group, FEEDBACKS[feedback](), **settings)
+        total = sum(exchange(gradients(group.rank, step))["weight"] for step in range(steps))
+        file = to_file(exchange.state_dict())
+        group.Free()
+    return comm.allgather(file)[:SAVED], comm.bcast(total)
+
+
+def sums(states):
+    """Return the sums over the ranks of the arrays that differ by rank."""
+    names = "residual", "velocity", "local", "target"
+    keys = [key for key in states[0] if key.endswith(names) and "/feedback." in key]
+    return {key: sum(np.float64(state[key]) for state in states) for key in keys}
+
+
+@pytest.mark.exactly(6)
+@pytest.mark.parametrize("feedback", FEEDBACKS)
+def test_all_that_4_ranks_kept_is_kept_on_2_3_and_6(comm, feedback):
+    files, _ = saved_by(comm, feedback)
+    states = [dict(loader(files)(rank)) for rank in range(SAVED)]
+    before = sums(states)
+    assert all(array.any() for key, array in before.items() if key.startswith("weight"))
+    for size, conserve in (2, "sum"), (3, "sum"), (3, "mean"), (6, "sum"):
+        group = cut(comm, size)
+        if group == MPI.COMM_NULL:
+            continue
+        exchange = exchange_of(group, FEEDBACKS[feedback]())
+        exchange.load_state_dicts(SAVED, loader(files), conserve=conserve)
+        state = exchange.state_dict()
+        after = sums(group.allgather(state))
+        factor = size / SAVED if conserve == "mean" or feedback == "EF21" else 1
+        for key, array in before.items():
+            np.testing.assert_array_equal(after[key], factor * array)
+        if feedback == "EF21":
+            local, aggregate = after["weight/feedback.local"], state["weight/feedback.aggregate"]
+            np.testing.assert_array_equal(local, np.float64(size) * aggregate)
+        assert state["weight/compressor.0.step"] == 3, "the same random positions on all ranks"
+        exchange(gradients(group.rank, 3))
+        group.Free()
+
+
+@pytest.mark.exactly(6)
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_a_run_on_other_numbers_of_ranks_returns_and_keeps_all_that_was_put_in(comm, size):
+    files, returned = saved_by(comm, "error feedback", average=False)
+    given = sum(gradients(rank, step)["weight"] for step in range(3) for rank in range(SAVED))
+    group = cut(comm, size)
+    if group == MPI.COMM_NULL:
+        return
+    exchange = exchange_of(group, ErrorFeedback(), average=False)
+    exchange.load_state_dicts(SAVED, loader(files))
+    for step in range(3, 6):
+        returned += exchange(gradients(group.rank, step))["weight"]
+        given += sum(gradients(rank, step)["weight"] for rank in range(size))
+    kept = sums(group.allgather(exchange.state_dict()))["weight/feedback.residual"]
+    np.testing.assert_array_equal(returned.reshape(-1) + kept, given.reshape(-1))
+    assert kept.any()
+    group.Free()
+
+
+def server_of(group, **settings):
+    """Return an exchange with a root for each of three buckets."""
+    parts = AggregationAware(k=9), ErrorFeedback()
+    settings = {"average": False, "small": 0, "bucket_nbytes": 1, "downlink": TwoWay(RandomK(k=5, seed=3))} | settings
+    exchange = GradientExchange(group, *parts, **settings)
+    exchange.register({name: np.zeros((20, 60), np.float32) for name in "abc"})
+    return exchange
+
+
+def step_of(exchange, number):
+    """Take a step; return by name what came back, and what all ranks put in."""
+    given = [gradients(rank, number)["weight"] for rank in range(exchange.comm.size)]
+    return {
+        name: (mean, sum(given)) for name, mean in exchange(dict.fromkeys("abc", given[exchange.comm.rank])).items()
+    }
+
+
+def kept_by(group, exchange, name):
+    """Return the sum over the ranks of what they keep of a tensor, and over the roots."""
+    state = exchange.state_dict()
+    parts = [state.get(f"{name}/{part}.residual", np.zeros(1200)) for part in ("feedback", "downlink")]
+    return sum(group.allgather(sum(parts))).reshape(20, 60)
+
+
+@pytest.mark.exactly(3)
+@pytest.mark.parametrize(("saved", "size"), [(2, 1), (2, 3), (3, 2)])
+def test_what_the_roots_of_a_server_exchange_keep_is_kept(comm, saved, size):
+    """On ranks that saved nothing too, and what a compressor knows of the sums; the roots move with what they keep."""
+    group, file, account = cut(comm, saved), None, None
+    if group != MPI.COMM_NULL:
+        exchange = server_of(group)
+        steps = [step_of(exchange, number) for number in range(2)]
+        account = {name: sum(given - mean for mean, given in (step[name] for step in steps)) for name in "abc"}
+        file = to_file(exchange.state_dict())
+        group.Free()
+    files, account = comm.allgather(file)[:saved], comm.bcast(account)
+    group = cut(comm, size)
+    if group == MPI.COMM_NULL:
+        return
+    exchange = server_of(group)
+    exchange.load_state_dicts(saved, loader(files))
+    states, again = group.allgather(exchange.state_dict()), loader(files)(0)
+    for name in "abc":
+        np.testing.assert_array_equal(kept_by(group, exchange, name), account[name])
+        for state in states:
+            np.testing.assert_array_equal(state[f"{name}/compressor.0._bonus"], again[f"{name}/compressor.0._bonus"])
+        assert states[int(states[0][f"{name}/downlink.root"])][f"{name}/down.0.step"] == 2
+    for name, (mean, given) in step_of(exchange, 2).items():
+        np.testing.assert_array_equal(kept_by(group, exchange, name), account[name] + given - mean)
+    group.Free()
+
+
+@pytest.mark.exactly(3)
+def test_roots_that_have_moved_stay_where_they_are_saved(comm):
+    """Rank 0 goes, and the other buckets have roots that a new exchange would not choose."""
+    exchange = server_of(comm)
+    step_of(exchange, 0)
+    some = comm.Split(comm.rank == 0, comm.rank)
+    if comm.rank:
+        exchange.continue_on(some)
+        again = server_of(some)
+        again.load_state_dict(exchange.state_dict())
+        for _ in range(2):
+            np.testing.assert_equal(step_of(again, 1), step_of(exchange, 1))
+        other = server_of(some, bucket_nbytes=2**20)
+        with pytest.raises(ValueError, match="the vectors of a bucket have several roots: expected its bucket_nbytes"):
+            other.load_state_dict(exchange.state_dict())
+    some.Free()
+
+
+@pytest.mark.exactly(2)
+def test_ranks_may_have_compressors_of_their_own(comm):
+    exchange = GradientExchange(comm, RandomK(k=9, seed=comm.rank), ErrorFeedback())
+    exchange(gradients(comm.rank, 0)["weight"])
+    states = comm.allgather(exchange.state_dict())
+    alone = GradientExchange(MPI.COMM_SELF, RandomK(k=9, seed=0), ErrorFeedback())
+    alone.load_state_dicts(2, lambda rank: states[rank])
+    np.testing.assert_array_equal(alone.feedback.residual, sum(state["gradient/feedback.residual"] for state in states))
+
+
+@pytest.mark.exactly(2)
+def test_as_many_ranks_continue_bit_for_bit(comm):
+    whole = exchange_of(comm, MomentumCorrection(0.9))
+    whole(gradients(comm.rank, 0))
+    files = comm.allgather(to_file(whole.state_dict()))
+    for conserve in "sum", "mean":
+        again = exchange_of(comm, MomentumCorrection(0.9))
+        again.load_state_dicts(2, loader(files), conserve=conserve)
+        np.testing.assert_equal(again.state_dict(), whole.state_dict())
+
+
+@pytest.mark.exactly(1)
+def test_states_that_do_not_belong_together_change_nothing(comm):
+    """Of different steps, of other ranks, of other settings, and with sums out of range."""
+
+    def state(rank, ranks=2, value=1.0, held=("residual",), **more):
+        exchange = GradientExchange(comm, TopK(k=1), EF21() if "local" in held else ErrorFeedback())
+        exchange(np.zeros(3, np.float16))
+        arrays = {f"gradient/feedback.{name}": np.full(3, value, np.float16) for name in held}
+        if "local" in held:
+            arrays = {key: array.astype(np.float32) for key, array in arrays.items()}
+        table = np.array([["rank", str(rank)], ["ranks", str(ranks)], ["average", "True"], ["small", "1024"]])
+        return exchange.state_dict() | arrays | {"exchange/settings": table} | more
+
+    exchange = GradientExchange(comm, TopK(k=1))
+    exchange(np.ones(3, np.float16))
+    before = exchange.state_dict()
+    fresh = GradientExchange(comm, TopK(k=1)).state_dict()
+    wrong = [
+        (3, state, r"load\(0\): the state was saved with ranks 2: expected 3"),
+        (2, lambda rank: state(0), r"load\(1\): the state was saved with rank 0: expected 1"),
+        (2, lambda rank: fresh | {"exchange/settings": state(1)["exchange/settings"]} if rank else state(0), "arrays"),
+        (2, lambda rank: state(rank, value=np.nan), "leaves the range of float16"),
+        (2, lambda rank: state(rank, value=4e4), "leaves the range of float16"),
+        (2, lambda rank: {}, "the state of rank 0 has no 'exchange/settings'"),
+        (0, state, "ranks is 0"),
+    ]
+    for ranks, load, said in wrong:
+        with pytest.raises((ValueError, OverflowError), match=said):
+            exchange.load_state_dicts(ranks, load)
+    with pytest.raises(ValueError, match=r"conserve is 'all': expected one of"):
+        exchange.load_state_dicts(2, state, conserve="all")
+    with pytest.raises(ValueError, match=r"saved with feedback ErrorFeedback.*: expected EF21"):
+        GradientExchange(comm, TopK(k=1), EF21()).load_state_dicts(2, state)
+    np.testing.assert_equal(exchange.state_dict(), before)
+    names = "local", "aggregate"
+    other = GradientExchange(comm, TopK(k=1), EF21())
+    with pytest.raises(ValueError, match=r"aggregate differs between the states of ranks 0 and 1: expected states"):
+        other.load_state_dicts(2, lambda rank: state(rank, value=float(rank), held=names))
+    exchange.load_state_dicts(2, state)
+    assert exchange.feedback.residual.tolist() == [2, 2, 2]
+
+
+def loop_of(comm, model, **settings):
+    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), average=False, small=0)
+    return OuterLoop(exchange, model, every=2, **settings)
+
+
+@pytest.mark.exactly(6)
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_local_steps_continue_on_another_number_of_ranks(comm, size):
+    """The anchor moves by what arrives of the progress of all ranks; the rest is in their residuals."""
+
+    def advance(model, rank, step):
+        model["weight"] -= gradients(rank, step)["weight"]
+
+    group, file = cut(comm, SAVED), None
+    if group != MPI.COMM_NULL:
+        model = {"weight": np.zeros(SHAPES["weight"], np.float32)}
+        outer = loop_of(group, model)
+        for step in range(4):
+            advance(model, group.rank, step)
+            outer.step()
+        file = to_file(outer.state_dict())
+        group.Free()
+    files = comm.allgather(file)[:SAVED]
+    group = cut(comm, size)
+    if group == MPI.COMM_NULL:
+        return
+    model = {"weight": np.zeros(SHAPES["weight"], np.float32)}
+    outer = loop_of(group, model)
+    outer.load_state_dicts(SAVED, loader(files))
+    model["weight"][...] = outer.anchor["weight"]
+    for step in range(4, 6):
+        advance(model, group.rank, step)
+        outer.step()
+    assert (outer.count, outer.rounds) == (6, 3)
+    given = sum(gradients(rank, step)["weight"] for step in range(6) for rank in range(SAVED if step < 4 else size))
+    residuals = sum(group.allgather(outer.exchange.state_dict()["weight/feedback.residual"]))
+    np.testing.assert_array_equal(residuals.reshape(given.shape) - model["weight"], given)
+    group.Free()
+
+
+@pytest.mark.exactly(3)
+def test_local_steps_within_a_round_do_not_continue_on_another_number_of_ranks(comm):
+    model = {"weight": np.zeros(SHAPES["weight"], np.float32)}
+    outer = loop_of(comm, model)
+    outer.step()
+    state = outer.state_dict()
+    with pytest.raises(ValueError, match="the state is of step 1, within a round of 2 steps"):
+        outer.load_state_dicts(2, lambda rank: state)
+    np.testing.assert_equal(outer.state_dict(), state)
+    ranks = 0 if comm.rank == 1 else 3
+    with pytest.raises(ValueError if comm.rank == 1 else CollectiveError, match="ranks is 0"):
+        outer.load_state_dicts(ranks, lambda rank: state)

@@ -1,0 +1,186 @@
+"""Every algorithm of every collective once on many ranks: sums, and the memory of a rank beside the documented one.
+
+    MPICOMP_WAIT=backoff mpirun -n 64 python -m mpi4py tests/scale.py      # real ranks: more than there are cores
+    python tests/scale.py --simulated 256 1024                             # in one process, without MPI: minutes
+
+Real ranks print for each algorithm the time of a call, the peak of the memory that NumPy and Python allocate in it on
+the rank that needs most, and that over the formula of docs/collectives.md. Simulated ranks print the rounds, what the
+busiest rank sent, and the time of all ranks over their number: between two sizes it should grow by no more than they
+do. `make test-scale` runs both. Exit status 1 when a sum is wrong, or memory is more than twice that of the formula.
+"""
+
+import argparse
+import math
+import sys
+import time
+import tracemalloc
+
+import numpy as np
+
+import collectives
+from mpicomp import SparseVector
+from mpicomp_bench.network import Network
+
+ARGUMENTS = {
+    "sparse_allreduce": {"partition": "auto"},
+    "sparse_reduce_scatter": {"partition": "equal"},
+    "sparse_reduce": {"root": 0},
+    "sparse_bcast": {"root": 0},
+}
+NAMES = [*ARGUMENTS, "sparse_allgather", "gtopk_allreduce"]
+S, V = 8, 4  # bytes of an entry, and of a value or an index
+SLACK = 2**20  # bytes beside the formulas, which are for vectors that are not short
+
+
+def algorithms(names):
+    """Yield collectives and the names of their algorithms."""
+    for name in names:
+        collective = getattr(collectives, name)
+        for algorithm in ["auto"] * (collective.automatic is not None) + list(collective.algorithms):
+            yield collective, algorithm
+
+
+def formulas(size, n, k, union):
+    """Return the bytes of docs/collectives.md, by collective and algorithm."""
+    rounds = math.ceil(math.log2(size))
+    return {
+        ("sparse_allgather", "dissemination"): 2 * size * k * S,
+        ("sparse_allreduce", "allgather"): 3 * size * k * S,
+        ("sparse_allreduce", "recursive_doubling"): 6 * union * S,
+        ("sparse_allreduce", "split_allgather"): 6 * union * S,
+        ("sparse_allreduce", "recursive_halving"): 4 * union * S,
+        ("sparse_allreduce", "dense"): 3 * n * S,
+        ("sparse_allreduce", "dense_mpi"): 4 * n * V,
+        ("sparse_allreduce", "node_leaders"): 4 * union * S,
+        ("sparse_allreduce", "node_lanes"): 4 * union * S,
+        ("sparse_reduce_scatter", "split"): 4 * k * S,
+        ("sparse_reduce", "tree"): 5 * union * S,
+        ("sparse_bcast", "tree"): 2 * k * S,
+        ("gtopk_allreduce", "recursive_doubling"): 12 * k * S,
+        ("gtopk_allreduce", "tree"): (6 + rounds) * k * S,
+        ("gtopk_allreduce", "exact"): 10 * k * S,
+        ("gtopk_allreduce", "exact_doubling"): 7 * union * S,
+        ("gtopk_allreduce", "node_leaders"): 7 * union * S,
+    }
+
+
+def contribution(rank, n, k):
+    """Return a vector of about k integers at random indices."""
+    rng = np.random.default_rng([rank, n])
+    indices = np.unique(rng.integers(0, n, k)).astype(np.int32)
+    return SparseVector(indices, rng.integers(1, 9, indices.size).astype(np.float32), n)
+
+
+def vector_of(collective, rank, n, k):
+    """Return what a rank contributes: to a broadcast only the root does."""
+    return contribution(rank, n, k) if rank == 0 or collective.name != "sparse_bcast" else None
+
+
+def is_sum(collective, results, total):
+    """Return whether what all ranks returned adds up to the sum, and what they have alike has the same bits."""
+    promised = [collective.promise(result) for result in results]
+    bits = {tuple(part.values.tobytes() + part.indices.tobytes() for part in alike) for alike, _ in promised}
+    parts = [*promised[0][0], *(part for _, own in promised for part in own)]
+    returned = np.zeros(total.size, total.dtype)
+    for part in parts:
+        returned[part.indices] += part.values
+    return len(bits) == 1 and np.array_equal(returned, total)
+
+
+def dense_sum(vectors, n):
+    total = np.zeros(n, np.float32)
+    for vector in vectors:
+        total[vector.indices] += vector.values
+    return total
+
+
+def real(options):
+    """Call every algorithm on all ranks of MPI; return whether all is well."""
+    from mpi4py import MPI
+
+    comm, sound, n, k = MPI.COMM_WORLD, True, options.length, options.entries
+    every = [contribution(rank, n, k) for rank in range(comm.size)] if comm.rank == 0 else []
+    total, roots = dense_sum(every, n), dense_sum(every[:1], n)
+    union = comm.bcast(np.count_nonzero(total))
+    if comm.rank == 0:
+        print(f"{comm.size} ranks, {k} of {n} entries each, {union} in the sum")
+        print(f"{'collective, algorithm':45}{'seconds':>9}{'MiB':>9}{'/ formula':>11}")
+    for collective, algorithm in algorithms(options.collectives):
+        result, seconds, peak = measured(collective, algorithm, comm, n, k)
+        seconds, peak = comm.allreduce(seconds, MPI.MAX), comm.allreduce(peak, MPI.MAX)
+        results = comm.gather(result)
+        if comm.rank == 0:
+            promised = formulas(comm.size, n, k, union).get((collective.name, algorithm), math.inf)
+            right = is_sum(collective, results, roots if collective.name == "sparse_bcast" else total)
+            sound &= right and peak <= 2 * promised + SLACK
+            row = f"{collective.name + ', ' + algorithm:45}{seconds:9.2f}{peak / 2**20:9.2f}"
+            over = (
+                f"{peak / promised:11.2f}" if promised < math.inf else f"{'-':>11}"
+            )  # of "auto": that of what it takes
+            print(row + over + " WRONG" * (not right), flush=True)
+    return comm.bcast(sound)
+
+
+def measured(collective, algorithm, comm, n, k):
+    """Return what a call returns, its seconds, and the peak of memory in it."""
+    arguments = {"algorithm": algorithm, **ARGUMENTS.get(collective.name, {})}
+    collective(vector_of(collective, comm.rank, n, 9), comm, **arguments)  # what is compiled here is not counted
+    vector = vector_of(collective, comm.rank, n, k)
+    comm.Barrier()
+    tracemalloc.start()
+    try:
+        start = time.perf_counter()
+        result = collective(vector, comm, **arguments)
+        return result, time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def simulated(options):
+    """Run every algorithm in the simulated network, 8 ranks a node; return whether all sums are right."""
+    sound = True
+    for size in options.simulated:
+        n = 100 * size
+        every = [contribution(rank, n, 4) for rank in range(size)]
+        total, roots = dense_sum(every, n), dense_sum(every[:1], n)
+        print(f"{size} ranks\n{'collective, algorithm':45}{'rounds':>9}{'messages':>9}{'kB sent':>9}{'ms a rank':>11}")
+        for collective, algorithm in algorithms(options.collectives):
+            start = time.perf_counter()
+            results, rounds, links = run(collective, algorithm, every, n)
+            seconds = time.perf_counter() - start
+            right = is_sum(collective, results, roots if collective.name == "sparse_bcast" else total)
+            sound &= right
+            messages, nbytes = (max(getattr(link.traffic, name) for link in links) for name in ("messages", "nbytes"))
+            row = f"{collective.name + ', ' + algorithm:45}{rounds:9}{messages:9}{nbytes / 1e3:9.1f}"
+            print(row + f"{1e3 * seconds / size:11.2f}" + " WRONG" * (not right), flush=True)
+    return sound
+
+
+def run(collective, algorithm, every, n):
+    """Return the results of the ranks of a simulated network, the rounds, and the links."""
+    size = len(every)
+    network = Network(size, [rank // 8 * 8 for rank in range(size)])
+    steps = collective.automatic if algorithm == "auto" else collective.algorithms[algorithm]
+    arguments = {"k": 4} if collective.name == "gtopk_allreduce" else ARGUMENTS.get(collective.name, {})
+
+    def start(rank, group):
+        vector = group.nothing if rank and collective.name == "sparse_bcast" else every[rank]
+        return steps(vector, group, **arguments)
+
+    compared = {"operation": collective.name, "algorithm": algorithm, "length": n, "dtype": "float32", **arguments}
+    results, rounds = network.run(start, **compared)
+    return results, rounds, network.links
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--simulated", type=int, nargs="+", metavar="P", help="numbers of ranks to simulate")
+    parser.add_argument("--length", type=int, default=500_000, help="of the vectors (default %(default)s)")
+    parser.add_argument("--entries", type=int, default=5_000, help="of a rank (default %(default)s)")
+    parser.add_argument("--collectives", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="instead of all")
+    options = parser.parse_args()
+    return 0 if (simulated if options.simulated else real)(options) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The stand-in for CuPy is as strict as CuPy, and counts what a step starts on the device and waits for."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cupy_signatures
+import numpy as np
+import pytest
+from devices import counted, cupy_for_tests, has_cupy_wheel, real_cupy
+
+from mpicomp import ChunkedTopK, Quantised, SIDCo, TopK
+
+TESTS = Path(__file__).parent
+pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="there is a GPU, and no stand-in")
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return cupy_for_tests()
+
+
+@pytest.mark.skipif(not has_cupy_wheel(), reason="no wheel of CuPy is installed: make test-cupy")
+def test_the_signatures_are_those_of_the_wheel():
+    command = [sys.executable, str(TESTS / "cupy_signatures.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(" 0 differ\n")
+
+
+def test_all_that_the_stand_in_answers_to_is_compared(cupy):
+    names = json.loads(cupy_signatures.FILE.read_text())
+    assert sorted(cupy.surface()) == sorted(names)
+    assert [name for name, parameters in names.items() if parameters is None] == []
+
+
+def test_the_stand_in_has_the_parameters_of_cupy_in_their_places(cupy):
+    names = json.loads(cupy_signatures.FILE.read_text())
+    for name, owner in (("Stream", cupy.cuda.Stream), ("Event", cupy.cuda.Event), ("Device", cupy.cuda.Device)):
+        ours = list(inspect.signature(owner).parameters)
+        theirs = [each.strip("= ") for each in names[f"cuda.{name}"].strip("()").split(",")]
+        assert ours == theirs[: len(ours)], name
+
+
+def test_what_cupy_does_not_take_is_refused(cupy):
+    array = cupy.ones(3, np.float32)
+    for call in (
+        lambda: np.max(array, initial=0),
+        lambda: cupy.unpackbits(array.view(np.uint8), count=3),
+        lambda: np.add(array, array, where=array > 0),
+        lambda: array.astype(np.float64, subok=True, unsafe=True),
+        lambda: cupy.asarray(array, like=array),
+    ):
+        with pytest.raises(TypeError, match="CuPy's"):
+            call()
+    with pytest.raises(TypeError, match="the stand-in for CuPy has no nextafter"):
+        np.nextafter(array, array)
+
+
+# Launches, and synchronisations, of one call on 100,000 float32 values.
+MOST = {
+    "top-k": (TopK(0.01), 8, 2),
+    "chunks": (ChunkedTopK(64, 4096), 6, 2),
+    "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 14, 4),
+    "SIDCo": (SIDCo(0.01), 31, 13),  # a short vector is read once a stage
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_compressor_starts_and_waits_for_few_things(cupy, name):
+    compressor, launches, synchronisations = MOST[name]
+    for seed in range(2):  # the first call compiles, and SIDCo adapts
+        gradient = cupy.asarray(np.random.default_rng(seed).laplace(size=100_000).astype(np.float32))
+        with counted(cupy) as found:
+            compressor.compress(gradient)
+    assert found.launches <= launches, found
+    assert found.synchronisations <= synchronisations, found
+
+
+def test_a_selection_takes_four_launches_and_waits_once(cupy):
+    from mpicomp.kernels import device
+
+    a, b = (cupy.asarray(np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)) for seed in (0, 1))
+    for select in (lambda: device.largest(a, 1000), lambda: device.add_largest(a, b, cupy.empty_like(a), 1000)):
+        with counted(cupy) as found:
+            select()
+        assert (found.launches, found.synchronisations) == (4, 1), found
