@@ -1,8 +1,9 @@
-"""Write the tables of measurements in docs anew, from the JSON files in docs/results.
+"""Write the tables of measurements in docs anew, from the JSON files in docs/results, and those of formulas.
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     python benchmarks/threads.py --json docs/results/threads.json
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
+    python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8           # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
 
 Each table is between two comments that name it; the rest of its page is left alone. With --check nothing is written:
@@ -14,12 +15,31 @@ import json
 import pathlib
 import re
 import sys
+from functools import partial
 from typing import Any
+
+from collectives.choice import Case
+from mpicomp_bench.explain import explained
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
 RANKS = 4, 2
+STEPS = [
+    f"{density} {step}"
+    for density in (0.001, 0.01)
+    for step in (
+        "GradientExchange residual in place, sparse mean",
+        "GradientExchange, mean in out=",
+    )
+]
+TENSORS = ["0.01 54 tensors, means in out=", "0.01 one vector, mean in out="]
+TRAININGS = [  # values, seconds of computing, ranks, density
+    *(("25e6", 0.2, ranks, density) for ranks in (8, 64) for density in (0.001, 0.01)),
+    *(("1e9", 2.0, 64, density) for density in (0.001, 0.01)),
+]
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "hdr": "200 Gbit/s"}
+VALUES = ["all tensors", "normal", "Laplace", "t(3)"]  # that are quantised
 
 
 def loaded(name: str) -> dict[str, Any]:
@@ -33,18 +53,32 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in [heads, ["---"] * len(heads), *rows]]
 
 
-def ratios(suffix: str = "") -> list[str]:
+def times(steps: list[str], suffix: str = "") -> list[str]:
     """Return the table of steps: milliseconds, and how many times as long MPI's dense sum takes, by MPI and ranks."""
     runs = [loaded(f"{mpi}-{ranks}{suffix}") for mpi in MPIS for ranks in RANKS]
     heads = ["step", *(f"{MPIS[mpi]}, P = {ranks}" for mpi in MPIS for ranks in RANKS)]
     by_name = [{row["name"]: row for row in run["rows"]} for run in runs]
     rows = []
-    for name in by_name[0]:
+    for name in steps:
         cells = [f"{1e3 * rows_of[name]['seconds']:.1f} ms, {rows_of[name]['speedup']:.2f}x" for rows_of in by_name]
         density, _, step = name.partition(" ")
         rows.append([f"{100 * float(density):g} %: {step}", *cells])
     dense = [f"{1e3 * max(row['baseline_seconds'] for row in run['rows']):.1f} ms" for run in runs]
     return table(heads, [*rows, ["`MPI_Allreduce`, dense", *dense]])
+
+
+def gains() -> list[str]:
+    """Return the table of predicted training steps: with a dense allreduce over with an exchange, by rate and case."""
+    heads = [f"{length}, {ranks} ranks, {100 * density:g} %" for length, _, ranks, density in TRAININGS]
+    rows = []
+    for network, name in LINKS.items():
+        cells = []
+        for length, computing, ranks, density in TRAININGS:
+            case = Case(ranks, int(float(length)), float(length) * density)
+            found = explained(case, ranks, network, computing)
+            cells += [f"{row['speedup']:.3g}" for row in found if row["algorithm"] == "by sparse_allreduce"]
+        rows.append([name, *cells])
+    return table(["link of a rank", *heads], rows)
 
 
 def threads() -> list[str]:
@@ -56,7 +90,7 @@ def threads() -> list[str]:
         shares = [row["rate"]["threads"] / row["rate"][way] for way in ("one thread", "processes")]
         rows.append([row["call"], *times, *(f"{share:.2f}" for share in shares)])
     heads = ["25e6 float32", "one thread", "two threads", "two processes, one vector each"]
-    return table([*heads, "two threads over one: throughput", "over two processes"], rows)
+    return table([*heads, "throughput: two threads over one", "over two processes"], rows)
 
 
 def race() -> list[str]:
@@ -73,14 +107,30 @@ def race() -> list[str]:
 def quantisers() -> list[str]:
     """Return the table of relative squared errors."""
     rows = loaded("quantisers")["rows"]
-    cells = [[row["quantiser"], str(row["bits"]), *(f"{one:.4f}" for one in row["errors"].values())] for row in rows]
-    return table(["quantiser", "bits", *rows[0]["errors"]], cells)
+    cells = [[row["quantiser"], str(row["bits"]), *(f"{row['errors'][of]:.4f}" for of in VALUES)] for row in rows]
+    return table(["quantiser", "bits", *VALUES], cells)
+
+
+def paper(name: str) -> list[str]:
+    """Return the table of an experiment on the claims of the papers."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
+    from tables import table as of_experiment
+
+    file = RESULTS / "papers" / f"{name}.json"
+    found: list[str] = of_experiment(name, loaded(f"papers/{name}")["rows"] if file.exists() else [])
+    return found
 
 
 TABLES = {
-    "performance.md": {"steps": ratios, "tensors": lambda: ratios("-tensors"), "threads": threads},
+    "performance.md": {
+        "gains": gains,
+        "steps": lambda: times(STEPS),
+        "tensors": lambda: times(TENSORS, "-tensors"),
+        "threads": threads,
+    },
     "slow_links.md": {"race": race},
     "compressors.md": {"quantisers": quantisers},
+    "papers.md": {name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")},
 }
 
 

@@ -1,4 +1,4 @@
-"""The `mpicomp` command. Run it plainly, or under mpirun or srun: rank 0 prints for all."""
+"""The `mpicomp` command. Run it alone, or under mpirun or srun; only rank 0 prints."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,7 @@ from mpicomp_bench.options import Parser
 COMMANDS: dict[str, Any] = {"info": info, "bench": bench, "train": train, "tune": tune, "explain": explain}
 
 EXAMPLES = """
-mpicomp info
 mpirun -n 4 mpicomp bench gtopk --densities 0.001 0.01
-mpirun -n 4 mpicomp tune --check
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit
 """
 
@@ -30,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser(commands: Iterable[Any]) -> Parser:
-    """Return the parser of the command line. commands: modules, each with `add_to`."""
+    """Return the parser of the command line. commands: modules with a function `add_to`."""
     found = Parser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.", examples=EXAMPLES)
     found.add_argument("--version", action="version", version=f"mpicomp {__version__}")
     subparsers = found.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""`python -m mpicomp_bench`: the `mpicomp` command where no console script is installed."""
+"""`python -m mpicomp_bench`: the `mpicomp` command without its console script."""
 
 import sys
 

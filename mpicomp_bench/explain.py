@@ -1,4 +1,4 @@
-"""`mpicomp explain`: what each algorithm, an exchange and a training step would take; by formulas, without MPI."""
+"""`mpicomp explain`: predicted costs of each algorithm, an exchange and a training step; by formulas, without MPI."""
 
 import argparse
 import json
@@ -20,18 +20,17 @@ from mpicomp_bench.network import Network
 from mpicomp_bench.options import above_zero, number, positive, share
 
 ABOUT = """\
-Predict the seconds, the bytes that the busiest rank sends, and the rounds of every algorithm, beside the least bytes:
-the entropy of what has to be sent, in ceil(lg P) rounds. The formulas are those of algorithm="auto"; no MPI is started.
-Where several ranks share a node, algorithms that ignore nodes count its link as shared by all of them.
+For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
+entropy of what has to be sent. The formulas are those of algorithm="auto"; no MPI is started. Where
+ranks share a node, algorithms that ignore nodes count its link as shared by all of them.
 
-What is gained over a dense allreduce ("dense /") is less for a whole exchange, which also selects, keeps the residual
-and writes the mean, and less again for a step that computes for --step SECONDS.
+The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
+keeps the residual and writes the mean, and smaller again for a training step (--step).
 """
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --ranks 1e6 --length 1e9 --density 0.0001 --network hdr --per-node 8 --overlap 0.5
-mpicomp explain --ranks 4 --length 1e6 --density 0.01 --value-bits 1 --json
+mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network hdr --per-node 8 --overlap 0.5
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
@@ -48,34 +47,44 @@ def add_to(commands: Any) -> None:
     """Add the command to the command line."""
     explain = commands.add_parser(
         "explain",
-        help="what each algorithm, an exchange and a step would take at any number of ranks",
-        description=ABOUT,
+        help="predict the cost of each algorithm, an exchange and a step",
+        description="Predict the cost of each algorithm, of an exchange and of a step, at any number of ranks.",
         examples=EXAMPLES,
+        notes=ABOUT,
     )
-    explain.add_argument("--ranks", type=ranks, required=True, metavar="P", help="1 to 1000000")
+    explain.add_argument("--ranks", type=ranks, required=True, metavar="P", help="ranks, 1 to 1000000 (required)")
     explain.add_argument(
-        "--length", type=partial(positive, most=MAX_LENGTH), required=True, metavar="N", help="values of a gradient"
+        "--length",
+        type=partial(positive, most=MAX_LENGTH),
+        required=True,
+        metavar="N",
+        help="values of a gradient (required)",
     )
     explain.add_argument(
-        "--density", type=share, required=True, metavar="D", help="fraction of entries each rank contributes"
+        "--density", type=share, required=True, metavar="D", help="fraction of entries each rank contributes (required)"
     )
     explain.add_argument(
         "--overlap",
         type=overlap,
         default=0.0,
         metavar="X",
-        help="of the supports, from -1 (disjoint) over 0 (independent) to 1 (equal) (%(default)s)",
+        help="of the supports: -1 disjoint, 0 independent, 1 equal (%(default)s)",
     )
-    explain.add_argument("--per-node", type=positive, default=1, metavar="R", help="ranks of a node (%(default)s)")
-    explain.add_argument("--value-bytes", type=positive, choices=(2, 4, 8), default=4, help="of a value (%(default)s)")
-    explain.add_argument("--value-bits", type=above_zero, help="of a value as coded: 1 for signs, 16 for bfloat16")
-    explain.add_argument("--network", choices=list(NETWORKS), default="1gbit", help="between nodes (%(default)s)")
-    explain.add_argument("--step", type=above_zero, metavar="SECONDS", help="of computing in a training step")
-    explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    explain.add_argument("--per-node", type=positive, default=1, metavar="R", help="ranks on a node (%(default)s)")
+    explain.add_argument(
+        "--value-bytes", type=positive, choices=(2, 4, 8), default=4, help="bytes of a value (%(default)s)"
+    )
+    coded = "bits of a value as coded, such as 1 for signs (those of floats selected by magnitude)"
+    explain.add_argument("--value-bits", type=above_zero, metavar="B", help=coded)
+    explain.add_argument("--network", choices=list(NETWORKS), default="1gbit", help="links between nodes (%(default)s)")
+    explain.add_argument(
+        "--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON (a table)")
 
 
 def ranks(text: str) -> int:
-    """Return the number of ranks that a text says."""
+    """Return the number of ranks in an option's text."""
     number = positive(text)
     if number > MOST_RANKS:
         raise argparse.ArgumentTypeError(f"got {text!r}: expected 1 to {MOST_RANKS} ranks")
@@ -102,8 +111,13 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def explained(case: Case, nodes: int, network: str, step: float | None = None) -> Iterator[Row]:
-    """Yield a row for each algorithm of each collective, the fastest first, for an exchange, and for a step."""
+def explained(
+    case: Case, nodes: int, network: str, step: float | None = None, *, most_counted: int = MOST_COUNTED
+) -> Iterator[Row]:
+    """Yield a row for each algorithm of each collective, the fastest first, for an exchange, and for a step.
+
+    most_counted: the most ranks for which algorithms without a formula are counted on the simulated network.
+    """
     per_node = -(-case.ranks // nodes)
     formulas: dict[str, dict[str, Callable[[Case], Cost]]] = {**choice.FORMULAS}
     formulas["sparse_reduce_scatter"] = {"split": choice.split}
@@ -118,7 +132,7 @@ def explained(case: Case, nodes: int, network: str, step: float | None = None) -
         taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}
         if 1 < nodes < case.ranks and collective in ON_NODES:
             taken |= ON_NODES[collective](case, nodes, per_node, network)
-        if case.ranks <= MOST_COUNTED:
+        if case.ranks <= most_counted:
             for name in declared.algorithms.keys() - taken.keys() - NOT_COUNTED:
                 taken[name] = (seconds(cost := counted(declared, name, case), constants), cost)
         if collective == "sparse_allreduce":
@@ -148,7 +162,7 @@ def upper(ranks: int) -> int:
 
 
 def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float) -> Row:
-    """Return a prediction as JSON has it; seconds are None for the least bytes. dense: seconds of a dense allreduce."""
+    """Return a row of the predictions; seconds are None for lower bounds. dense: seconds of a dense allreduce."""
     speedup = dense / taken if taken else None
     figures = {"seconds": taken, "bytes": round(cost[2]), "rounds": round(cost[0]), "speedup": speedup}
     return {"operation": collective, "algorithm": algorithm, **figures}
@@ -168,7 +182,7 @@ def constants_of(nodes: int, per_node: int, network: str) -> Cost:
 
 
 def on_nodes(case: Case, nodes: int, per_node: int, network: str) -> dict[str, tuple[float, Cost]]:
-    """Return seconds and costs of the algorithms that know of nodes; the fastest exact sum runs between these."""
+    """Return seconds and costs of the algorithms that use nodes; the fastest exact sum runs between the nodes."""
     node = replace(case, ranks=per_node, coded=False)
     found = {}
     for name, lanes in ("node_lanes", per_node), ("node_leaders", 1):
@@ -190,7 +204,7 @@ def on_nodes(case: Case, nodes: int, per_node: int, network: str) -> dict[str, t
 
 
 def gtopk_on_nodes(case: Case, nodes: int, per_node: int, network: str) -> dict[str, tuple[float, Cost]]:
-    """Return seconds and cost of `node_leaders` of gTop-k, whose first ranks of the nodes gather once."""
+    """Return seconds and cost of gTop-k's `node_leaders`, in which the first ranks of the nodes gather once."""
     union, constants, rounds = case.union(per_node), constants_of(nodes, 1, network), upper(per_node)
     between = replace(case, ranks=nodes, entries=union, bits=None)
     several = union + between.union(nodes - 1) - between.union(nodes)  # entries of a node that others have as well
@@ -209,13 +223,13 @@ ON_NODES = {"sparse_allreduce": on_nodes, "gtopk_allreduce": gtopk_on_nodes}  # 
 
 
 def dense_allreduce(case: Case) -> Cost:
-    """See `collectives.dense`: the call signatures, and MPI's own allreduce."""
+    """The cost of `collectives.dense`: the call signatures, and MPI's own allreduce."""
     rounds, nbytes = upper(case.ranks), choice.dense_mpi(case)[2]
     return 2 * rounds, 2 * rounds, nbytes, 0
 
 
 def metadata(case: Case) -> Cost:
-    """See `collectives.choice.metadata`: a count, and between nodes a digest; two ranks need neither."""
+    """The cost of `collectives.choice.metadata`: a count, and between nodes a digest; none for two ranks."""
     digest = case.message(min(case.entries, DIGEST)) if case.coded else choice.LINE
     return choice.gather(case, digest, 0) if case.ranks > 2 else (0, 0, 0, 0)
 
@@ -223,7 +237,7 @@ def metadata(case: Case) -> Cost:
 def whole_steps(
     case: Case, chosen: dict[str, float], dense: float, agreeing: float, compute: float | None
 ) -> Iterator[Row]:
-    """Yield the rows of an exchange by each collective, of what it consists, and of a training step.
+    """Yield the rows of an exchange by each collective, of its parts, and of a training step.
 
     chosen: seconds of the collectives. agreeing: seconds of the rounds in which the ranks agree to keep the step.
     """
@@ -252,9 +266,9 @@ NOT_COUNTED = {"node_lanes", "node_leaders", "mpi"}  # for several ranks on seve
 
 
 def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
-    """Return the rounds and bytes of an algorithm without a formula, counted over a simulated network.
+    """Return the rounds and bytes of an algorithm without a formula, counted on a simulated network.
 
-    Vectors of a few thousand entries stand for larger ones of the same density.
+    It simulates vectors of a few thousand entries, with the density of the given ones.
     """
     scale = min(1.0, COUNTED_ENTRIES / case.entries)
     length, entries = max(1, round(case.length * scale)), max(1, round(case.entries * scale))
@@ -279,12 +293,12 @@ def table(case: Case, nodes: int, found: list[Row]) -> str:
     lines = [
         f"{where}; {case.entries:.0f} of {case.length} entries each; "
         f"their union: {union:.0f} ({union / case.length:.2%})",
-        f"{'':24}{'':20} {'ms':>12} {'bytes':>16} {'rounds':>7} {'dense /':>8}",
+        f"{'':22}{'':26} {'ms':>12} {'bytes':>16} {'rounds':>7} {'dense /':>8}",
     ]
     for each in found:
         ms = "-" if each["seconds"] is None else f"{1e3 * each['seconds']:.3f}"
         ratio = "-" if each["speedup"] is None else f"{each['speedup']:.2f}"
-        mark = f"  {each['by']}" if "by" in each else ""
+        name = f"{each['algorithm']}: {each['by']}" if "by" in each else each["algorithm"]
         sent = f"{each['bytes']:16d} {each['rounds']:7d}" if each["bytes"] else f"{'-':>16} {'-':>7}"
-        lines.append(f"{each['operation']:24}{each['algorithm']:20} {ms:>12} {sent} {ratio:>8}{mark}")
+        lines.append(f"{each['operation']:22}{name:26} {ms:>12} {sent} {ratio:>8}")
     return "\n".join(lines) + "\n"

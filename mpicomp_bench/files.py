@@ -1,7 +1,7 @@
 """Files named by options: checked before anything is measured, written whole or not at all.
 
-Ranks on other nodes may not see the folder. So parsing, which all of them do, stores paths alone; rank 0 checks, reads
-and writes, and the others receive the result.
+Ranks on other nodes may have no access to the folder. So parsing, on all ranks, only stores paths; rank 0 checks, reads
+and writes, and broadcasts the result.
 """
 
 import argparse
@@ -21,18 +21,18 @@ from mpicomp.errors import ProfileError
 
 @dataclass(frozen=True)
 class FileType:
-    """The type of an option that names a file: the path. found: what `look` makes of it, or an ArgumentTypeError."""
+    """The type of an option that names a file: its path. found: converts the path in `look`."""
 
     found: Callable[[Path], Any]
 
     def __call__(self, text: str) -> Path:
-        """Return the path, unseen."""
+        """Return the path, unchecked."""
         return Path(text)
 
 
 @FileType
 def new_file(path: Path) -> Path:
-    """Return the path of a file that can be made; an existing regular one will be replaced."""
+    """Return the path of a file that can be created; an existing regular file will be replaced."""
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     wrong = None
@@ -75,7 +75,7 @@ def a_profile(path: Path) -> dict[str, Any]:
 
 
 def look(options: argparse.Namespace, comm: Any = None) -> None:
-    """Replace the paths by what rank 0 finds there; where one is wrong, all ranks exit with status 2.
+    """Replace the paths by rank 0's results of `found`; if one is wrong, all ranks exit with status 2.
 
     comm: None without MPI.
     """
@@ -114,10 +114,10 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(options: argparse.Namespace, comm: Any = None, **makers: Callable[[Path], Any]) -> int:
-    """Write the files that are asked for on rank 0, by option, each by a call with a path; all ranks call.
+    """Write the requested files on rank 0, each by a call with a path; all ranks call.
 
-    Where one cannot be written, rank 0 prints the reason and goes on with the next. Returns 1 on all ranks then, else
-    0. comm: None where one rank is alone with it.
+    If one cannot be written, rank 0 prints the reason and continues with the next; returns 1 on all ranks then, else 0.
+    comm: None for a single rank.
     """
     failed = _written(options, makers) if comm is None or comm.rank == 0 else 0
     return failed if comm is None else int(comm.bcast(failed))
@@ -139,7 +139,7 @@ def _written(options: argparse.Namespace, makers: Mapping[str, Callable[[Path], 
 
 
 def _replace(path: Path, make: Callable[[Path], Any]) -> None:
-    """Make a file beside the target, then rename it; through a link, the file that it points to."""
+    """Write a file beside the target, then rename it; follows a symbolic link."""
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".mpicomp-", dir=target.parent) as folder:

@@ -1,4 +1,4 @@
-"""`mpicomp info`: versions, the MPI library, and whether the launcher and MPI fit together."""
+"""`mpicomp info`: versions, the MPI library, and whether launcher and MPI match."""
 
 import argparse
 import json
@@ -7,25 +7,33 @@ import platform
 from importlib import metadata
 from typing import Any, TextIO
 
+from collectives.faults import ulfm
 from collectives.launcher import singleton_warning
 from collectives.runtime import cuda_aware
 
 EXAMPLES = """
-mpicomp info
 mpirun -n 4 mpicomp info
-srun --mpi=pmix -n 4 mpicomp info --json
+mpicomp info --recovery
 """
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the command line."""
-    about = "the versions in this installation, and whether the launcher and MPI fit together"
-    info = commands.add_parser("info", help=about, description=f"Print {about}; exit with 1 if not.", examples=EXAMPLES)
-    info.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    about = "print versions, and whether launcher and MPI fit together"
+    info = commands.add_parser(
+        "info", help=about, description=f"{about.capitalize()}; exit 1 if not.", examples=EXAMPLES
+    )
+    info.add_argument("--json", action="store_true", help="print JSON (lines)")
+    info.add_argument(
+        "--recovery", action="store_true", help="print mpirun's options for continuing after the death of a rank, only"
+    )
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Print the report on rank 0; return 1 on every rank when launcher and MPI do not fit together, else 0."""
+    """Print the report on rank 0; return 1 on every rank if launcher and MPI do not match, else 0."""
+    if options.recovery:
+        out.write(ulfm.FLAGS + "\n")
+        return 0
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -36,6 +44,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         found |= {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
         found["MPI"] = library_and_version(MPI.Get_library_version())
         found |= {"ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}", **device()}
+        found["recovery"] = recovery(hosts)
         if options.json:
             out.write(json.dumps({**found, "warning": warning}, indent=1) + "\n")
         else:
@@ -44,19 +53,29 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     return 1 if warning else 0
 
 
+def recovery(hosts: int) -> str:
+    """Return whether this job continues after the death of a rank, and the missing options of mpirun."""
+    if not ulfm.survives():
+        return "the job ends when a rank dies; Open MPI 5 continues under mpirun $(mpicomp info --recovery)"
+    wrong = ulfm.detector_warning(os.environ)
+    if wrong and hosts > 1:
+        return f"warning: {wrong}"
+    return "the job continues when a rank dies (ULFM)" + (", on one host" if wrong else "; the failure detector is set")
+
+
 def library_and_version(described: str) -> str:
     """Return the name and the version in MPI.Get_library_version(): its first line, up to a comma."""
     return " ".join(described.strip("\0 \n").splitlines()[0].partition(",")[0].split())
 
 
 def device() -> dict[str, str]:
-    """Return where arrays may be, and how those of a device are sent, with the reason."""
+    """Return the supported devices, and whether device messages are staged or direct, with the reason."""
     try:
         import cupy
 
-        seen = "main memory, a CUDA device" if cupy.cuda.is_available() else "main memory (CuPy sees no device)"
+        seen = "host memory, a CUDA device" if cupy.cuda.is_available() else "host memory (CuPy sees no device)"
     except ImportError:
-        seen = "main memory (CuPy is not installed)"
+        seen = "host memory (CuPy is not installed)"
     try:
         direct, why = cuda_aware.verdict(os.environ)
     except ValueError as error:

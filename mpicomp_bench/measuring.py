@@ -1,7 +1,7 @@
-"""Measurements on a busy machine: the calls that are compared are interleaved, and ratios are of medians.
+"""Measurements on a busy machine: compared calls are interleaved, and ratios are ratios of medians.
 
-The order of a turn is drawn anew, the same on all ranks: otherwise one call always follows the slowest one. With a
-communicator every call starts after a barrier, and a time is that of the slowest rank.
+The order of the calls is random in each turn, the same on all ranks; else one call would always follow the slowest one.
+With a communicator every call starts after a barrier, and a time is that of the slowest rank.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ Progress = Callable[[str], None]  # after a step: the step's label
 
 
 class Contestant(NamedTuple):
-    """A call that is compared with others.
+    """A call to compare with others.
 
-    before: called before each timed call: a rehearsal, as in a loop of steps, or what restores the arguments. Between
-    turns of seconds a virtual machine returns freed pages to its host, and touching them again took 15 times as long.
-    every: 1 to call it in each turn, 2 in every second, ... loops: calls of a turn, see `loops_of`. nbytes: the least
-    that the busiest rank sends, where the library cannot count it.
+    before: called before each timed call: an untimed call, as in a loop of steps, or a function that restores the
+    arguments. In turns of seconds a virtual machine returns freed pages to its host, and touching them again took 15
+    times as long. every: 1 calls it in each turn, 2 in every second one, ... loops: calls in a turn, see `loops_of`.
+    nbytes: lower bound of the bytes of the busiest rank, if the library cannot count them.
     """
 
     name: Any
@@ -47,8 +47,8 @@ def interleave(
 ) -> list[NDArray[np.float64]]:
     """Return the seconds of each contestant, of shape (ranks, its turns), on all ranks.
 
-    seconds: turns go on until so much time has passed on rank 0. warm: a turn that is not counted comes first. clock:
-    in seconds.
+    seconds: turns are repeated until this time has passed on rank 0. warm: begin with a turn that is not counted.
+    clock: returns seconds.
     """
     own: list[list[float]] = [[] for _ in contestants]
     shown, began, turn = comm is None or comm.rank == 0, time.perf_counter(), -warm
@@ -73,7 +73,7 @@ def interleave(
 
 
 def loops_of(call: Call, comm: Any = None) -> int:
-    """Return how often a short call is repeated in a turn to take about 2 ms, the same on all ranks; all call."""
+    """Return the number of calls that take about 2 ms together, the same on all ranks; all ranks call."""
     call()
     seconds = float(interleave([Contestant("loops", call)], 2, comm)[0].max(axis=0).min())
     return min(512, max(1, round(2e-3 / max(seconds, 1e-6))))
@@ -81,7 +81,7 @@ def loops_of(call: Call, comm: Any = None) -> int:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Progress]:
-    """Show a bar of so many steps on a terminal's stderr, where tqdm is installed; 0 steps: none."""
+    """Show a progress bar of `steps` on a terminal's stderr, if tqdm is installed; none for 0 steps."""
     try:
         tqdm: Any = importlib.import_module("tqdm") if total else None
     except ImportError:
@@ -113,9 +113,9 @@ def compare(
     floor: Call | None = None,
     entries: int | None = None,
 ) -> list[Row]:
-    """Return a row for each of ours and each baseline, all of the same turns.
+    """Return a row for each of the library's calls and each baseline, measured in the same turns.
 
-    floor: the least work on the same data, such as one read. entries: how many a call works on.
+    floor: the least work on the same data, such as one read. entries: the number of entries in a call.
     """
     named = [Contestant(*item) for item in ours.items()] if isinstance(ours, Mapping) else list(ours)
     others = [Contestant(*item) for item in baselines.items()]

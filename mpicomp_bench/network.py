@@ -1,10 +1,11 @@
-"""A network inside one process: the collectives' own generators, any number of ranks, no MPI.
+"""A simulated network inside one process: runs the collectives' own generators on any number of ranks, without MPI.
 
-Messages carry the round in which they were sent: one more than that of what their sender had sent or received before.
-So the number of rounds of an algorithm is counted. Ranks advance in a random order that a seed fixes.
+Messages contain their round: one more than the last round in which their sender sent or received. This counts the
+rounds of an algorithm. Ranks advance in a random order, by a seed.
 
-With `rendezvous` a rank waits as it does inside MPI: for one thing after the other; a message of several lines has left
-when it is received, and where it leaves after an arrival (`messages.Sending`) it leaves when that one is known.
+With `rendezvous` a rank waits as inside MPI, for one message after the other. The send of a message of several lines
+completes when it is received; a send that follows an arrival (`messages.Sending`) starts when that arrival's size is
+known.
 """
 
 from collections import defaultdict, deque
@@ -21,9 +22,9 @@ from collectives.runtime.messages import LINE, Buffer, Steps
 
 
 class Network:
-    """Ranks and the messages between them; `links` have the traffic of each rank.
+    """Ranks and the messages between them; `links` contain the traffic of each rank.
 
-    nodes: the first rank of each rank's node, one node by default. choice: what `algorithm="auto"` goes by.
+    nodes: the first rank of each rank's node, one node by default. choice: of algorithms for "auto".
     """
 
     def __init__(
@@ -37,14 +38,14 @@ class Network:
         self.choice, self.rendezvous = choice or Choice(), rendezvous
         self.seen = 0  # times that a receiver saw of a message, or took it
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)  # by source, dest and tag
-        self.reductions: list[list[NDArray[Any]]] = []  # the arrays that came so far, for each Allreduce in order
+        self.reductions: list[list[NDArray[Any]]] = []  # for each Allreduce the arrays so far, then their sum
         self.links = [Link(self, rank, size, tuple(nodes or [0] * size)) for rank in range(size)]
         self.rng = np.random.default_rng(seed)
 
     def run(self, steps_of: Callable[[int, Group], Steps[Any]], **signature: Any) -> tuple[list[Any], int]:
-        """Run steps_of(rank, group) on every rank; return their results, and the rounds that it took.
+        """Run steps_of(rank, group) on every rank; return the results, and the number of rounds.
 
-        Raises AssertionError where ranks wait for ever, and where messages are left that nobody received.
+        Raises AssertionError if ranks wait for ever, or messages are left that no rank received.
         """
         own: Any = self.links
         groups = [Group(link, {"operation": "simulated", **signature}) for link in own]
@@ -67,7 +68,7 @@ class Network:
         return results, max(link.clock for link in self.links)
 
     def complete(self, pending: deque[Any]) -> bool:
-        """Return whether a rank can go on."""
+        """Return whether a rank can continue."""
         if not self.rendezvous:
             return all([one.test() for one in pending])
         while pending and pending[0].test():
@@ -76,7 +77,7 @@ class Network:
 
 
 class Link:
-    """The network as one rank uses it: what `collectives.runtime.link.Link` is over MPI."""
+    """One rank's link to the network; the counterpart of `collectives.runtime.link.Link`."""
 
     def __init__(self, network: Network, rank: int, size: int, nodes: Sequence[int]) -> None:
         self.network, self.rank, self.size, self.nodes = network, rank, size, nodes
@@ -85,11 +86,11 @@ class Link:
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
 
     def end_step(self) -> None:
-        """Note that the rank waits for nothing any more."""
+        """Record that the rank no longer waits."""
         self.clock = max(self.clock, self.sent)
 
     def take_tag(self) -> int:
-        """Return the tag of the operation: there is one."""
+        """Return the tag of the only operation."""
         return 0
 
     def send(self, buffer: Buffer, dest: int, tag: int, arrival: Any = None) -> "Message":
@@ -102,11 +103,11 @@ class Link:
         return message
 
     def receive(self, source: int, tag: int, beside: Any = None) -> "Arrival":
-        """Await a message."""
+        """Start to receive a message."""
         return Arrival(self, source, self.network.boxes[source, self.rank, tag])
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> "Reduction":
-        """Take part in MPI's own allreduce, whose bytes are the least that it can send."""
+        """Start MPI's own allreduce, counted with the lower bound of its bytes."""
         while len(self.network.reductions) <= self.reduced:
             self.network.reductions.append([])
         arrays = self.network.reductions[self.reduced]
@@ -118,7 +119,7 @@ class Link:
 
 
 class Message:
-    """A message: complete for its sender at once, or, of several lines with `rendezvous`, when it is received."""
+    """A message. Its send completes at once, or, for several lines with `rendezvous`, when it is received."""
 
     def __init__(self, buffer: Buffer, sent: int, answered: "Arrival | None", long: bool) -> None:
         self.buffer, self.sent, self.received = buffer.copy(), sent, False
@@ -134,11 +135,12 @@ class Message:
 
 
 class Arrival:
-    """A message that is awaited."""
+    """A message to be received."""
 
     def __init__(self, link: Link, source: int, box: deque[Message]) -> None:
         self.link, self.source, self.box, self.known = link, source, box, False
         self.buffer: Buffer | None = None
+        self.copy = None  # on a device: none here
 
     def test(self) -> bool:
         """See `Pending.test`."""
@@ -164,5 +166,7 @@ class Reduction:
         """See `Pending.test`."""
         if len(self.arrays) < self.size:
             return False
-        self.total[:] = sum(self.arrays)
+        if len(self.arrays) == self.size:
+            self.arrays.append(sum(self.arrays))  # type: ignore[arg-type]  # once for all ranks
+        self.total[:] = self.arrays[-1]
         return True

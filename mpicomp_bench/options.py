@@ -1,29 +1,40 @@
-"""What the options of the `mpicomp` command have in common: the parser, and the types of values."""
+"""Command-line options of `mpicomp`: the parser, and the types of values."""
 
 import argparse
 import difflib
 import math
+import shutil
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 MOST = 10**18  # so many numbers of 8 bytes have an address each, if no memory
+WIDTH = 100  # columns of a help text
+
+
+class Format(argparse.RawDescriptionHelpFormatter):
+    """The help format: at most `WIDTH` columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=min(WIDTH, shutil.get_terminal_size().columns))
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that suggests the option that was meant, and shows examples as they are written.
+    """An ArgumentParser that suggests the closest option for an unknown one.
 
-    What it parses holds, as `parser`, the parser of the subcommand.
+    Its help has a line of description, the arguments, and unformatted examples and notes. The parsed namespace contains
+    the subcommand's parser as `parser`.
     """
 
-    def __init__(self, *arguments: Any, examples: str = "", **settings: Any) -> None:
-        settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
+    def __init__(self, *arguments: Any, examples: str = "", notes: str = "", **settings: Any) -> None:
+        settings["formatter_class"] = Format
         if examples:
-            settings["epilog"] = "examples:\n" + "".join(f"  {line}\n" for line in examples.strip().splitlines())
+            lines = "".join(f"  {line}\n" for line in examples.strip().splitlines())
+            settings["epilog"] = f"examples:\n{lines}" + (f"\n{notes}" if notes else "")
         super().__init__(*arguments, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; what is left over is an error here, where it is known what was expected."""
+        """Parse; unknown arguments are an error of this parser, which knows the subcommand's options."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             known = {option.strip("-"): option for option in self._option_string_actions}
@@ -35,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str, most: int = MOST) -> int:
-    """Return the whole number that a text says, to the last digit: 25_000_000 and 25e6 are one."""
+    """Return the whole number in a text, exactly: 25_000_000 and 25e6 are the same."""
     try:
         number = Decimal(text)
         if not 1 <= number <= most or number != int(number):
@@ -48,7 +59,7 @@ def positive(text: str, most: int = MOST) -> int:
 
 
 def number(expected: str, is_one: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return the type of an option whose value is a number; expected: what an error says of it."""
+    """Return the type of an option with a number. expected: the description in errors."""
 
     def parse(text: str) -> float:
         try:
@@ -68,7 +79,7 @@ not_negative = number("a number of at least 0", lambda found: 0 <= found < math.
 
 
 class each_once(argparse.Action):  # noqa: N801
-    """Store a list of values without its repetitions."""
+    """Store a list of values without duplicates."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Store the values."""
@@ -76,7 +87,7 @@ class each_once(argparse.Action):  # noqa: N801
 
 
 def add_list(parser: Any, option: str, default: list[Any] | None, about: str, **how: Any) -> None:
-    """Add an option with several values; its help ends with the default, and with the choices where it has some."""
+    """Add an option with several values; its help ends with the choices, if any, and the default."""
     choices = how.get("choices")
     known = f"{', '.join(choices)} " if choices else ""
     shown = "all" if default in (None, choices) else " ".join(f"{value}" for value in default or ())

@@ -1,4 +1,4 @@
-"""Tables, JSON and figures of rows: one renderer each."""
+"""Tables, JSON and figures from rows."""
 
 import importlib
 import itertools
@@ -15,17 +15,17 @@ Panel = dict[str, Any]  # `lines`, and what matplotlib's Axes.set takes
 
 
 def figure(name: str, form: str = "", scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
-    """Return what shows a figure of a row, times `scale`; "-" where it is None."""
+    """Return a function that formats a number of a row, times `scale`; "-" if it is None."""
     return lambda row: "-" if row[name] is None else f"{scale * row[name]:{form}}{unit}"
 
 
 def text(name: str) -> Callable[[Row], str]:
-    """Return what shows a text of a row."""
+    """Return a function that formats a text of a row."""
     return lambda row: str(row[name])
 
 
 def quartiles(row: Row) -> str:
-    """Show the quartiles of a row in milliseconds."""
+    """Format the quartiles of a row in milliseconds."""
     return f"{1e3 * row['low']:.3g}-{1e3 * row['high']:.3g}"
 
 
@@ -42,9 +42,9 @@ COMPARISON: list[Column] = [
 
 
 def show(rows: Iterable[Row], columns: Sequence[Column], out: TextIO | None, about: str = "") -> list[Row]:
-    """Print rows below a head as they come, where there is something to print to, and return them.
+    """Print rows below a header as they are yielded, if there is an output, and return them.
 
-    about: what they have in common, above the first column.
+    about: the common text above the first column.
     """
     done = []
     (first, *_), heads = columns[0], [head for head, _, _ in columns]
@@ -68,7 +68,7 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """Return the rows, and what the run was about, as JSON; what is not finite becomes null."""
+    """Return rows and description of a run as JSON; numbers that are not finite become null."""
     return json.dumps(_finite({**about, "rows": rows}), indent=1, allow_nan=False)
 
 
@@ -83,8 +83,8 @@ def _finite(value: Any) -> Any:
 def draw(grid: Sequence[Sequence[Panel]], file: pathlib.Path) -> None:
     """Draw lines of panels, with one legend beside them.
 
-    A panel has `lines`, each the arguments of matplotlib's `Axes.errorbar` with `label`, and with `look`: lines of
-    one look have one colour in all panels. `marks` are vertical lines: place, text, look.
+    A panel has `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and `look`, which selects the colour in
+    all panels. `marks` are vertical lines: position, text, look.
     """
     matplotlib: Any = importlib.import_module("matplotlib.figure")
     columns = max(map(len, grid))
@@ -119,9 +119,9 @@ def draw(grid: Sequence[Sequence[Panel]], file: pathlib.Path) -> None:
 
 
 def look_of(place: int) -> dict[str, Any]:
-    """Return colour and marker of the line with a number: together they repeat after 140 lines.
+    """Return colour and marker by a line's number; the combinations repeat after 140 lines.
 
-    The dark ones of the twenty colours come first, and then their light counterparts.
+    The ten dark colours are used first, then their light counterparts.
     """
     matplotlib: Any = importlib.import_module("matplotlib")
     shade = place % 20

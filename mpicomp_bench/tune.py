@@ -1,4 +1,4 @@
-"""`mpicomp tune`: measure the algorithms on these ranks, and keep the table of winners for `algorithm="auto"`."""
+"""`mpicomp tune`: measure the algorithms on these ranks, and store the table of winners for `algorithm="auto"`."""
 
 import argparse
 import io
@@ -19,21 +19,22 @@ from collectives.collective import link_of
 from mpicomp import SparseVector
 from mpicomp_bench.files import a_profile, look, new_file, write
 from mpicomp_bench.measuring import Call, Contestant, Row, interleave, loops_of
-from mpicomp_bench.options import each_once, not_negative, positive, share
+from mpicomp_bench.options import add_list, not_negative, positive, share
 
 ABOUT = """\
-Measure the algorithms of sparse_allreduce and gtopk_allreduce on all ranks, over a grid of lengths and densities, and
-write the fastest of each place to a table. "auto" then takes the algorithm of the nearest place. Run it with the
-launcher, the hosts and the number of ranks of the job that is to use it; nothing else should run there meanwhile.
+Measures sparse_allreduce and gtopk_allreduce over a grid of lengths and densities, and writes the
+fastest algorithm of each place to a table. algorithm="auto" then takes that of the nearest place.
+Use the launcher, hosts and number of ranks of the job that is to use the table, with nothing else
+running.
 
-A job finds the table of its hosts, MPI library, number of ranks and of nodes by itself where --output was not given.
-MPICOMP_PROFILE=FILE names another one, MPICOMP_PROFILE=none does without. Only rank 0 reads it, and sends it to all.
+Without --output the table is kept for these hosts, this MPI library and these numbers of ranks and
+nodes, and jobs find it by themselves. MPICOMP_PROFILE=FILE names another table,
+MPICOMP_PROFILE=none uses none. Rank 0 reads the table and sends it to all ranks.
 """
 
 EXAMPLES = """\
-mpirun -n 4 mpicomp tune
-mpirun -n 4 mpicomp tune --output profile.json --check
-mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --densities 0.01 0.1 --json rows.json
+mpirun -n 4 mpicomp tune --check
+mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --json rows.json
 """
 
 LENGTHS, DENSITIES = [10_000, 100_000, 1_000_000], [0.001, 0.01, 0.1, 0.3]  # of the grid
@@ -45,25 +46,25 @@ def add_to(commands: Any) -> None:
     """Add the command to the command line."""
     tune = commands.add_parser(
         "tune",
-        help="measure these ranks, and let algorithm='auto' go by it; --check compares it with the fastest",
-        description=ABOUT,
+        help="measure which algorithms are the fastest on these ranks, for 'auto'",
+        description="Measure which algorithms are the fastest on these ranks, for 'auto'.",
         examples=EXAMPLES,
+        notes=ABOUT,
     )
-    tune.add_argument("--output", type=new_file, metavar="FILE", help="the table to write (one per user, see above)")
-    tune.add_argument("--profile", type=a_profile, metavar="FILE", help="take this table, and measure none")
-    tune.add_argument("--check", action="store_true", help='measure again, with "auto" by the table and without one')
-    for name, kind, default in ("lengths", positive, LENGTHS), ("densities", share, DENSITIES):
-        shown = f"of the grid ({' '.join(map(str, default))})"
-        tune.add_argument(f"--{name}", type=kind, nargs="+", action=each_once, default=default, help=shown)
-    tune.add_argument("--repeats", type=positive, default=5, help="timed turns of everything (%(default)s)")
+    tune.add_argument("--output", type=new_file, metavar="FILE", help="table to write (one per user, see below)")
+    tune.add_argument("--profile", type=a_profile, metavar="FILE", help="use this table, and measure none (measure)")
+    tune.add_argument("--check", action="store_true", help='measure "auto" as well, with the table and without (no)')
+    add_list(tune, "--lengths", LENGTHS, "values of a vector, of the grid ", type=positive)
+    add_list(tune, "--densities", DENSITIES, "fractions of entries each rank contributes ", type=share)
+    tune.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed turns of each call (%(default)s)")
     tune.add_argument(
-        "--seconds", type=not_negative, default=0.0, help="least of each place, by more turns (%(default)s)"
+        "--seconds", type=not_negative, default=0.0, metavar="S", help="least seconds of each place (%(default)s)"
     )
-    tune.add_argument("--json", type=new_file, metavar="FILE", help="write what the check finds to a file as well")
+    tune.add_argument("--json", type=new_file, metavar="FILE", help="write what --check finds as JSON (not written)")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Measure or take a table, keep it, and check it if asked to; rank 0 prints."""
+    """Measure or load a table, store it, and check it if requested; rank 0 prints."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
 
 def misused(options: argparse.Namespace) -> str | None:
-    """Return what is wrong with options that do not go together."""
+    """Return an error for options that cannot be combined."""
     if options.profile and options.output:
         return "--profile takes a table and --output writes one: give one of them"
     if options.profile and not options.check:
@@ -101,10 +102,10 @@ def misused(options: argparse.Namespace) -> str | None:
 
 
 def measured(comm: Any, options: argparse.Namespace, out: TextIO, table: Row | None = None) -> list[Row]:
-    """Return the seconds of each algorithm in each place of the grid, the same on all ranks; rank 0 prints them.
+    """Return the seconds of each algorithm at each point of the grid, the same on all ranks; rank 0 prints them.
 
-    table: measure "auto" by it as well, and without it. Between nodes values of one magnitude, which are coded in one
-    bit, have places of their own.
+    table: also measure "auto" with and without this table. Between nodes values of one magnitude, which are coded in
+    one bit, have their own points.
     """
     warm_up(comm)
     fixed, rows = comm.Dup(), []
@@ -130,7 +131,7 @@ def measured(comm: Any, options: argparse.Namespace, out: TextIO, table: Row | N
 
 
 def random_vector(length: int, entries: int, seed: int, *, signs: bool) -> SparseVector:
-    """Return a vector of so many normal values, or of values of one magnitude, at independent random places."""
+    """Return a vector of normal values, or of values of one magnitude, at random positions."""
     rng = np.random.default_rng([4, seed])
     indices, values = np.sort(rng.choice(length, entries, replace=False, shuffle=False)), rng.standard_normal(entries)
     magnitude = 1 + 0.01 * seed
@@ -138,7 +139,7 @@ def random_vector(length: int, entries: int, seed: int, *, signs: bool) -> Spars
 
 
 def contestants(vector: SparseVector, comm: Any, fixed: Any, *, several: bool) -> dict[tuple[str, str], Call]:
-    """Return what is measured, by collective and algorithm. fixed: a communicator without a table; None: no "auto"."""
+    """Return the contestants, by collective and algorithm. fixed: a communicator without a table; None: no "auto"."""
     both = (sparse_allreduce, gtopk_allreduce)
     names = [(each.name, name) for each in both for name in each.algorithms if several or not name.startswith("node")]
     names += [("sparse_allreduce", AUTO), ("gtopk_allreduce", AUTO)] if fixed else []
@@ -150,7 +151,7 @@ def contestants(vector: SparseVector, comm: Any, fixed: Any, *, several: bool) -
 
 
 def fastest(comm: Any, rows: Sequence[Row]) -> Row:
-    """Return the table: in each place the fastest of the algorithms that "auto" is one of."""
+    """Return the table: at each point the fastest algorithm among the candidates of "auto"."""
     host, mpi = winners.host_and_library()
     found: dict[str, list[Any]] = {}
     for (length, density, bits), place in by_place(rows).items():
@@ -163,7 +164,7 @@ def fastest(comm: Any, rows: Sequence[Row]) -> Row:
 
 
 def by_place(rows: Sequence[Row]) -> dict[tuple[int, float, float], dict[tuple[str, str], float]]:
-    """Return the seconds by length, density and bits, and then by collective and algorithm."""
+    """Return the seconds by point (length, density, bits), and then by collective and algorithm."""
     places: dict[tuple[int, float, float], dict[tuple[str, str], float]] = {}
     for row in rows:
         place = places.setdefault((row["length"], row["density"], row["bits"]), {})
@@ -172,7 +173,7 @@ def by_place(rows: Sequence[Row]) -> dict[tuple[int, float, float], dict[tuple[s
 
 
 def verdict(rows: Sequence[Row]) -> dict[str, float]:
-    """Return in what share of the places "auto" is near the best and near dense, by the table and without one."""
+    """Return the fraction of points at which "auto" is near the best and near dense, with and without the table."""
     shares: dict[str, list[bool]] = {}
     for place in by_place(rows).values():
         for prefix, auto in ("", AUTO), ("rule_", RULE):

@@ -203,6 +203,20 @@ def test_compressors_are_measured_by_what_they_keep(bench):
         assert found["SIDCo-exponential"]["share_of_target"] == pytest.approx(1, abs=0.1)
 
 
+def test_compressors_take_captured_gradients(bench, tmp_path, capsys):
+    gradient = draw("laplace", 1000)
+    np.savez(tmp_path / "captured.npz", late=gradient)
+    few = "--densities", "0.1", "--compressors", "TopK", "--captured"
+    (row,) = bench("compressors", "--length", "2000", *few, str(tmp_path / "captured.npz"))["rows"]
+    squares = np.sort(np.square(gradient.astype(float)))[::-1]
+    assert (row["distribution"], row["length"]) == ("late", 2000)
+    assert row["captured"] == pytest.approx(squares[:100].sum() / squares.sum())
+    np.savez(tmp_path / "captured.npz", late=gradient.reshape(10, 100))
+    with pytest.raises(SystemExit):
+        bench("compressors", *few, str(tmp_path / "captured.npz"))
+    assert "expected vectors of floats" in capsys.readouterr().err
+
+
 def test_values_that_are_not_sent_as_they_are_count_by_what_they_leave():
     gradient = draw("normal", 1000)
     vector = AdaComp(50).compress(gradient, gradient=gradient)

@@ -6,8 +6,9 @@ import numpy as np
 
 from collectives import GradientExchange, dense_allreduce
 from mpicomp import TopK
+from mpicomp_bench.train.layers import Floats
 from mpicomp_bench.train.methods import MOMENTUM
-from mpicomp_bench.train.network import Floats, Network
+from mpicomp_bench.train.network import Network, perceptron
 from mpicomp_bench.train.tasks import text
 
 RATE = 0.1
@@ -20,10 +21,10 @@ class Trainer:
 
     def __init__(self, seed: int, rank: int, size: int) -> None:
         self.task, self.seed, self.rank = text(), seed, rank
-        inputs, _, classes = self.task.sizes
-        self.network = Network((inputs, WIDTH, classes), seed)
-        self.examples, self.judges = self.task.training("validation"), self.task.held_out("validation")
-        self.judges = tuple(np.array_split(each, size)[rank] for each in self.judges)
+        inputs, *_, classes = (shape for shape in self.task.network(0).shapes.values())
+        self.network = Network(perceptron(inputs[0], WIDTH, classes[0]), seed)
+        self.examples = self.task.training("validation")
+        self.judges = np.array_split(self.task.held_out("validation"), size)[rank]
         self.mean: Any = lambda gradient: gradient
         self.velocity: Floats = np.zeros_like(self.network.parameters)
 
@@ -48,4 +49,4 @@ class Trainer:
 
     def loss(self) -> float:
         """Return the mean loss, in nats, on this rank's share of the held-out examples."""
-        return self.network.evaluate(*self.judges)[0]
+        return self.task.evaluate(self.network, self.judges)[0]

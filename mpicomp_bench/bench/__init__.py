@@ -1,4 +1,4 @@
-"""`mpicomp bench`: the time of each part of a step, beside its baselines, in one run."""
+"""`mpicomp bench`: the time of each part of a step, compared with its baselines in the same run."""
 
 import argparse
 import os
@@ -28,34 +28,41 @@ SUITES: dict[str, Suite] = {
 }
 
 EXAMPLES = """
-mpirun -n 4 mpicomp bench gtopk --lengths 1e6 --densities 0.001 0.01
 mpirun -n 4 mpicomp bench exchange
 mpicomp bench kernels --length 1e6
 """
 
+PLOT_EXAMPLES = """
+mpicomp bench plot times.png p4.json
+mpicomp bench plot times.svg p2.json p4.json p8.json
+"""
+
 
 def add_to(commands: Any) -> None:
-    """Add the command and what can be measured to the command line."""
-    about = "time kernels, compressors, or whole steps under mpirun; with baselines"
+    """Add the command and its suites to the command line."""
+    about = "time collectives, compressors, kernels or whole steps, with baselines"
     bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     for name, suite in SUITES.items():
-        parser = subjects.add_parser(name, help=suite.help, description=suite.about, examples=suite.examples)
+        line = f"Time {suite.help}."
+        parser = subjects.add_parser(
+            name, help=suite.help, description=line, examples=suite.examples, notes=suite.about
+        )
         suite.add_options(parser)
         if suite.length:
             about = "values of a gradient (%(default)s)"
-            parser.add_argument("--length", type=positive, default=suite.length, help=about)
+            parser.add_argument("--length", type=positive, default=suite.length, metavar="N", help=about)
         about = "timed turns of each call (%(default)s)"
-        parser.add_argument("--repeats", type=positive, default=suite.repeats, help=about)
-        parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file as well")
-    about_plot = "draw the rows that runs of one of these four wrote with --json, at several P"
-    plot = subjects.add_parser("plot", help=about_plot, examples="mpicomp bench plot times.png p2.json p4.json p8.json")
-    plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: times.png")
-    plot.add_argument("files", type=collective.rows_file, nargs="+", metavar="JSON", help="p2.json p4.json p8.json")
+        parser.add_argument("--repeats", type=positive, default=suite.repeats, metavar="N", help=about)
+        parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows as JSON (not written)")
+    about = "draw rows that runs of a collective at several P wrote with --json"
+    plot = subjects.add_parser("plot", help=about, description=f"{about.capitalize()}.", examples=PLOT_EXAMPLES)
+    plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: PNG, PDF or SVG")
+    plot.add_argument("files", type=collective.rows_file, nargs="+", metavar="JSON", help="files to read")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Measure, print the table on rank 0, and write the files; 2 where the options are refused, 1 without a file."""
+    """Measure, print the table on rank 0, and write the files; returns 2 for refused options, 1 if a file failed."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -83,6 +90,6 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Return what figures depend on apart from options and MPI."""
+    """Return the properties of the machine that results depend on."""
     versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "numba")}}
     return {"machine": platform.platform(), "cpus": os.cpu_count(), "threads": threads.count(), **versions}

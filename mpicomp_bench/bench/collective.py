@@ -41,7 +41,7 @@ COLLECTIVES: dict[str, Collective[..., Any]] = {
 
 
 def algorithms() -> dict[str, list[str]]:
-    """Return the names of the algorithms of each collective, as they are declared; "auto" where that chooses."""
+    """Return the declared algorithms of each collective; with "auto" if it chooses among them."""
     return {
         name: ["auto"] * (collective.automatic is not None) + list(collective.algorithms)
         for name, collective in COLLECTIVES.items()
@@ -61,21 +61,18 @@ SELECTION = "selection alone"
 WIRE_CALLS = 5  # whose bytes at the interfaces are counted together
 
 ABOUT = """\
-Every algorithm of a collective on the same sparse vectors, or dense gradients. All that are compared are interleaved; a
-time is that of the slowest rank, from a common start: median and quartiles over the turns. Each timed call but those of
-MPI's dense sum follows an untimed one of the same, as in a loop of steps.
+All calls are interleaved. A time is that of the slowest rank, from a common start: median and
+quartiles over the turns. An untimed call precedes each timed one, but not those of MPI's dense sum.
 
-  supports   independent: random indices; shared: the same ones on all ranks; disjoint: no index on two ranks; hot: 9 of
-             10 entries in a twentieth of the length
+  supports   independent: random indices; shared: the same on all ranks; disjoint: no index on two
+             ranks; hot: 9 of 10 entries in a twentieth of the length
   dense /    time of MPI's own sum of the dense vector over this time
-  kB sent    by the busiest rank, as the library counts; for a call of MPI's, the least that it can send
-  / bound    those bytes over the least that a rank has to send on average: signs, fractions, the entropy of indices
+  kB sent    by the busiest rank, as the library counts; of MPI's calls the least that they can send
+  / bound    those bytes over the least that a rank has to send on average
 """
 
 EXAMPLES = """
-mpirun -n 4 mpicomp bench {0}
-mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.01 0.1 --json p4.json --plot p4.png
-mpirun -n 2 mpicomp bench {0} --device gpu --lengths 25e6
+mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.1 --plot p4.png
 mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest
 """
 
@@ -107,7 +104,7 @@ AT_INTERFACES: list[Column] = [
 
 
 def cases(options: Options) -> list[Row]:
-    """Return what is given to the contestants of each comparison; entries: of a rank's vector."""
+    """Return the cases to compare the contestants on. entries: of a rank's vector."""
     asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
     names = "length", "dtype", "density", "pattern"
     return [dict(zip(names, each, strict=True)) | {"entries": max(1, round(each[0] * each[2]))} for each in asked]
@@ -117,8 +114,9 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield a row for each contestant of every case.
 
     seconds, low, high: median and quartiles over the turns, of the slowest rank. dense_seconds: the median of MPI's
-    dense sum, None where it did not run. nbytes: sent by the busiest rank; mean_nbytes: the ranks' mean; least_nbytes:
-    the bound. wire_nbytes: at the interfaces of the busiest host, with headers; None where they are not counted.
+    dense sum, None if it was not measured. nbytes: sent by the busiest rank; mean_nbytes: the mean over the ranks;
+    least_nbytes: the lower bound. wire_nbytes: at the interfaces of the busiest host, with headers; None if they were
+    not counted.
     """
     warm_up(comm, sorted(set(options.dtypes)))
     for case in cases(options):
@@ -128,7 +126,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
 
 def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) -> list[Contestant]:
-    """Return what is compared in a case, the baselines first. The name of a contestant: its algorithm and its codec."""
+    """Return the contestants of a case, the baselines first. A contestant is named by its algorithm and codec."""
     on_gpu = options.device == "gpu"
     place = importlib.import_module("cupy").asarray if on_gpu else np.asarray
     gradient = place(gradient_above(vector, comm.rank)) if options.from_gradient else None
@@ -171,9 +169,9 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
 
 
 def dense(options: Options, comm: Any, case: Row, place: Any, gradient: Any) -> Contestant:
-    """Return MPI's own sum of dense values, on all ranks or scattered; on a GPU the library's dense allreduce.
+    """Return a call of MPI's own dense allreduce or reduce-scatter; on a GPU of the library's dense allreduce.
 
-    It writes to an existing buffer, so it needs no rehearsal.
+    It writes to an existing buffer, so it needs no untimed call before.
     """
     every = math.ceil(options.repeats / min(options.dense_repeats or options.repeats, options.repeats))
     scatter, on_gpu = options.subject == "reduce_scatter", options.device == "gpu"
@@ -193,7 +191,7 @@ def dense(options: Options, comm: Any, case: Row, place: Any, gradient: Any) -> 
 
 
 def gathered(vector: SparseVector, comm: Any, *, add: bool) -> Any:
-    """Return the vectors of all ranks by MPI's Allgatherv, or their sum."""
+    """Return a call of MPI's Allgatherv of all vectors, or of their sum."""
     counts = comm.allgather(vector.nnz)
     ends = list(itertools.accumulate(counts))
     indices, values = (np.empty(ends[-1], array.dtype) for array in (vector.indices, vector.values))
@@ -237,7 +235,7 @@ def compared(options: Options, comm: Any, case: Row, union: int, found: Sequence
 
 
 def nbytes_of(contestant: Contestant, comm: Any) -> tuple[float, float]:
-    """Call for the first time, untimed; return the bytes of the busiest rank, and the mean."""
+    """Make the first call, untimed; return the bytes of the busiest rank, and the mean."""
     before = traffic(comm).nbytes
     contestant.call()
     counted = traffic(comm).nbytes - before
@@ -249,9 +247,9 @@ COUNTERS = pathlib.Path("/proc/self/net/dev")  # of this process's network names
 
 
 def sent_by_host(counters: str) -> int:
-    """Return the bytes that a host has sent over its interfaces but loopback, of the text of /proc/net/dev.
+    """Return the bytes sent over all interfaces of a host except loopback, from the text of /proc/net/dev.
 
-    With headers of TCP and Ethernet, and with other traffic: for hosts of one rank each that do nothing else.
+    Includes the headers of TCP and Ethernet, and other traffic: for otherwise idle hosts with one rank each.
     """
     figures = {name.strip(): line.split() for name, _, line in (line.partition(":") for line in counters.splitlines())}
     return sum(int(figure[8]) for name, figure in figures.items() if figure and name != "lo")
@@ -268,7 +266,7 @@ def sent_during(comm: Any, call: Call, calls: int) -> float:
 
 
 def report(options: Options, rows: Sequence[Row]) -> str:
-    """Return what follows the table: the bytes of --interfaces over the bound."""
+    """Return the text below the table: the bytes of --interfaces over the lower bound."""
     text = io.StringIO()
     if options.interfaces:
         text.write("at the interfaces, the busiest host, with headers:\n")
@@ -277,7 +275,7 @@ def report(options: Options, rows: Sequence[Row]) -> str:
 
 
 def refuse(options: Options, comm: Any) -> str | None:
-    """Return why these options cannot be measured here."""
+    """Return the reason why these options cannot be measured here."""
     if "none" in options.baselines:
         options.baselines = []
     if fault := kernels.refuse(options) or too_many(cases(options), comm.size):
@@ -292,7 +290,7 @@ def refuse(options: Options, comm: Any) -> str | None:
 
 
 def too_many(cases: Sequence[Row], ranks: int) -> str | None:
-    """Return what is wrong with the first case whose disjoint supports do not fit into the length."""
+    """Return an error for the first case whose disjoint supports exceed the length."""
     for case in cases:
         if case["pattern"] == "disjoint" and case["entries"] > case["length"] // ranks:
             asked = f"{ranks} x {case['entries']} entries in {case['length']} places"
@@ -324,7 +322,7 @@ def rows_file(path: pathlib.Path) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], file: pathlib.Path) -> None:
-    """Draw a line of panels for each setting: against density at each P, and against P at each density."""
+    """Draw a row of panels for each setting: against density at each P, and against P at each density."""
     settings: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
@@ -332,7 +330,7 @@ def plot(rows: Sequence[Row], file: pathlib.Path) -> None:
 
 
 def panels(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
-    """Return what the panels of a setting show: the horizontal axis, what is fixed, the rows."""
+    """Return the panels of a setting: the horizontal axis, the fixed value, the rows."""
     ranks, densities = (sorted({row[name] for row in rows}) for name in ("ranks", "density"))
     found: list[tuple[str, str, list[Row]]] = []
     if len(densities) > 1 or len(ranks) == 1:
@@ -343,7 +341,7 @@ def panels(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
 
 
 def panel(axis: str, fixed: str, rows: Sequence[Row], setting: tuple[Any, ...]) -> Panel:
-    """Return seconds along an axis, with a mark where a contestant and the dense sum take the same time."""
+    """Return seconds along an axis, with marks at which a contestant takes as long as the dense sum."""
     lines, marks = [], []
     by_name: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row[axis]):
@@ -366,7 +364,7 @@ def panel(axis: str, fixed: str, rows: Sequence[Row], setting: tuple[Any, ...]) 
 
 
 def crossovers(along: Sequence[float], ours: Sequence[float], dense: Sequence[float]) -> list[float]:
-    """Return where two lines of positive figures cross, straight between their points on logarithmic axes."""
+    """Return the crossings of two lines of positive values, by linear interpolation on logarithmic axes."""
     gaps = [math.log(own / other) for own, other in zip(ours, dense, strict=True)]
     points = list(zip(map(math.log, along), gaps, strict=True))
     return [
@@ -378,29 +376,29 @@ def crossovers(along: Sequence[float], ours: Sequence[float], dense: Sequence[fl
 
 def add_options(subject: str, parser: Any) -> None:
     """Add the options of a collective."""
-    add_list(parser, "--lengths", [1_000_000], "values of the dense vectors: 1e6 25_000_000 ", type=positive)
+    add_list(parser, "--lengths", [1_000_000], "values of the dense vectors ", type=positive)
     add_list(parser, "--densities", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
     known = algorithms()[subject]
-    add_list(parser, "--patterns", ["independent"], "some of ", choices=PATTERNS)
-    add_list(parser, "--dtypes", ["float32"], "some of ", choices=DTYPES)
-    add_list(parser, "--algorithms", known, "some of ", choices=known)
-    add_list(parser, "--codecs", ["auto"], "some of ", choices=CODECS)
-    add_list(parser, "--baselines", BASELINES[subject], "some of ", choices=[*BASELINES[subject], "none"])
+    add_list(parser, "--patterns", ["independent"], "supports: ", choices=PATTERNS)
+    add_list(parser, "--dtypes", ["float32"], "dtypes of the values: ", choices=DTYPES)
+    add_list(parser, "--algorithms", known, "algorithms: ", choices=known)
+    add_list(parser, "--codecs", ["auto"], "codecs of messages: ", choices=CODECS)
+    add_list(parser, "--baselines", BASELINES[subject], "baselines: ", choices=[*BASELINES[subject], "none"])
     add = parser.add_argument
-    about = "where the vectors are; gpu: ranks may share one, baselines are dense_allreduce and the tree (%(default)s)"
+    about = "where the vectors are; ranks may share a GPU, which has fewer baselines (%(default)s)"
     add("--device", choices=["cpu", "gpu"], default="cpu", help=about)
-    add("--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 3 (as many)")
+    add("--dense-repeats", type=positive, metavar="N", help="turns of MPI's dense sum (as --repeats)")
     about = (
-        "start from a dense gradient: each call selects first; also the selection alone and, where it exists, "
-        "GradientExchange with the first algorithm and codec, which writes a dense mean to an existing array"
+        "start from a dense gradient: each call selects first; rows also for the selection alone and for "
+        "GradientExchange with the first algorithm and codec (start from sparse vectors)"
     )
     add("--from-gradient", action="store_true", help=about)
     about = (
-        "count at the network interfaces of the hosts as well, and print those bytes over the bound at the end; "
-        "with each rank on a host of its own, as in benchmarks/testbed"
+        "count bytes at the network interfaces as well, with each rank on a host of its own, as in "
+        "benchmarks/testbed (not counted)"
     )
     add("--interfaces", action="store_true", help=about)
-    add("--plot", type=new_figure, metavar="FILE", help="draw time against density: p4.png")
+    add("--plot", type=new_figure, metavar="FILE", help="draw time against density: PNG, PDF or SVG (not drawn)")
 
 
 SUITES = {

@@ -1,5 +1,6 @@
 """`mpicomp bench compressors`: time, captured norm and bytes of every compressor, against exact top-k and one read."""
 
+import argparse
 import statistics
 import sys
 import time
@@ -30,9 +31,10 @@ from mpicomp import (
     TopK,
 )
 from mpicomp.codec import encoded_nbytes, smallest
+from mpicomp.compressors.common import Density
 from mpicomp_bench.bench.data import FAMILIES, draw
 from mpicomp_bench.bench.suite import Options, Suite
-from mpicomp_bench.files import new_figure, new_file
+from mpicomp_bench.files import FileType, new_figure, new_file
 from mpicomp_bench.measuring import Contestant, Row, interleave, read_once, timed
 from mpicomp_bench.options import add_list, share
 from mpicomp_bench.output import Column, Panel, figure, markdown, quartiles, text
@@ -47,7 +49,7 @@ CHUNK = 4096
 
 
 def chunked(density: float) -> ChunkedTopK:
-    """Return the compressor that takes this share of every chunk, at least one entry."""
+    """Return the compressor that selects this fraction of every chunk, at least one entry."""
     return ChunkedTopK(max(1, round(density * CHUNK)), CHUNK)
 
 
@@ -70,30 +72,28 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     "AdaComp": lambda density: AdaComp(),
     "Dense": lambda density: Dense(),
 }
+TORCH = "torch.topk"
 NAMES = [*COMPRESSORS, "Threshold"]
 WITHOUT_TARGET = "AdaComp", "Dense"  # the number of entries does not depend on the density
 
 ABOUT = f"""\
-Every compressor on values of several distributions, at several densities, in one process. All that are compared are
-interleaved; a time is the median of the turns, as a ratio to exact top-k (TopK, always included) and to one read.
+All calls are interleaved, in one process. A time is the median over the turns, also as a ratio to
+exact top-k (TopK, always included) and to one read of the gradient.
 
-  /target    achieved over wanted density, of the first call and of later ones; "-" for a method without a target
-  captured   1 - |gradient - sent|^2 / |gradient|^2: of values sent as they are, their share of the squared norm;
-             "/top-k" is over what exact top-k captures
+  /target    achieved over wanted density, of the first call and of later ones
+  captured   1 - |gradient - sent|^2 / |gradient|^2; "/top-k" is over what exact top-k captures
   B/entry    bytes of the smallest message (mpicomp.codec), header included, over its entries
 
-Each compressor is called until its state has settled, before it is timed: SIDCo {SETTLING_CALLS} times for its
-controller, so its first call shows the fit alone; AggregationAware observes what it sent itself. SampledTopK takes
-another sample and RandomK other positions in every call: "achieved" and "captured" are means over one call a turn.
-There is no residual: AdaComp sees a first step. Threshold has the threshold that lets the wanted density through.
-Each timed call follows an untimed one of the same compressor, so that none finds the caches and the heap as another
-left them.
+Before it is timed a compressor is called until its state has settled: SIDCo {SETTLING_CALLS} times, so that its
+first call shows the fit alone. AggregationAware observes what it sent itself. "achieved" and
+"captured" are means over one call a turn. There is no residual: AdaComp sees a first step.
+Threshold has the threshold that lets the wanted density through. An untimed call of the same
+compressor precedes each timed one.
 """
 
 EXAMPLES = """
-mpicomp bench compressors
-mpicomp bench compressors --length 25_000_000 --densities 0.001 --compressors SIDCo-exponential SampledTopK RedSync
-mpicomp bench compressors --distributions normal cauchy --json rows.json --plot compressors.png
+mpicomp bench compressors --distributions normal cauchy --plot compressors.png
+mpicomp bench compressors --captured gradients.npz --densities 0.001 --compressors TopK torch.topk
 """
 
 COLUMNS: list[Column] = [
@@ -116,23 +116,56 @@ COLUMNS: list[Column] = [
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield a row for each compressor of every distribution and density, the baseline first.
 
-    seconds, and floor: of one read of the gradient. achieved: entries over length; captured: see `captured`; both means
-    over one call a turn. first: what the first call achieved. target: None for a method without one. entries,
-    message_nbytes: of the last call.
+    seconds; floor: seconds of one read of the gradient. achieved: entries over length; captured: see `captured`; both
+    are means over one call a turn. first: the density of the first call. target: None for a method without one.
+    entries, message_nbytes: of the last call.
     """
     clock = time.thread_time if options.cpu_time else time.perf_counter
     names = [BASELINE, *(name for name in options.compressors if name not in (BASELINE, *options.skipped))]
-    for distribution in options.distributions:
-        gradient = draw(distribution, options.length)
+    for distribution, gradient in gradients(options):
         for density in options.densities:
             about = {"distribution": distribution, "length": gradient.size, "density": density}
             yield from compared(names, about, gradient, options.repeats, clock)
 
 
+@FileType
+def captured_file(path: Path) -> dict[str, Array]:
+    """Return the vectors of floats in an npz file, by name, as `mpicomp train --capture` writes them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file}
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"got {str(path)!r}: {error}; expected a file of --capture") from None
+    if not found or any(each.ndim != 1 or each.dtype.kind != "f" or not each.any() for each in found.values()):
+        raise argparse.ArgumentTypeError(f"got {str(path)!r}: expected vectors of floats, none of zeros alone")
+    return found
+
+
+def gradients(options: Options) -> Iterator[tuple[str, Array]]:
+    """Yield the gradients, by name: captured ones, repeated to the length; else one of each distribution."""
+    for name, captured in (options.captured or {}).items():
+        yield name, np.resize(captured, options.length)
+    for distribution in () if options.captured else options.distributions:
+        yield distribution, draw(distribution, options.length)
+
+
+class TorchTopK(Density):
+    """PyTorch's topk of the magnitudes, on the CPU: what to compare with; needs PyTorch."""
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """See `Compressor.compress`."""
+        import torch
+
+        values = torch.from_numpy(corrected)
+        indices = torch.topk(values.abs(), self.count(len(values)), sorted=False).indices.numpy()
+        indices = np.sort(indices).astype(np.int32)
+        return SparseVector(indices, corrected[indices], corrected.size)
+
+
 def compared(
     names: Sequence[str], about: Row, gradient: Array, turns: int, clock: Callable[[], float]
 ) -> Iterator[Row]:
-    """Yield a row for each compressor on one gradient; all are interleaved with one read of it."""
+    """Yield a row for each compressor on one gradient; their calls and one read of it are interleaved."""
     square = float(np.square(gradient, dtype=np.float64).sum())
     density, contestants, first, last = about["density"], [], {}, {}
     kept: dict[str, list[tuple[float, float]]] = {}
@@ -174,16 +207,16 @@ def compared(
 
 
 def made(name: str, density: float, gradient: Array) -> Compressor:
-    """Return a compressor by its name; Threshold with the threshold that lets this density of the gradient through."""
+    """Return a compressor by its name; Threshold with the threshold for this density of the gradient."""
     if name == "Threshold":
         return Threshold(float(np.abs(TopK(density).compress(gradient).values).min()))
-    return COMPRESSORS[name](density)
+    return TorchTopK(density) if name == TORCH else COMPRESSORS[name](density)
 
 
 def ready(name: str, density: float, gradient: Array) -> tuple[Compressor, float]:
     """Return a compressor whose state has settled on this gradient, and the density of its first call.
 
-    The controller of SIDCo takes SETTLING_CALLS; AggregationAware observes what it sent itself.
+    The controller of SIDCo takes SETTLING_CALLS; AggregationAware observes its own vector.
     """
     compressor = made(name, density, gradient)
     first = compressor.compress(gradient, gradient=gradient)
@@ -198,14 +231,14 @@ def ready(name: str, density: float, gradient: Array) -> tuple[Compressor, float
 def captured(gradient: Array, vector: SparseVector, square: float) -> float:
     """Return 1 - |gradient - sent|^2 / |gradient|^2: the share of the squared norm that leaves no residual.
 
-    Where the values are sent as they are, it is their share of the squared norm. square: |gradient|^2, above 0.
+    For values that are not quantised this is their share of the squared norm. square: |gradient|^2, above 0.
     """
     sent = vector.values.astype(np.float64)
     return float((2 * gradient[vector.indices] - sent) @ sent) / square
 
 
 def without_missing(options: Options, comm: Any) -> None:
-    """Leave out the compressors that need a missing package, and say so."""
+    """Remove the compressors that need a missing package, with a message."""
     options.skipped, few = {}, np.arange(1, 9, dtype=np.float32)
     for name in options.compressors:
         try:
@@ -234,7 +267,7 @@ def pages(rows: Sequence[Row]) -> str:
 
 
 def _achieved(row: Row) -> str:
-    """Return achieved over target, of the first call too where it differs; the density in brackets without a target."""
+    """Return achieved over target, also of the first call if it differs; without target the density in brackets."""
     if row["target"] is None:
         return f"({row['achieved']:.2g})"
     first, settled = f"{row['first_share_of_target']:.2f}", f"{row['share_of_target']:.2f}"
@@ -264,13 +297,17 @@ def _different(rows: Iterable[Row], name: str) -> list[Any]:
 
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
-    add_list(parser, "--densities", [0.1, 0.01, 0.001], "fractions to be sent, above 0 and at most 1 ", type=share)
-    add_list(parser, "--distributions", list(FAMILIES), "some of ", choices=list(FAMILIES))
-    add_list(parser, "--compressors", NAMES, "some of ", choices=NAMES)
-    about = "count the time in which the thread computes, not that in which it waits for a core: for a busy machine"
+    add_list(parser, "--densities", [0.1, 0.01, 0.001], "fractions of entries to send ", type=share)
+    add_list(parser, "--distributions", list(FAMILIES), "distributions of the values: ", choices=list(FAMILIES))
+    about = "gradients of mpicomp train --capture, repeated to --length (the distributions)"
+    parser.add_argument("--captured", type=captured_file, metavar="FILE", help=about)
+    add_list(parser, "--compressors", NAMES, "compressors: ", choices=[*NAMES, TORCH])
+    about = "count the time in which the thread has a core, for a busy machine (wall clock)"
     parser.add_argument("--cpu-time", action="store_true", help=about)
-    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="write a table for each density as Markdown")
-    about = "draw time against the captured norm (needs matplotlib)"
+    parser.add_argument(
+        "--markdown", type=new_file, metavar="FILE", help="write a Markdown table for each density (not written)"
+    )
+    about = "draw time against captured norm; needs matplotlib (not drawn)"
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help=about)
 
 

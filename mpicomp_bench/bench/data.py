@@ -1,4 +1,4 @@
-"""Synthetic data: values distributed like gradients, and sparse vectors whose supports overlap in a known way."""
+"""Synthetic data: values distributed like gradients, and sparse vectors with known overlap of their supports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ consecutive layers of normal values whose scales span three decades. cauchy: nei
 
 
 def draw(name: str, length: int) -> Array:
-    """Return `length` float32 of a distribution by its name: the same ones in every run."""
+    """Return `length` float32 values of a named distribution, the same in every run."""
     return FAMILIES[name](np.random.default_rng([2, list(FAMILIES).index(name)]), length)
 
 
@@ -73,7 +73,7 @@ def draw_sparse(pattern: str, rank: int, size: int, length: int, k: int, dtype: 
 def gradient_above(vector: SparseVector, rank: int) -> Array:
     """Return normal values whose largest magnitudes, as many as the vector has entries, have its indices.
 
-    In random order: a partition leaves them nearly sorted, and one end of the sum would have most of its largest.
+    They are in random order: after a partition they are nearly sorted, and one end would have most of the largest.
     """
     rng = np.random.default_rng([4, rank])
     values = rng.standard_normal(vector.length, np.float32).astype(vector.dtype)

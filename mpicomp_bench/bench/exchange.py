@@ -1,4 +1,4 @@
-"""`mpicomp bench exchange`: one step from gradient to result, against MPI's dense allreduce in the same run."""
+"""`mpicomp bench exchange`: one step from gradient to result, compared with MPI's dense allreduce in the same run."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,15 +16,15 @@ from mpicomp_bench.options import add_list, share
 Shape = tuple[int, ...]
 
 ABOUT = """\
-A step of one rank's gradient: the selection alone, the selection and the sum of the selected entries, and a whole step
-of GradientExchange with error feedback, by what it returns: a SparseVector (sparse=True), a dense mean in a given array
-(out=), or in a new one. With --tensors the gradient is that of a model: its tensors by name, each selected separately,
-beside one vector of the same length, with sparse_allreduce. All calls are interleaved; a time is that of the slowest
-rank, from a common start. The floor is one read of the gradient by all ranks at the same time.
+Rows: the selection alone, the selection and the sum of the selected entries, and a whole step of
+GradientExchange with error feedback, by what it returns: a SparseVector (sparse=True), a dense
+mean in a given array (out=), or in a new one. With --tensors the gradient is that of a model: its
+tensors by name, each selected separately, beside one vector of the same length. All calls are
+interleaved; a time is that of the slowest rank, from a common start. The floor is one read of the
+gradient by all ranks at the same time.
 """
 
 EXAMPLES = """
-mpirun -n 4 mpicomp bench exchange
 mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
 mpirun -n 4 mpicomp bench exchange --tensors gpt --density 0.01
 """
@@ -52,7 +52,7 @@ TENSORS = {"gpt": gpt_shapes()}
 
 
 def length_of(tensors: str) -> int:
-    """Return how many values the tensors of a model have, by its name in `TENSORS`."""
+    """Return the number of values of a model, by its name in `TENSORS`."""
     return sum(int(np.prod(shape)) for shape in TENSORS[tensors].values())
 
 
@@ -71,7 +71,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
 
 def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
-    """Return what is timed for one vector: the selection, the sum of the selected entries, and whole steps."""
+    """Return the contestants for one vector: the selection, the sum of the selected entries, and whole steps."""
     compressor = TopK(density=density)
 
     def step(collective: Any, **options: Any) -> Call:
@@ -90,9 +90,9 @@ def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
 
 
 def exchanges(comm: Any, gradient: Any, density: float, collective: Any, name: str) -> list[Contestant]:
-    """Return steps of `GradientExchange` on one vector, by `name` and what they return; each has its own residual.
+    """Return steps of `GradientExchange` on one vector, by `name` and result; each has its own residual.
 
-    The array that holds the residual in place is filled with the gradient before each turn, which is not timed.
+    The gradient is copied to the array of a residual in place before each turn, untimed.
     """
     in_place, sparse, out, dense = (
         GradientExchange(comm, TopK(density=density), ErrorFeedback(in_place=first), collective)
@@ -131,12 +131,12 @@ def add_options(parser: Any) -> None:
     shown = ", ".join(f"{name} ({len(shapes)} of {length_of(name):g} values)" for name, shapes in TENSORS.items())
     add_list(parser, "--density", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
     parser.add_argument(
-        "--tensors", dest="model", choices=list(TENSORS), help=f"of a model, in place of --length: {shown}"
+        "--tensors", dest="model", choices=list(TENSORS), help=f"tensors of a model: {shown} (one vector of --length)"
     )
 
 
 def complete(options: Options, comm: Any) -> None:
-    """Take the length from the model."""
+    """Set the length to that of the model."""
     if options.model:
         options.length = length_of(options.model)
 

@@ -1,7 +1,7 @@
-"""`mpicomp bench kernels`: the kernels of the host or a GPU, against what NumPy, CuPy and PyTorch offer, and one read.
+"""`mpicomp bench kernels`: kernels of the host or a GPU, compared with NumPy, CuPy and PyTorch, and with one read.
 
-On the host all run on one thread, but for the rows that compare several threads with one. On a GPU a time is from the
-call until the stream has finished it: launches count, as they do in a step.
+On the host all run on one thread, except in the rows that compare numbers of threads. On a GPU the time is from the
+call until the stream is synchronised, so it includes launches, as in a step.
 """
 
 import importlib
@@ -28,22 +28,22 @@ Sparse = tuple[Array, Array]
 # name, the kernel's call, baselines, and the array that one read of is the floor, or how many entries a call works on
 Comparisons = Iterator[tuple[str, Call, Mapping[str, Call], Any]]
 ONE = {"threads": 1}
+_LONG, _BLOCK = 100_000_000, 1 << 22  # values of a long vector on a GPU, and of the block that it repeats
 
 EXAMPLES = """
-mpicomp bench kernels
 mpicomp bench kernels --length 1e6 --repeats 3 --json kernels.json
 mpicomp bench kernels --device gpu --length 1e9
 """
 
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
-    """Yield every comparison, for gradients of `length` values."""
+    """Yield all comparisons, for gradients of `length` values."""
     rng, length, repeats = np.random.default_rng(0), options.length, options.repeats
     if options.device == "gpu":
         from mpicomp.kernels import device
 
         cupy: Any = importlib.import_module("cupy")
-        for both in top_k, passes, sums, dense:
+        for both in (top_k, passes, sums, dense) if length <= _LONG else (of_a_long_vector,):
             yield from compared(both(cupy, device, rng, length), repeats, until_done, read_once_on_gpu)
         return
     for size in sorted({min(length, 1_000_000), length}):
@@ -57,7 +57,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 def compared(
     found: Comparisons, repeats: int, call: Callable[[Call], Call] = lambda call: call, read: Any = read_once
 ) -> Iterator[Row]:
-    """Yield the rows of comparisons. call: returns a call that waits until it is done; read: of an array."""
+    """Yield the rows of comparisons. call: makes a call synchronous; read: reads an array once."""
     for name, ours, against, what in found:
         counted = isinstance(what, int)
         floor = None if counted else call(read(what))
@@ -91,6 +91,19 @@ def top_k(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
         values, k = xp.asarray(make()), max(1, length // 1000)
         against = {f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)}
         yield f"top_k {name} {size} k/n=0.001", partial(kernels.top_k, values, k, **one), against, values
+
+
+def of_a_long_vector(cupy: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
+    """Top-k, alone and of a sum, of a periodic vector: drawing all of its values would take minutes."""
+    block = rng.standard_normal(_BLOCK, np.float32)
+    values, size = cupy.tile(cupy.asarray(block), -(-length // _BLOCK))[:length], f"{length / 1e6:g}e6"
+    out = cupy.empty_like(values)
+    for density in (0.0001, 0.001):
+        k = round(density * length)
+        against = {"cupy.argpartition": partial(argpartition, cupy, values, k)} | torch_top_k(values, k, on_host=False)
+        yield f"top_k normal {size} k/n={density}", partial(kernels.top_k, values, k), against, values
+        ours, add = partial(kernels.add_largest, values, values, out, k), partial(np.add, values, values, out=out)
+        yield f"add_largest {size} k/n={density}", ours, {"cupy.add": add}, values
 
 
 def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
@@ -240,7 +253,7 @@ def coded(name: str, vector: SparseVector, form: Coding, against: Mapping[str, C
 
 
 def until_done(call: Call) -> Call:
-    """Return a call that waits until the GPU has finished what it started."""
+    """Return a call that also synchronises the stream."""
     cupy: Any = importlib.import_module("cupy")
 
     def wait() -> None:
@@ -267,13 +280,13 @@ def argpartition(xp: Any, values: Any, k: int) -> Any:
 
 
 def partition(values: Array, k: int) -> Array:
-    """Return the indices of what is at least as large as the k-th largest magnitude, in order."""
+    """Return the indices of all magnitudes of at least the k-th largest, in order."""
     sizes = np.abs(values)
     return np.flatnonzero(sizes >= np.partition(sizes, sizes.size - k)[sizes.size - k])
 
 
 def torch_top_k(values: Any, k: int, *, on_host: bool) -> dict[str, Call]:
-    """Return PyTorch's top-k of the magnitudes, on one thread or on the GPU, where it is installed and has one."""
+    """Return PyTorch's top-k of the magnitudes, on one thread or on the GPU, if PyTorch is installed."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -287,13 +300,13 @@ def torch_top_k(values: Any, k: int, *, on_host: bool) -> dict[str, Call]:
 
 
 def sparse(rng: np.random.Generator, length: int, k: int, dtype: Any) -> Sparse:
-    """Return about `k` increasing indices below `length`, and as many values."""
+    """Return about `k` increasing indices below `length`, and their values."""
     indices = np.unique(rng.integers(0, length, k)).astype(np.int32 if length < 2**31 else np.int64)
     return indices, rng.standard_normal(indices.size).astype(dtype)
 
 
 def refuse(options: Options, comm: Any = None) -> str | None:
-    """Return why there is no GPU to measure, where one is asked for."""
+    """Return an error if a GPU is requested and there is none."""
     if options.device == "cpu":
         return None
     try:
@@ -307,7 +320,7 @@ def refuse(options: Options, comm: Any = None) -> str | None:
 
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
-    about = "whose kernels; gpu: against CuPy, PyTorch on the GPU and one read there (%(default)s)"
+    about = "whose kernels; those of a GPU against CuPy and PyTorch there (%(default)s)"
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=about)
 
 

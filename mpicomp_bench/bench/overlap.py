@@ -1,7 +1,7 @@
-"""`mpicomp bench overlap`: gradients sent as they become ready, against one exchange after the last of them.
+"""`mpicomp bench overlap`: gradients sent as they become ready, compared with one exchange after the last one.
 
-The computing is a pause: what an accelerator does while the processor is free. Tensors are of one size and become ready
-one after the other, at equal intervals.
+The backward pass is simulated by pauses, as on an accelerator that leaves the CPU idle. Tensors have one size and
+become ready at equal intervals.
 """
 
 import time
@@ -17,14 +17,17 @@ from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Call, Row, compare
 from mpicomp_bench.options import above_zero, add_list, positive, share
 
-EXAMPLES = "mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7"
+EXAMPLES = """
+mpirun -n 4 mpicomp bench overlap --density 0.05 --compute 0.3 --link 2e7
+mpirun -n 4 mpicomp bench overlap --tensors 40 --length 1e7 --json overlap.json
+"""
 
 WHOLE = 2**62  # bytes of a bucket that takes everything
 SLICE = 1e-3  # seconds of computing between two calls of progress()
 
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
-    """Yield the comparisons of every density; the floor is the computing alone.
+    """Yield the comparisons of every density; the floor is the backward pass alone.
 
     options: length, of all tensors together, normal float32; compute: seconds of a backward pass; link: bits per second
     of a link that every vector has to pass, one after the other, on top of MPI's time; None for none.
@@ -74,7 +77,7 @@ def compute(gradients: dict[str, Any], pause: float) -> None:
 
 
 class Link:
-    """`sparse_iallreduce` over a slow link: a sum is available once its vector has passed, behind those before it."""
+    """`sparse_iallreduce` over a simulated slow link, which sends one vector after the other."""
 
     def __init__(self, rate: float) -> None:
         self.rate, self.free = rate, 0.0  # bits per second; when the link is free again
@@ -87,7 +90,7 @@ class Link:
 
 
 class Passing(Request[Any]):
-    """The Request of a sum whose vector passes a link until `end`: it wraps another one, not the engine's."""
+    """The Request of a sum whose transfer over the link ends at `end`; wraps another Request."""
 
     def __init__(self, request: Request[Any], end: float) -> None:
         self.request, self.end = request, end
@@ -111,13 +114,14 @@ class Passing(Request[Any]):
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     add_list(parser, "--density", [0.05, 0.1], "fractions of entries each rank contributes ", type=share)
-    parser.add_argument("--tensors", type=positive, default=20, help="of one size (%(default)s)")
-    parser.add_argument("--compute", type=above_zero, default=0.4, help="seconds of a backward pass (%(default)s)")
-    parser.add_argument("--link", type=above_zero, metavar="RATE", help="bits per second of a slow link, simulated")
+    parser.add_argument("--tensors", type=positive, default=20, metavar="N", help="tensors, of one size (%(default)s)")
+    about = "seconds of a backward pass (%(default)s)"
+    parser.add_argument("--compute", type=above_zero, default=0.4, metavar="S", help=about)
+    parser.add_argument("--link", type=above_zero, metavar="RATE", help="bits a second of a simulated link (none)")
 
 
 def refuse(options: Options, comm: Any) -> str | None:
-    """Refuse more tensors than values."""
+    """Return an error for more tensors than values."""
     if options.tensors > options.length:
         return f"expected at most as many --tensors as --length, got {options.tensors}"
     return None

@@ -1,8 +1,8 @@
-"""`mpicomp bench step`: a training step with a fixed time of computing, and real communication.
+"""`mpicomp bench step`: a training step with a fixed compute time, and real communication.
 
-The setting of the gTop-k paper (arXiv 1901.04359): scaling efficiency is the time of computing over that of the step.
-Nothing overlaps: the gradient is exchanged when all of it is available. The sizes are those of the paper's kind of
-models; the seconds of computing are assumed (a mini-batch on one accelerator of its time), so give those of your own.
+As in the gTop-k paper (arXiv 1901.04359), scaling efficiency is compute time over step time. Nothing overlaps: the
+exchange starts when the whole gradient is available. Model sizes are those of the paper's kind of models; the compute
+times are assumptions (a mini-batch on one accelerator of that time), so pass your own.
 """
 
 import time
@@ -19,11 +19,11 @@ from mpicomp_bench.options import above_zero, add_list, positive, share
 from mpicomp_bench.output import Column, figure, text
 
 ABOUT = """\
-A step computes for a fixed time, in a busy loop, and then exchanges the gradient; efficiency is the time of computing
-over that of the step. Ways to exchange: MPI's dense allreduce; Top-k by MPI's Allgatherv; the gTop-k tree as published;
-ours, and GradientExchange, which keeps the residual and writes a dense mean as well. "/ dense" and "/ Top-k" are
-ratios of efficiency. The seconds of computing of the models are assumed: give --compute for yours. What overlapping
-saves is in `mpicomp bench overlap`.
+A step computes for a fixed time, in a busy loop, and then exchanges the gradient. Efficiency is the
+time of computing over that of the step. Ways to exchange: MPI's dense allreduce; Top-k by MPI's
+Allgatherv; the gTop-k tree as published; gtopk_allreduce; and GradientExchange, which also keeps
+the residual and writes a dense mean. "/ dense" and "/ Top-k" are ratios of efficiency. The seconds
+of computing of the models are assumed: give --compute for yours.
 """
 
 EXAMPLES = """
@@ -56,7 +56,7 @@ COLUMNS: list[Column] = [
 
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
-    """Yield a row for each way of every model; over_dense, over_top_k: its efficiency over theirs."""
+    """Yield a row for each method and model. over_dense, over_top_k: its efficiency over theirs."""
     warm_up(comm)
     about = {"subject": "gtopk", "algorithms": OURS, "codecs": ["auto"], "baselines": ["dense", "allgather", "tree"]}
     how = Options(**vars(options) | about, from_gradient=True, device="cpu")
@@ -85,7 +85,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
 
 def step(exchange: Call, compute: float) -> None:
-    """Compute for so many seconds, in a busy loop, and exchange."""
+    """Compute for a number of seconds, in a busy loop, and exchange."""
     end = time.perf_counter() + compute
     while time.perf_counter() < end:
         pass
@@ -95,16 +95,22 @@ def step(exchange: Call, compute: float) -> None:
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     shown = ", ".join(f"{name} ({length:g} values, {seconds:g} s)" for name, (length, seconds) in MODELS.items())
-    add_list(parser, "--models", list(MODELS), f"{shown}; ", choices=list(MODELS))
+    add_list(parser, "--models", list(MODELS), f"models: {shown}; names: ", choices=list(MODELS))
     add = parser.add_argument
-    add("--length", type=positive, metavar="N", help="values of the gradient, in place of the model's")
-    add("--compute", type=above_zero, metavar="S", help="seconds of computing, in place of the model's")
-    add("--density", type=share, default=0.001, help="fraction of entries each rank contributes (%(default)s)")
-    add("--dense-repeats", type=positive, help="of MPI's dense sum, where the link is slow: 2 (as many)")
+    add("--length", type=positive, metavar="N", help="values of the gradient (the model's)")
+    add("--compute", type=above_zero, metavar="S", help="seconds of computing (the model's)")
+    add(
+        "--density",
+        type=share,
+        default=0.001,
+        metavar="D",
+        help="fraction of entries each rank contributes (%(default)s)",
+    )
+    add("--dense-repeats", type=positive, metavar="N", help="turns of MPI's dense sum (as --repeats)")
 
 
 SUITE = Suite(
-    help="a training step: fixed computing, real communication; efficiency against dense and published ways",
+    help="a training step, of fixed computing and real communication, against published ways",
     about=ABOUT,
     examples=EXAMPLES,
     add_options=add_options,

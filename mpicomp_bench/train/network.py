@@ -1,74 +1,78 @@
-"""A small network in plain NumPy whose parameters, and whose gradient, are one flat array."""
+"""A classifier in plain NumPy, whose parameters and gradient are one flat array each."""
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+from mpicomp_bench.train.layers import Affine, Backward, Floats, Layer, Relu
+
 Labels = NDArray[np.integer]
 
 
 class Network:
-    """A multilayer perceptron with ReLU, for classes.
+    """A sequence of layers, with a softmax over the last axis of the output.
 
-    sizes: of the layers, inputs first, classes last. seed: of the weights, normal with variance 2 / fan-in; biases
-    start at zero. The layers are views of `parameters`, one flat float32 vector.
+    seed: of the initial parameters. `parameters` is one flat float32 vector; `tensors` returns its parts by name, such
+    as "hidden.weight".
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int) -> None:
-        self.sizes = tuple(sizes)
-        self.parameters = np.zeros(sum((m + 1) * n for m, n in pairwise(self.sizes)), np.float32)
-        rng = np.random.default_rng(seed)
-        for weights, _ in self._layers(self.parameters):
-            weights[:] = rng.normal(0, np.sqrt(2 / len(weights)), weights.shape)
+    def __init__(self, layers: Sequence[Layer], seed: int) -> None:
+        self.layers, rng = layers, np.random.default_rng(seed)
+        starts = [(layer.name, each) for layer in layers for each in layer.start(rng).items()]
+        self.shapes = {f"{name}.{part}": array.shape for name, (part, array) in starts}
+        self.parameters = np.concatenate([array.ravel() for _, (_, array) in starts]).astype(np.float32)
+
+    def tensors(self, flat: Floats) -> dict[str, Floats]:
+        """Return the parts of a vector as long as the parameters, by name: views, of the shapes of the tensors."""
+        found, start = {}, 0
+        for name, shape in self.shapes.items():
+            end = start + int(np.prod(shape))
+            found[name] = flat[start:end].reshape(shape)
+            start = end
+        return found
 
     def gradient(self, inputs: Floats, labels: Labels, at: Floats | None = None) -> Floats:
         """Return the gradient of the mean cross entropy, as flat as the parameters.
 
-        at: the parameters to take it at, where those are not the network's own.
+        at: the parameters at which to evaluate it; by default the network's own.
         """
-        layers = [*self._layers(self.parameters if at is None else at)]
-        entering, logs = _forward(layers, inputs)
+        logs, ways_back = self._forward(inputs, at)
         delta = np.exp(logs)
-        delta[np.arange(labels.size), labels] -= 1
+        delta[np.arange(labels.size), labels.ravel()] -= 1
         delta /= np.float32(labels.size)
-        flat = np.empty_like(self.parameters)
-        parts = [*zip(entering, layers, self._layers(flat), strict=True)]
-        for values, (weights, _), (d_weights, d_bias) in reversed(parts):
-            np.matmul(values.T, delta, out=d_weights)
-            delta.sum(axis=0, out=d_bias)
-            if values is not inputs:
-                delta = (delta @ weights.T) * (values > 0)
-        return flat
+        parts: list[Floats] = []
+        for way_back in reversed(ways_back):
+            own, inner = way_back(delta)
+            parts[:0] = [each.ravel() for each in own]
+            if way_back is not ways_back[0]:
+                delta = inner()
+        return np.concatenate(parts)
 
     def evaluate(self, inputs: Floats, labels: Labels, at: Floats | None = None) -> tuple[float, float]:
-        """Return the mean cross entropy in nats, infinite where it is no number, and the share of correct labels.
+        """Return the mean cross entropy in nats, infinite instead of NaN, and the fraction of correct labels.
 
         at: see `gradient`.
         """
         with np.errstate(all="ignore"):  # a rate may have been too high
-            logs = _forward([*self._layers(self.parameters if at is None else at)], inputs)[1]
-            loss = -float(logs[np.arange(labels.size), labels].mean(dtype=float))
-        return loss if np.isfinite(loss) else np.inf, float(np.mean(logs.argmax(axis=1) == labels))
+            logs = self._forward(inputs, at)[0]
+            loss = -float(logs[np.arange(labels.size), labels.ravel()].mean(dtype=float))
+        return loss if np.isfinite(loss) else np.inf, float(np.mean(logs.argmax(axis=1) == labels.ravel()))
 
-    def _layers(self, flat: Floats) -> Iterator[tuple[Floats, Floats]]:
-        """Yield (weights, bias) of each layer, as views of `flat`."""
-        start = 0
-        for m, n in pairwise(self.sizes):
-            middle, end = start + m * n, start + (m + 1) * n
-            yield flat[start:middle].reshape(m, n), flat[middle:end]
-            start = end
+    def _forward(self, values: Floats, at: Floats | None) -> tuple[Floats, list[Backward]]:
+        """Return the logarithms of the class probabilities, and the backward function of each layer."""
+        tensors, ways_back = iter(self.tensors(self.parameters if at is None else at).values()), []
+        for layer in self.layers:
+            values, way_back = layer(values, *islice(tensors, len(layer.parts)))
+            ways_back.append(way_back)
+        values -= values.max(axis=1, keepdims=True)
+        values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+        return values, ways_back
 
 
-def _forward(layers: Sequence[tuple[Floats, Floats]], inputs: Floats) -> tuple[list[Floats], Floats]:
-    """Return the input of each layer, and the logarithms of the class probabilities."""
-    entering = [inputs]
-    for weights, bias in layers[:-1]:
-        entering.append(np.maximum(entering[-1] @ weights + bias, 0))
-    weights, bias = layers[-1]
-    logits = entering[-1] @ weights + bias
-    logits -= logits.max(axis=1, keepdims=True)
-    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    return entering, logits
+def perceptron(*sizes: int) -> Sequence[Layer]:
+    """Return affine layers with a ReLU between each two. sizes: of the layers, inputs first, classes last."""
+    names = [*(f"hidden{number}" for number in range(1, len(sizes) - 1)), "output"]
+    affine = [Affine(name, *pair) for name, pair in zip(names, pairwise(sizes), strict=True)]
+    return [layer for each in affine for layer in (each, Relu())][:-1]

@@ -1,22 +1,24 @@
-"""One training, and the trainings of a row: starts and batches depend on the seed alone, the same for all methods."""
+"""One training, and the trainings of a row: initial values and batches depend only on the seed, for all methods."""
 
 import argparse
+from collections import defaultdict
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from collectives import traffic
-from mpicomp import CollectiveError
+from mpicomp import CollectiveError, Compressor
 from mpicomp_bench.measuring import Progress, Row, progress
-from mpicomp_bench.train.methods import MOMENTUM, Descent, LocalDescent, Method
-from mpicomp_bench.train.network import Floats, Network
+from mpicomp_bench.train.layers import Floats
+from mpicomp_bench.train.methods import MOMENTUM, Descent, LocalDescent, Method, Recorder, entries
+from mpicomp_bench.train.network import Network
 from mpicomp_bench.train.tasks import Task
 
 TUNING_SEED = 1_000_000  # never one of those that are shown
 LATENCY = 50e-6  # seconds that a message takes beside its bytes: TCP over Ethernet
 NETWORKS = (1e9, 1e10)  # bits per second of the simulated times
-POINTS = 25  # of a curve
+SETTLED = 50  # steps after which achieved densities count
 
 
 def trained(
@@ -24,27 +26,29 @@ def trained(
 ) -> Row:
     """Train one method at one density on all ranks, once for each seed, and return the row, the same on all ranks.
 
-    every: of a method with local steps, how many there are between two exchanges.
+    every: local steps between two exchanges, for a method with local steps.
 
     Of several rates it takes the one with the least loss on the validation part, after a training without that part
-    from a seed of its own. The trainings that count then have the validation part as well. options: rate, seeds, steps
-    and batch of a rank. tried: the validation loss of each rate, in nats. network_seconds: of the busiest rank's
-    messages of a step, a latency each and the bits over the rate.
+    from a separate seed. The final trainings include the validation part. options: rate, seeds, steps, points and batch
+    of a rank. tried: the validation loss of each rate, in nats. network_seconds: of the busiest rank's messages in a
+    step: a latency each, and the bits over the rate. captured: of the first seed; see `train`.
     """
     tuned = len(options.rate) > 1
     steps = (options.seeds + tuned * len(options.rate)) * options.steps
     with progress(0 if comm.rank else steps) as done:
 
-        def outcome(rate: float, seed: int, held_out: str) -> Row:
+        def outcome(rate: float, seed: int, held_out: str, points: int) -> Row:
+            network, record = task.network(seed), () if seed else options.record
             terms = comm, method, density or 1.0, rate, MOMENTUM
-            descent = LocalDescent(*terms, every) if every else Descent(*terms)
+            descent = LocalDescent(*terms, every) if every else Descent(*terms, network.tensors, record)
             about = f"{method.name} {density or ''} at {rate:g}"
-            return train(task, descent, seed, held_out, options, lambda figure: done(f"{about}: {figure}"))
+            told = argparse.Namespace(**{**vars(options), "points": points})
+            return train(task, network, descent, seed, held_out, told, lambda figure: done(f"{about}: {figure}"))
 
-        tried = {rate: outcome(rate, TUNING_SEED, "validation")["loss"] for rate in options.rate} if tuned else {}
+        tried = {rate: outcome(rate, TUNING_SEED, "validation", 1)["loss"] for rate in options.rate} if tuned else {}
         rate = min(tried, key=lambda rate: tried[rate]) if tried else options.rate[0]
-        trainings = [outcome(rate, seed, "test") for seed in range(options.seeds)]
-    fields = "figure", "loss", "messages", "nbytes", "sent", "seconds", "exchange_seconds"
+        trainings = [outcome(rate, seed, "test", options.points) for seed in range(options.seeds)]
+    fields = "figure", "loss", "messages", "nbytes", "sent", "received", "seconds", "exchange_seconds"
     means = {name: float(np.mean([each[name] for each in trainings])) for name in fields}
     spread = 0.0
     if options.seeds > 1:
@@ -58,30 +62,42 @@ def trained(
         "rate": rate,
         "tried": {f"{each:g}": tried[each] for each in tried},
     }
+    about |= {"captured": [each.pop("captured") for each in trainings][0]}  # noqa: RUF015  (all lose it)
     return {**about, **means, "spread": spread, "network_seconds": simulated, "trainings": trainings}
 
 
 def train(
-    task: Task, descent: Descent | LocalDescent, seed: int, held_out: str, options: argparse.Namespace, done: Progress
+    task: Task,
+    network: Network,
+    descent: Descent | LocalDescent,
+    seed: int,
+    held_out: str,
+    options: argparse.Namespace,
+    done: Progress,
 ) -> Row:
-    """Train on all ranks, and return the outcome, the same on all of them.
+    """Train on all ranks, and return the outcome, the same on all of them except `captured`.
 
-    held_out: "test" or "validation". done: called after every step with the last figure. The outcome: figure, of the
-    held-out part, as the task counts; loss there, in nats; curve, of (step, figure); messages and nbytes that the
-    busiest rank sends a step; sent, the mean share of the entries; seconds, the median step of the slowest rank, and
-    exchange_seconds, its part from gradient to update; diverged: numbers left the range, and the training ended there.
+    network: with initial parameters. held_out: "test" or "validation". done: called after every step with the last
+    figure. options: steps, batch of a rank, and points of the curve after its start.
+
+    The outcome: figure, the task's result on the held-out part; loss there, in nats; curve, of (step, figure, loss in
+    nats on a sample of the training part, seconds of training on rank 0); messages and nbytes sent by the busiest rank
+    in a step; sent and received, the mean fractions of the entries; achieved, the mean and the 5 and 95 % quantiles of
+    the fractions sent after `SETTLED` steps; tensors, the mean fraction of each; seconds, the median step of the
+    slowest rank, and exchange_seconds, its part from gradient to update; diverged: values left the range, and the
+    training stopped; captured, the recorded gradients of rank 0 by step and tensor.
     """
-    comm, network = descent.comm, Network(task.sizes, seed)
+    comm, log = descent.comm, Log()
+    judges = task.held_out(held_out), task.sample()
     shard = task.training(held_out)[comm.rank :: comm.size]
     batches, before = np.random.default_rng([seed, comm.rank]), traffic(comm)
-    curve: list[tuple[int, float]] = []
-    times: list[tuple[float, float]] = []
-    shares: list[float] = []
-    loss, step, interval, diverged = np.inf, 0, -(-options.steps // POINTS), False
+    curve: list[tuple[int, float, float, float]] = []
+    loss, step, interval, diverged = np.inf, 0, -(-options.steps // options.points), False
     while True:
         if comm.rank == 0 and (step % interval == 0 or step == options.steps or diverged):
-            loss, correct = network.evaluate(*task.held_out(held_out), at=descent.common(network.parameters))
-            curve.append((step, task.figure_of(loss, correct)))
+            at = descent.common(network.parameters)
+            (loss, correct), (fitted, _) = (task.evaluate(network, each, at) for each in judges)
+            curve.append((step, task.figure_of(loss, correct), fitted, log.elapsed))
         if diverged or step == options.steps:
             break
         began = perf_counter()
@@ -92,27 +108,71 @@ def train(
             diverged = not updated(network, descent, gradient)
         if not diverged:
             step += 1
-            times.append((perf_counter() - began, perf_counter() - computed))
-            shares += [sent] if (sent := descent.sent) is not None else []
+            log.add(descent, perf_counter() - began, perf_counter() - computed)
         done(f"{curve[-1][1]:.2f}" if curve else "")
     now, (loss, curve) = traffic(comm), comm.bcast((loss, curve))
-    counted = [now.messages - before.messages, now.nbytes - before.nbytes]
-    medians = np.median(times or [(0.0, 0.0)], axis=0)
-    most = np.max(comm.allgather([*(each / max(1, step) for each in counted), *medians]), axis=0).tolist()
+    counted = [(now.messages - before.messages) / max(1, step), (now.nbytes - before.nbytes) / max(1, step)]
+    about = {"figure": curve[-1][1], "loss": loss, "curve": curve, "diverged": diverged}
+    return {**about, **log.outcome(counted, comm), "captured": captured(descent)}
+
+
+class Log:
+    """A log of the steps on this rank: seconds, fractions of entries, and those of each tensor."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.shares: list[tuple[float, float]] = []
+        self.by_tensor: dict[str, list[float]] = defaultdict(list)
+        self.elapsed = 0.0
+
+    def add(self, descent: Descent | LocalDescent, seconds: float, exchange_seconds: float) -> None:
+        """Add a step."""
+        self.elapsed += seconds
+        self.times.append((seconds, exchange_seconds))
+        self.shares.append(entries(descent))
+        for name, compressor in compressors(descent).items():
+            if compressor.report:
+                self.by_tensor[name].append(compressor.report.achieved)
+
+    def outcome(self, counted: list[float], comm: Any) -> Row:
+        """Return the outcome of the steps, the same on all ranks; all ranks call. counted: messages and bytes."""
+        medians = np.median(self.times or [(0.0, 0.0)], axis=0)
+        most = np.max(comm.allgather([*counted, *medians]), axis=0).tolist()
+        named = dict(zip(("messages", "nbytes", "seconds", "exchange_seconds"), most, strict=True))
+        tensors = {name: float(np.mean(found)) for name, found in self.by_tensor.items()}
+        return {**named, **densities(comm.allgather(self.shares)), "tensors": comm.bcast(tensors)}
+
+
+def densities(shares: list[list[tuple[float, float]]]) -> Row:
+    """Return the outcome of `train` for the fractions sent and received, by rank and step; nan without an exchange."""
+    found = np.array(shares, float).reshape(len(shares), -1, 2)
+    if not np.isfinite(found).any():
+        return {"sent": 0.0, "received": 0.0, "achieved": None}
+    sent, received = np.nanmean(found, axis=(0, 1)).tolist()
+    late = found[:, SETTLED if found.shape[1] > SETTLED else 0 :, 0]
+    achieved = [float(np.nanmean(late)), *np.nanquantile(late, [0.05, 0.95]).tolist()]
+    return {"sent": sent, "received": received, "achieved": achieved}
+
+
+def compressors(descent: Descent | LocalDescent) -> dict[str, Compressor]:
+    """Return the compressors of a descent by tensor; that of one vector is "gradient"."""
+    return descent.exchange.compressors if descent.exchange else {}
+
+
+def captured(descent: Descent | LocalDescent) -> dict[str, Floats]:
+    """Return the gradients that the compressors of a descent recorded, by step and tensor."""
     return {
-        "figure": curve[-1][1],
-        "loss": loss,
-        "curve": curve,
-        **dict(zip(("messages", "nbytes", "seconds", "exchange_seconds"), most, strict=True)),
-        "sent": float(np.mean(comm.allgather(np.mean(shares or [0.0])))),
-        "diverged": diverged,
+        f"{step} {name}": gradient
+        for name, compressor in compressors(descent).items()
+        if isinstance(compressor, Recorder)
+        for step, gradient in compressor.captured.items()
     }
 
 
 def updated(network: Network, descent: Descent | LocalDescent, gradient: Floats) -> bool:
-    """Update the parameters; return False where numbers left the range, of gradients or of parameters.
+    """Update the parameters; return False if gradients or parameters left the range of their dtype.
 
-    An exchange refuses what is not finite on all ranks: so they can ask each other.
+    An exchange raises for values that are not finite on all ranks, so the ranks can then agree.
     """
     try:
         descent.step(network.parameters, gradient)

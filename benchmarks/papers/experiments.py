@@ -1,0 +1,126 @@
+"""The experiments by name: the runs of each, as command lines of `mpicomp`.
+
+One rule for the learning rate: a method is trained with each of `RATES` of its task, from a seed of its own and without
+the validation part, and takes the rate with the least loss there. Experiments E3, E4 and E8 are about densities, times
+and bytes: there all methods have the rate that a dense training takes.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+RATES = {"digits": (0.025, 0.05, 0.1, 0.2), "images": (0.0125, 0.025, 0.05), "shakespeare": (0.5, 1.0, 2.0)}
+OF_DENSE = {"digits": 0.1, "images": 0.05, "shakespeare": 1.0}  # what a dense training of 300 steps takes
+WARM_UP = "0.25", "0.0725", "0.015", "0.004"  # of the gTop-k paper, an epoch each; on images 50 steps each
+METRICS = "support", "recency", "votes", "magnitude", "quota"
+FITS = (  # of E3, and the compressor that they are compared with
+    "SIDCo-exponential",
+    "SIDCo-pareto",
+    "SIDCo-exponential:stages=2",
+    "SIDCo-exponential:stages=1,adaptation=published",
+    "SIDCo-pareto:stages=1,adaptation=published",
+    "SampledTopK",
+)
+CAPTURED = "build/papers/{}.npz"
+TIMED = "SIDCo-exponential", "SIDCo-pareto", "SampledTopK", "RedSync", "GaussianK", "torch.topk"
+LINKS = {4: "500mbit", 8: "250mbit", 16: "125mbit", 32: "62500kbit"}  # of E7: one machine serves all hosts
+
+
+class Run(NamedTuple):
+    """A run of `mpicomp`. options: its command line. ranks: of mpirun. rate: of the links, each rank on a host."""
+
+    options: tuple[str, ...]
+    ranks: int
+    rate: str | None = None
+
+    @property
+    def command(self) -> str:
+        """The command line, as a reader can type it."""
+        words = f"mpicomp {' '.join(self.options)}"
+        if self.rate:
+            return f"testbed.py up {self.ranks} {self.rate}; testbed.py run {words}"
+        return f"mpirun -n {self.ranks} {words}"
+
+
+def training(ranks: int, task: str, *options: str, steps: int, seeds: int, tuned: bool = True, points: int = 10) -> Run:
+    """Return a training. tuned: with a choice of rates, else with that of dense."""
+    rates = RATES[task] if tuned else (OF_DENSE[task],)
+    batch = ("--batch", "16") if task == "shakespeare" else ()
+    counts = ("--steps", f"{steps}", "--seeds", f"{seeds}", "--points", f"{points}")
+    return Run(("train", "--task", task, *options, *counts, *batch, "--rate", *map(str, rates)), ranks)
+
+
+def custom(compressor: str, density: str) -> tuple[str, ...]:
+    """Return the options of a method of its own."""
+    return ("--without-dense", "--compressor", compressor, "--density", density)
+
+
+def e1() -> Iterator[Run]:
+    """AdaComp on a convolutional network: the rate of compression by layer, and the accuracy."""
+    for method in "dense", "adacomp":
+        yield training(2, "images", "--methods", method, steps=1000, seeds=3)
+
+
+def e2() -> Iterator[Run]:
+    """AdaComp on a recurrent network."""
+    for method in "dense", "adacomp":
+        yield training(2, "shakespeare", "--methods", method, steps=1000, seeds=3)
+
+
+def e3() -> Iterator[Run]:
+    """SIDCo's density over its target on three networks in training, steps 51 to 300."""
+    for fit, task in product(FITS, RATES):
+        for density in "0.01", "0.001":
+            yield training(2, task, *custom(fit, density), steps=300, seeds=3, tuned=False, points=1)
+
+
+def e4() -> Iterator[Run]:
+    """SIDCo's overhead on captured gradients, and the time to a loss over slow links."""
+    for task in RATES:
+        captured = "--methods", "topk-allgather", "--density", "0.001", "--capture", CAPTURED.format(task)
+        yield training(2, task, *captured, "--capture-steps", "300", steps=300, seeds=1, tuned=False, points=1)
+        for length in "1e6", "25e6":
+            timed = "--length", length, "--densities", "0.001", "0.01", "--compressors", *TIMED
+            yield Run(("bench", "compressors", "--captured", CAPTURED.format(task), *timed), 1)
+    methods = "--methods", "dense", "topk-allgather", "dgc", "sidco", "--density", "0.01"
+    for rate in "25mbit", "100mbit":
+        yield training(8, "images", *methods, steps=400, seeds=1, tuned=False, points=20)._replace(rate=rate)
+
+
+def e5() -> Iterator[Run]:
+    """Step-ahead against error feedback and no compression, both ways; the loss on the training part by step."""
+    feedbacks = "error-feedback", "step-ahead", "step-ahead:averaging_period=20"
+    for task, seeds in ("digits", 5), ("images", 2):
+        yield training(4, task, "--methods", "dense", steps=300, seeds=seeds, points=12)
+        for (compressor, density), feedback in product((("TopK", "0.01"), ("Quantised-sign", "1.0")), feedbacks):
+            options = "--feedback", feedback, "--downlink", "compressed", *custom(compressor, density)
+            yield training(4, task, *options, steps=300, seeds=seeds, points=12)
+
+
+def e6() -> Iterator[Run]:
+    """gTop-k at 0.1 % with and without warm-up, and dense."""
+    for task, seeds, stage in ("digits", 3, ()), ("images", 2, ("--warm-up-steps", "50")):
+        yield training(4, task, "--methods", "dense", steps=1000, seeds=seeds)
+        for warm_up in (), ("--warm-up", *WARM_UP, *stage):
+            yield training(4, task, "--methods", "gtopk", "--density", "0.001", *warm_up, steps=1000, seeds=seeds)
+
+
+def e7() -> Iterator[Run]:
+    """gTop-k against Top-k by an allgather and against a dense sum, by the number of hosts."""
+    sizes = "--lengths", "15e6", "25.6e6", "--densities", "0.001", "--dense-repeats", "1", "--repeats", "3"
+    for ranks, rate in LINKS.items():
+        yield Run(("bench", "gtopk", *sizes, "--algorithms", "tree", "recursive_doubling", "exact"), ranks, rate)
+
+
+def e8() -> Iterator[Run]:
+    """Aggregation-aware selection in a server exchange: the size of the sum, the root's bytes, and the loss."""
+    selections = ["TopK", *(f"AggregationAware:metric={metric}" for metric in METRICS), "CyclicLeader"]
+    for (task, ranks, seeds), selection in product((("digits", 4, 3), ("digits", 16, 2), ("images", 4, 2)), selections):
+        server = (
+            ("--downlink", "sum") if "votes" not in selection else ("--collective", "allreduce-votes")
+        )  # it has none
+        options = *custom(selection, "0.01"), *server
+        yield training(ranks, task, *options, steps=300, seeds=seeds, tuned=False)
+
+
+EXPERIMENTS = {"E1": e1, "E2": e2, "E3": e3, "E4": e4, "E5": e5, "E6": e6, "E7": e7, "E8": e8}

