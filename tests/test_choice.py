@@ -210,21 +210,21 @@ def test_a_table_comes_back_from_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text[:-30], "it is no table of winners"),
+        (lambda text: text[:-30], "it is not a table of winners"),
         (lambda text: text.replace("allgather", "split_all"), "checksum mismatch"),
         (lambda text: text.replace('"mpicomp_profile": 2', '"mpicomp_profile": 1'), "it is of version 1, expected 2"),
-        (lambda text: "[" * 100_000, "it is no table of winners"),
-        (lambda text: "[]", "it is no table of winners"),
+        (lambda text: "[" * 100_000, "it is not a table of winners"),
+        (lambda text: "[]", "it is not a table of winners"),
         (lambda text: " " * winners.LARGEST_FILE + text, "it has over"),
         (
             lambda text: winners.text_of({**TABLE, "winners": {"sparse_allreduce": [[0, 1, 1, "dense"]]}}),
             "it has a place",
         ),
-        (lambda text: text_with(5), "it is no table of winners"),
-        (lambda text: winners.text_of({"winners": {}}), "it is no table of winners"),
+        (lambda text: text_with(5), "it is not a table of winners"),
+        (lambda text: winners.text_of({"winners": {}}), "it is not a table of winners"),
         (
             lambda text: text_with({"x": [["a", 1, 1, "dense"]]}),
-            "it is no table of winners",
+            "it is not a table of winners",
         ),
     ],
 )

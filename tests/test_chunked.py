@@ -164,7 +164,7 @@ def test_two_magnitudes_are_lloyds(dtype):
 def test_each_round_of_lloyds_reads_the_values_once_and_there_are_twenty_at_most(monkeypatch):
     sides, thresholds = host.sides, []
     monkeypatch.setattr(
-        host, "sides", lambda values, threshold: thresholds.append(threshold) or sides(values, threshold)
+        host.statistics, "sides", lambda values, threshold: thresholds.append(threshold) or sides(values, threshold)
     )
     quantise(selected("t3")[1], "two_bit")
     assert len(thresholds) == 20

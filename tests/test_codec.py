@@ -292,10 +292,10 @@ def test_the_sound_one_is_sound():
         ({"nnz": 1}, "24 bytes of indices in format 0 do not hold 1 entries"),
         ({"nnz": 2**62, "length": 2**63 - 1, "index": 1}, "the header says 92 bytes for 4611686018427387904 entries"),
         ({"last_two": (5, 9)}, "index 9 is out of range"),
-        ({"nbytes": 93}, "the header says 93 bytes, and 92 are there"),
+        ({"nbytes": 93}, "the header says 93 bytes, the buffer has 92"),
         ({"row": 3}, "the header says 92 bytes for 3 entries"),
         ({"row": 2**32 - 1, "nnz": 2**62, "length": 2**63 - 1}, "the header says 92 bytes for 46"),
-        ({"nnz": 5, "nbytes": 108}, "the header says 108 bytes, and 92 are there"),
+        ({"nnz": 5, "nbytes": 108}, "the header says 108 bytes, the buffer has 92"),
     ],
 )
 def test_a_header_that_lies_is_refused(changes, message):
@@ -391,7 +391,7 @@ def test_an_index_that_leaves_its_dtype_is_refused(form, section, length):
 def test_the_last_block_of_the_longest_vector_with_32_bit_indices_is_read_as_such():
     vector = SparseVector([5, 2**31 - 2], np.ones(2), 2**31 - 1)
     section = encode(vector, coding=Coding(BLOCKS, plain(vector).values))[HEADER_NBYTES : -vector.values.nbytes]
-    indices = INDEX_FORMATS[BLOCKS].read(section, 2, vector.indices.dtype)
+    indices = INDEX_FORMATS[BLOCKS].read(section, 2, vector.indices.dtype, section)
     assert (indices.dtype, indices.tolist()) == (np.int32, [5, 2**31 - 2])
 
 

@@ -123,7 +123,7 @@ def test_tune_refuses_options_that_do_not_go_together(capsys, tmp_path):
         assert main(["tune", *more]) == 2
         assert said in capsys.readouterr().err
     path.write_text(path.read_text()[:100])
-    assert "is refused: it is no table" in left(["tune", "--check", "--profile", str(path)], capsys)[1]
+    assert "it is not a table of winners" in left(["tune", "--check", "--profile", str(path)], capsys)[1]
 
 
 def test_a_table_that_cannot_be_written_is_an_error(capsys, tmp_path, monkeypatch):

@@ -655,6 +655,13 @@ def test_first_disorder(mode, indices, position):
         assert host.first_disorder(np.array(indices, dtype), 10) == position
 
 
+def test_an_inspection_finds_what_is_wrong_and_the_ends(mode):
+    values = np.array([[1, 2], [np.nan, np.inf], [5, 6]], np.float32)
+    assert host.inspect(np.array([2, 4, 9]), values, 10) == (-1, 2, 2, 9)
+    assert host.inspect(np.array([2, 9, 9]), values[:, :0], 10) == (2, -1, 2, 9)
+    assert host.inspect(np.array([], np.int32), values[:0], 10) == (-1, -1, 0, -1)
+
+
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("span", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("share", [0, 0.05, 0.9, 1])

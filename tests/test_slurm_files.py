@@ -5,15 +5,18 @@ import configparser
 import os
 import pathlib
 import re
+import runpy
 import signal
 import subprocess
 import time
 
 import pytest
 
+import mpicomp
+
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
-README = (ROOT / "slurm" / "README.md").read_text()
+PAGE = (ROOT / "docs" / "slurm.md").read_text()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -23,7 +26,7 @@ def test_a_script_says_how_to_start_it_and_what_to_change(script):
     assert text.startswith("#!/bin/bash\n# ")
     assert re.search(rf"^# .*sbatch (.* )?(slurm/)?{script.name}", text, re.MULTILINE)
     assert text.count("# SITE: ") >= 3, "partition, MPI and environment, launcher"
-    assert f"`{script.name}`" in README
+    assert f"`{script.name}`" in PAGE
 
 
 def depended_on(recipe):
@@ -41,6 +44,19 @@ def test_the_spack_recipe_asks_for_what_setup_cfg_asks_for():
     required["python"] = settings["options"]["python_requires"].removeprefix(">=")
     required["setuptools"] = re.search(r"setuptools >= (\d+)", (ROOT / "pyproject.toml").read_text()).group(1)
     assert dict(depended_on((ROOT / "slurm" / "spack" / "package.py").read_text())) == required
+
+
+def test_the_easybuild_recipe_asks_for_what_setup_cfg_asks_for():
+    (recipe,) = (ROOT / "slurm" / "easybuild").glob("*.eb")
+    found = runpy.run_path(str(recipe), {"__name__": "recipe"})
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    required = {line.split(" >= ")[0] for line in settings["options"]["install_requires"].split("\n") if line}
+    versions = {name.lower(): version for name, version in found["dependencies"]}
+    assert versions.keys() == required - {"numpy"} | {"python", "scipy-bundle"}, "SciPy-bundle has NumPy"
+    assert (
+        recipe.name == f"mpicomp-{mpicomp.__version__}-{found['toolchain']['name']}-{found['toolchain']['version']}.eb"
+    )
 
 
 # What stands for `mpirun python examples/checkpointed_training.py`: it saves when it is told to, and takes its time.

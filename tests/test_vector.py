@@ -1,4 +1,3 @@
-import doctest
 import re
 
 import numpy as np
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
-import mpicomp.vector
 from mpicomp import SparseVector
 from mpicomp.vector import add_up, index_dtype, join, merge, top_k, within
 
@@ -366,7 +364,3 @@ def test_sparse_matrices_are_refused_with_the_remedy():
     matrix.sum_duplicates()
     vector = SparseVector(matrix.indices, matrix.data, matrix.shape[1])
     np.testing.assert_array_equal(vector.to_dense(), matrix.toarray()[0])
-
-
-def test_the_examples_of_docstrings_are_right():
-    assert doctest.testmod(mpicomp.vector).failed == 0

@@ -1,4 +1,4 @@
-"""A Spack recipe: put it into a repository of your site, as packages/py_mpicomp/package.py (see ../README.md)."""
+"""A Spack recipe: put it into a repository of your site, as packages/py_mpicomp/package.py (docs/slurm.md)."""
 
 from spack.package import default_args, depends_on, license, version
 from spack_repo.builtin.build_systems.python import PythonPackage

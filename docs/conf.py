@@ -1,0 +1,40 @@
+"""Settings of the documentation site: Sphinx reads this file; `make docs` builds the site in build/site."""
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+
+from mpicomp import __version__ as release
+
+project = "mpicomp"
+author = "The mpicomp developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "docstrings", "pages"]
+exclude_patterns = ["figures", "results"]
+contents = {  # the pages in their order; those that are not here come last
+    "Start": ["concepts", "choosing", "performance", "slow_links", "frameworks", "slurm"],
+    "Use": ["exchange", "compressors", "own_compressor", "feedback", "collectives", "reliability", "devices"],
+    "Look up": ["api/index", "environment", "wire_format", "accuracy", "papers", "glossary", "architecture"],
+}
+
+html_theme = "furo"
+html_title = f"mpicomp {release}"
+html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+pygments_style = "friendly"
+
+myst_enable_extensions = ["attrs_inline"]
+myst_heading_anchors = 4  # anchors as on GitHub
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+
+default_role = "py:obj"  # a name in backticks is a link where the reference has it
+autodoc_mock_imports = ["torch", "jax"]  # for those who build the site without them
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+add_module_names = False

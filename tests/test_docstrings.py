@@ -1,0 +1,69 @@
+"""The examples in the docstrings of public names run, and the reference of the site has every public name."""
+
+import doctest
+import inspect
+import pathlib
+import re
+import textwrap
+
+import pytest
+
+import collectives
+import mpicomp
+
+API = pathlib.Path(__file__).parent.parent / "docs" / "api"
+PUBLIC = {name: getattr(package, name) for package in (mpicomp, collectives) for name in package.__all__}
+NO_EXAMPLE = {  # bases, records and settings of parts, and what one rank alone or a test of seconds cannot show
+    *("Compressor", "Wrapper", "Report", "Feedback", "Statistics", "Traffic"),
+    *("agree", "shrink", "warm_up"),
+    *(name for name in PUBLIC if name.endswith("Error") or "_i" in name),
+}
+
+
+def names_of_examples():
+    """Return the names that the examples use, made by the code in the reference."""
+    names = dict(PUBLIC)
+    exec(textwrap.dedent((API / "index.rst").read_text().rpartition("::\n")[2]), names)
+    return names
+
+
+def docstrings(name):
+    """Yield the docstring of a name, and those of its own methods."""
+    found = PUBLIC[name]
+    yield name, inspect.getdoc(found) or ""
+    if isinstance(found, type):
+        for method, function in vars(found).items():
+            yield f"{name}.{method}", inspect.getdoc(function) or ""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_examples_of_a_docstring_run(name):
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(verbose=False)
+    tests = [parser.get_doctest(text, names_of_examples(), where, where, 0) for where, text in docstrings(name)]
+    assert (name in NO_EXAMPLE) != bool(tests[0].examples)
+    said = []
+    for test in tests:
+        runner.run(test, out=said.append)
+    collectives.configure(timeout=None)
+    assert not runner.failures, "".join(said)
+
+
+def test_the_example_for_jax_runs():
+    jax = pytest.importorskip("jax")
+    from collectives.jax import exchange_pytree
+
+    names = {**names_of_examples(), "jax": jax, "exchange_pytree": exchange_pytree, "batch": 2.0}
+    names["exchange"] = names["GradientExchange"](names["comm"], names["TopK"](k=2), small=0)
+    names |= {"parameters": jax.numpy.ones(4), "loss": lambda parameters, batch: (batch * parameters**2).sum()}
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(exchange_pytree), names, "exchange_pytree", None, 0)
+    assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
+    assert test.globs["means"].tolist().count(4.0) == 2
+
+
+def test_the_reference_has_every_public_name():
+    listed = re.findall(
+        r"^\.\. auto\w+:: (?:mpicomp|collectives)\.(\w+)$",
+        "".join(map(pathlib.Path.read_text, API.glob("*.rst"))),
+        re.M,
+    )
+    assert sorted(listed) == sorted(PUBLIC)

@@ -1,0 +1,272 @@
+"""What the pages show works: Python blocks run, commands and their options exist, figures and variables are there.
+
+The Python blocks of a page run in their order, in one namespace, on one rank. A block that imports what is not
+installed, such as CuPy, is left out, and so are those that use its names. The blocks of docs/frameworks.md, which need
+PyTorch and several ranks, run in `make test-torch` (tests/pytorch/test_scripts.py).
+"""
+
+import ast
+import configparser
+import importlib.util
+import pathlib
+import re
+import runpy
+import shlex
+import textwrap
+
+import pytest
+from commands import SUBCOMMANDS
+
+import collectives
+import mpicomp
+from collectives.collective import COLLECTIVES
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+PAGES += sorted([*DOCS.glob("*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("[a-z]*/*/README.md")])
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"python", "diff", "text", "bash"}
+COMMON = """
+import numpy as np
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+gradient = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+parameters, rate, data = np.zeros(5000, np.float32), 0.1, range(2)
+vector = TopK(density=0.01).compress(gradient)
+exchange = GradientExchange(comm, TopK(density=0.01))
+
+
+def backward_pass():
+    yield "head.weight", gradient
+
+
+def inner_step(batch):
+    pass
+"""
+OWN = {  # what the blocks of a page need beside the common names
+    "architecture.md": """
+from collectives.patterns import butterfly
+from mpicomp.vector import add_up, merge, top_k
+""",
+}
+
+
+def blocks(page, language="python"):
+    """Yield the number of the first line and the text of each fenced block of a page."""
+    text = page.read_text()
+    for found in FENCED.finditer(text):
+        if found.group(2) == language:
+            yield text[: found.start()].count("\n") + 2, textwrap.dedent(found.group(3))
+
+
+def bound(tree):
+    """Return the names that a block makes."""
+    made = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return made | {alias.asname or alias.name for alias in imports(tree)}
+
+
+def imports(tree):
+    """Yield what a block imports, by its names there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from node.names
+
+
+def missing(tree):
+    """Return the packages that a block imports and that are not installed."""
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    found = {name.partition(".")[0] for name in found}
+    return {
+        name
+        for name in found
+        if importlib.util.find_spec(name) is None or "fake_" in str(importlib.util.find_spec(name).origin)
+    }
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """Return the namespace of a page; what its blocks change for others is undone."""
+    monkeypatch.chdir(tmp_path)
+    algorithms = {name: dict(each.algorithms) for name, each in COLLECTIVES.items()}
+    public = {name: getattr(package, name) for package in (mpicomp, collectives) for name in package.__all__}
+    namespace = {"mpicomp": mpicomp, "collectives": collectives, **public}
+    exec(COMMON, namespace)
+    yield namespace
+    collectives.configure(timeout=None)
+    for name, each in COLLECTIVES.items():
+        each.algorithms.clear()
+        each.algorithms.update(algorithms[name])
+
+
+@pages
+def test_the_python_of_a_page_runs(page, names):
+    if page.name == "frameworks.md":
+        pytest.skip("tests/pytorch runs the blocks of frameworks.md: make test-torch")
+    left_out, unknown = {}, set()
+    exec(OWN.get(page.name, ""), names)
+    for line, code in blocks(page):
+        tree = ast.parse(code)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if lacks := missing(tree) or (used & unknown) - names.keys():
+            left_out[line] = ", ".join(sorted(lacks))
+            unknown |= bound(tree)
+        else:
+            exec(compile("\n" * (line - 1) + code, page, "exec"), names)
+    if left_out:
+        pytest.skip(f"{page.name} has blocks that lack {left_out}, by their lines")
+
+
+@pages
+def test_the_commands_of_a_page_exist(page):
+    lines = [line for block in shell_blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+    for line in lines:
+        check_command(line.partition(" # ")[0].split(" && "))
+
+
+def shell_blocks(page):
+    """Yield the indented blocks of a page that begin with a command, and those that are marked as bash."""
+    text = FENCED.sub("", page.read_text())
+    for block in re.findall(r"(?:^ {4,}\S.*\n)+", text, re.MULTILINE):
+        block = textwrap.dedent(block)
+        if program(block.splitlines()[0])[:1]:
+            yield block
+    yield from (block for _, block in blocks(page, "bash"))
+
+
+PROGRAMS = {
+    *(
+        "make",
+        "mpirun",
+        "mpicomp",
+        "python",
+        "python3",
+        "pip",
+        "sbatch",
+        "srun",
+        "sudo",
+        "export",
+        "spack",
+        "eb",
+        "git",
+    ),
+    *("apt-get", "twine", "source", "."),
+}
+
+
+def program(line):
+    """Return a command line without the variables and the launcher before it; nothing for other text."""
+    try:
+        words = shlex.split(line.partition(" # ")[0])
+    except ValueError:
+        return []
+    while words and (re.fullmatch(r"[A-Z_]+=.*", words[0]) or words[0] in ("sudo", "env")):
+        words = words[1:]
+    if words[:1] == ["python"] and words[1:3] == ["benchmarks/testbed/testbed.py", "run"]:
+        words = words[3:]
+    if words and words[0] in ("mpirun", "srun"):
+        inner = next((place for place, word in enumerate(words) if word in ("python", "mpicomp")), len(words))
+        words = words[inner:] or words[:1]
+    if words and words[0] == "python" and words[1:3] == ["-m", "mpi4py"]:
+        words = ["python", *words[3:]]
+    known = words and (words[0] in PROGRAMS or re.match(r"(tests|benchmarks|\.ci)/", words[0]))
+    return words if known else []
+
+
+def check_command(commands):
+    """Raise AssertionError for a subcommand, an option, a target, an extra or a file that there is not."""
+    for words in filter(None, map(program, commands)):
+        if words[0] == "mpicomp" and words[1:2] != ["--version"]:
+            prog = " ".join(words[:3] if words[1] == "bench" and len(words) > 2 else words[:2])
+            assert words[1:] == ["bench", "--help"] or prog in SUBCOMMANDS, words
+            if "--help" not in words:
+                options = [word.partition("=")[0] for word in words if word.startswith("--")]
+                assert set(options) <= set(SUBCOMMANDS[prog]._option_string_actions), words
+        elif words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            makefile = (ROOT / "Makefile").read_text()
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), words
+        elif words[0] == "pip":
+            known = settings()["options.extras_require"]
+            assert all(
+                extra in known
+                for word in words
+                for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\.\[(.*)\]", word)))
+            ), words
+        else:
+            check_script(words[1:] if words[0] in ("python", "sbatch") else words)
+
+
+def check_script(words):
+    """Raise AssertionError unless the script of a command is there, and knows the options."""
+    for script in [word for word in words if re.match(r"(examples|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", word)][
+        :1
+    ]:
+        assert (ROOT / script).is_file(), words
+        options = {word.partition("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")}
+        text = "".join(path.read_text() for path in (ROOT / script).parent.glob(f"*{pathlib.Path(script).suffix}"))
+        assert script.endswith(".sbatch") or all(option.strip("-") in text for option in options), words
+
+
+def settings():
+    """Return setup.cfg."""
+    found = configparser.ConfigParser()
+    found.read(ROOT / "setup.cfg")
+    return found
+
+
+def test_the_readme_has_commands_that_are_checked():
+    lines = [line for block in shell_blocks(ROOT / "README.md") for line in block.splitlines()]
+    assert len([line for line in lines if program(line)]) >= 8
+    for wrong in "mpicomp bench gtopk --length 5", "make bread", "pip install '.[bread]'", "python examples/bread.py":
+        with pytest.raises(AssertionError):
+            check_command([wrong])
+
+
+@pages
+def test_a_page_is_markdown_that_both_github_and_the_site_read(page):
+    text = page.read_text()
+    assert {found.group(2) for found in FENCED.finditer(text)} <= LANGUAGES
+    assert text.count("```") == 2 * len(FENCED.findall(text)), "a block of another form"
+    assert len(text.split("\n# ")) == 1, "a page has one title"
+    for figure in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
+        assert (page.parent / figure).is_file(), figure
+    for target in re.findall(r"(?<!!)\[[^]]+\]\(([^):#]+)(?:#[^)]*)?\)", FENCED.sub("", text)):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_figure_is_on_a_page():
+    shown = "".join(page.read_text() for page in PAGES)
+    assert [figure.name for figure in (DOCS / "figures").glob("*.svg") if f"figures/{figure.name}" not in shown] == []
+
+
+def test_the_table_of_predictions_is_that_of_explain():
+    found, expected = runpy.run_path(str(DOCS / "figures" / "choosing.py"))["page"]()
+    assert found == expected, "run docs/figures/choosing.py"
+
+
+def test_the_page_of_environment_variables_has_those_of_the_code():
+    packages = [
+        path for package in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / package).rglob("*.py")
+    ]
+    named = {name for path in packages for name in re.findall(r"MPICOMP_[A-Z_]+", path.read_text())}
+    rows = re.findall(r"^\| `(MPICOMP_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE)
+    assert rows == sorted(named)
+
+
+def test_the_version_is_the_same_everywhere():
+    cited, spack, easybuild = (
+        ROOT / "CITATION.cff",
+        ROOT / "slurm" / "spack" / "package.py",
+        ROOT / "slurm" / "easybuild",
+    )
+    assert f"\nversion: {mpicomp.__version__}\n" in cited.read_text()
+    assert f'\n    version("{mpicomp.__version__}")\n' in spack.read_text()
+    (recipe,) = easybuild.glob("*.eb")
+    assert f"\nversion = '{mpicomp.__version__}'\n" in recipe.read_text()
+    assert recipe.name in (DOCS / "slurm.md").read_text()
