@@ -232,11 +232,11 @@ class Case:
 
 
 def cases(comm):
-    """Yield combinations of a feedback, a compressor and a collective, each pair of these; at each P a fifth."""
+    """Yield combinations of a feedback, a compressor and a collective, each pair of these; at each P a sixth."""
     three = itertools.product(enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES))
     for number, ((f, feedback), (k, compressor), (c, collective)) in enumerate(three):
         refused = feedback == "in place" and compressor == "AdaComp"
-        if (f + k + c) % 5 == comm.size % 5 and not refused:
+        if (f + k + c) % len(COLLECTIVES) == comm.size % len(COLLECTIVES) and not refused:
             yield Case(comm, number, (feedback, compressor, collective))
 
 
