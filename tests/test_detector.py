@@ -66,6 +66,7 @@ def test_a_filter_that_raises_does_not_part_rank_0_from_the_others(surviving):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ulfm.warn_of_detector((0, 1), 0)
+    assert ulfm._warn_once.cache_info().misses == 1  # it was said, and raised nothing here
 
 
 def test_info_says_whether_the_job_continues(surviving):

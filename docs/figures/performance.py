@@ -9,7 +9,6 @@ choice.svg from the formulas of `collectives.choice` and `mpicomp explain`, roun
 """
 
 import json
-import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from style import save
 
 from collectives.choice import Case, Choice
 from collectives.choice.metadata import WHOLE_NBYTES
@@ -69,7 +69,7 @@ STEP, EXCHANGE = ("step", 1.0, "#dcefdc"), ("exchange", 1.6, "#f6dcd8")  # name,
 ROUNDS = {"exchange every step": [STEP, EXCHANGE] * 4, "every=4": [*[STEP] * 4, EXCHANGE, *[STEP] * 4]}
 
 
-def draw_step(path: Path) -> None:
+def draw_step() -> None:
     """Draw how many times as fast as MPI's dense sum a step of an exchange is, by where it returns the mean."""
     figure, panels = panels_of(2, 8.4, 4.2)
     for density, axes in zip((0.001, 0.01), panels, strict=True):
@@ -85,10 +85,10 @@ def draw_step(path: Path) -> None:
         axes.set_yticks([-0.28 - place for place in range(len(RUNS))], RUNS.values())
     panels[1].set_yticklabels([])
     figure.legend(*legend(panels[:1]), title="the mean is returned by", loc="outside lower center", ncols=4)
-    save(figure, path)
+    save(figure, "step")
 
 
-def draw_compressors(path: Path) -> None:
+def draw_compressors() -> None:
     """Draw the time of each compressor over that of one read of the gradient, the median of the distributions."""
     rows = json.loads((RESULTS / "compressors.json").read_text())["rows"]
     names = list(dict.fromkeys(row["compressor"] for row in rows))
@@ -104,10 +104,10 @@ def draw_compressors(path: Path) -> None:
     axes.set(xscale="log", xlabel="time, in reads of the gradient", xlim=(0.5, 400))
     axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
     axes.legend(loc="lower right")
-    save(figure, path)
+    save(figure, "compressors")
 
 
-def draw_gain(path: Path) -> None:
+def draw_gain() -> None:
     """Draw how many times as fast as a dense allreduce a whole exchange is, over the rate of the links."""
     figure, (axes,) = panels_of(1, 7, 4.2)
     for ranks, density, collective, colour, style in GAINS:
@@ -121,7 +121,7 @@ def draw_gain(path: Path) -> None:
     axes.set_yticks([0.3, 1, 3, 10, 30, 100, 300], ["0.3", "1", "3", "10", "30", "100", "300"])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, path)
+    save(figure, "gain")
 
 
 def gain(ranks: int, density: float, collective: str, rate: float) -> float:
@@ -133,7 +133,7 @@ def gain(ranks: int, density: float, collective: str, rate: float) -> float:
     )
 
 
-def draw_choice(path: Path) -> None:
+def draw_choice() -> None:
     """Draw which algorithm "auto" takes, by ranks and density, for 10^6 float32 with independent supports."""
     figure, panels = panels_of(len(PANELS), 11, 3.9)
     half_step, taken = (DENSITIES[1] / DENSITIES[0]) ** 0.5, set()
@@ -154,7 +154,7 @@ def draw_choice(path: Path) -> None:
     used = [(name, colour) for name, colour in ALGORITHMS.items() if name in taken]
     patches = [matplotlib().patches.Patch(color=colour, label=name) for name, colour in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(used), fontsize=8)
-    save(figure, path)
+    save(figure, "choice")
 
 
 def algorithm(collective: str, ranks: int, density: float, apart: bool) -> str:
@@ -169,7 +169,7 @@ def algorithm(collective: str, ranks: int, density: float, apart: bool) -> str:
     return Choice().algorithm(collective, case, [1] * ranks if apart else [ranks])
 
 
-def draw_rounds(path: Path) -> None:
+def draw_rounds() -> None:
     """Draw what a rank does over time, with an exchange in each step and with local steps."""
     figure, (axes,) = panels_of(1, 8, 1.9)
     for place, parts in enumerate(ROUNDS.values()):
@@ -182,7 +182,7 @@ def draw_rounds(path: Path) -> None:
     axes.set_xlabel("time of a rank")
     axes.set_xticks([])
     axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    save(figure, "rounds")
 
 
 def matplotlib() -> Any:
@@ -206,15 +206,6 @@ def legend(panels: Iterable[Any]) -> tuple[list[Any], list[str]]:
     return list(found.values()), list(found)
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write a figure without the date, so that the same data give the same file."""
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 if __name__ == "__main__":
-    folder, suffix = (Path(sys.argv[1]), "png") if len(sys.argv) > 1 else (Path(__file__).parent, "svg")
-    draw_step(folder / f"step.{suffix}")
-    draw_compressors(folder / f"compressors.{suffix}")
-    draw_gain(folder / f"gain.{suffix}")
-    draw_choice(folder / f"choice.{suffix}")
-    draw_rounds(folder / f"rounds.{suffix}")
+    for draw in (draw_step, draw_compressors, draw_gain, draw_choice, draw_rounds):
+        draw()
