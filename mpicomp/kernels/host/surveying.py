@@ -163,8 +163,8 @@ def _surveyed(values: Array, thresholds: tuple[float, float, float], share: floa
 def unscaled(sums: Array, length: int, scale: float) -> Array:
     """Return the columns of a survey.
 
-    sums: for each column absolute, squares, excess and its squares, all scaled, and the numbers of nonzeros and of
-    values not above `high`, of `length` values with the zeros that pad the last tile.
+    sums: six for each column. The first four are scaled: of the magnitudes, their squares, the excess and its squares.
+    The last two count nonzeros, and values not above `high`. length: with the zeros that pad the last tile.
     """
     absolute, squares, excess, excess_squares, nonzeros, not_above = sums.reshape(6, _COLUMNS)
     above = length // _COLUMNS - not_above
