@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from collectives.choice import Case
-from collectives.choice.metadata import PARTITIONS, Metadata, exchange_metadata, is_short
+from collectives.choice.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.collective import Call, collective, sound
 from collectives.partition import Blocks, Ranges, equal_ranges
 from collectives.patterns import add, doubling, folded, hand_down, reduce_up
@@ -28,7 +28,7 @@ from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving
 from collectives.votes import gather_votes
-from mpicomp.arrays import Array, beside, kernels_for, to_numpy
+from mpicomp.arrays import Array, beside, kernels_for, on_device, to_numpy
 from mpicomp.vector import SparseVector, add_up, count_up
 
 
@@ -54,8 +54,8 @@ def sparse_allreduce(
     over 1.25 times the mean, else quantiles. "dense" always uses equal ranges; "dense_mpi" has no shares.
     votes: also count the ranks that contribute each entry (`collectives.votes`); the same on all ranks.
 
-    The ranks first exchange metadata in ceil(lg P) small messages; "auto" omits this for two ranks, and sends small
-    vectors in these messages.
+    The ranks first exchange metadata in ceil(lg P) small messages. "auto" omits this for two ranks; it sends vectors in
+    these messages if they are small, or if the last call for this length gathered them.
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero are kept;
     "dense" and "dense_mpi" return an entry for every position. The sum may share memory with `vector`. With votes
@@ -83,6 +83,7 @@ def with_partition(call: Call[Any], size: int) -> SparseVector:
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
+MOST_KINDS = 1024  # of calls whose algorithm is remembered
 UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
 ALGORITHMS: dict[str, Sum] = {}
 
@@ -131,7 +132,8 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     """Choose an algorithm by the contributions of the ranks.
 
     Two ranks need no metadata: no algorithm sends less than the vectors. Small vectors are sent in the metadata
-    exchange itself. whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
+    exchange itself, and so are those that the last call like this one gathered; the choice is the same as without.
+    whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
     """
     nodes = group.node_sizes()
     if group.size <= 2:
@@ -145,12 +147,20 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
         case = Case(group.size, *about)
         return str(group.link.choice.algorithm("sparse_allreduce", case, nodes, whole=whole))
 
+    last, like = group.link.choice.last, (whole, group.size, vector.length, vector.value_nbytes)
+    again = last.get(like) == "allgather" and not is_long(vector, group) and not on_device(vector.indices)
+    if len(last) >= MOST_KINDS:
+        last.clear()
+    short = is_short(vector, group)
     # A rank sends samples where a sum of vectors like its own, with supports that overlap, would cut the index space.
-    cut = partition == "sampled" or (not is_short(vector, group) and best(vector.nnz, bits, 0.5) not in UNSAMPLED)
-    metadata = yield from exchange_metadata(vector, group, partition, sampling=cut, bits=bits)
+    cut = partition == "sampled" or (not short and best(vector.nnz, bits, 0.5) not in UNSAMPLED)
+    metadata = yield from exchange_metadata(vector, group, partition, sampling=cut, bits=bits, whole=short or again)
     if metadata.vectors:
-        return "allgather", metadata
-    return best(sum(metadata.counts) / group.size, metadata.bits, metadata.overlap), metadata
+        if all([is_short(each, group) for each in metadata.vectors]):
+            return "allgather", metadata
+        metadata = metadata.of_vectors(digests=len(nodes) > 1)
+    last[like] = best(sum(metadata.counts) / group.size, metadata.bits, metadata.overlap)
+    return last[like], metadata
 
 
 sparse_allreduce.auto(partial(run_chosen, choose_freely))

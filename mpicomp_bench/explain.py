@@ -37,7 +37,6 @@ MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so man
 NETWORKS = {"100mbit": (100e-6, 11.8e6), "1gbit": (40e-6, 118e6), "10gbit": (20e-6, 1.18e9), "hdr": (1.5e-6, 24e9)}
 OWN_LATENCY = 10e-6  # seconds that this library spends on a message
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
-DIGEST = 64  # indices at most, of the metadata exchange
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
 
 Row = dict[str, Any]
@@ -136,11 +135,9 @@ def explained(
             for name in declared.algorithms.keys() - taken.keys() - NOT_COUNTED:
                 taken[name] = (seconds(cost := counted(declared, name, case), constants), cost)
         if collective == "sparse_allreduce":
-            first = metadata(case)
-            taken = {
-                name: (seconds(first, constants) + its_own, choice.both(first, cost))
-                for name, (its_own, cost) in taken.items()
-            }
+            for name, (its_own, cost) in taken.items():
+                first = choice.metadata_cost(case, name)
+                taken[name] = seconds(first, constants) + its_own, choice.both(first, cost)
         rows += ranked(collective, taken, dense)
         if collective in formulas:
             union = case.union(case.ranks)
@@ -226,12 +223,6 @@ def dense_allreduce(case: Case) -> Cost:
     """The cost of `collectives.dense`: the call signatures, and MPI's own allreduce."""
     rounds, nbytes = upper(case.ranks), choice.dense_mpi(case)[2]
     return 2 * rounds, 2 * rounds, nbytes, 0
-
-
-def metadata(case: Case) -> Cost:
-    """The cost of `collectives.choice.metadata`: a count, and between nodes a digest; none for two ranks."""
-    digest = case.message(min(case.entries, DIGEST)) if case.coded else choice.LINE
-    return choice.gather(case, digest, 0) if case.ranks > 2 else (0, 0, 0, 0)
 
 
 def whole_steps(

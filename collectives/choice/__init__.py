@@ -29,6 +29,8 @@ BETWEEN: Cost = (30e-6, 4e-6, 1 / 118e6, 1.5e-9)  # nodes, over 1 Gbit/s
 FEW = 64  # entries for each rank of a node: below, messages cost their latency, and fewer are better
 TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
 LINE = 64  # bytes: the header of a message, and what it is padded to
+DIGEST = 64  # indices at most, about, of the metadata exchange
+LONG_NBYTES = 1 << 22  # of all other ranks' vectors, from which a round of small messages is no matter
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,17 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
 ON_NODES = ("node_lanes", "node_leaders")  # gTop-k has the second one
 
 
+def metadata_cost(case: Case, algorithm: str) -> Cost:
+    """Return the cost of `collectives.choice.metadata` before an algorithm of `sparse_allreduce`.
+
+    None for two ranks, nor where calls like this one gather the vectors: these are sent in the place of the metadata.
+    """
+    entry = index_dtype(case.length).itemsize + case.value_nbytes
+    if case.ranks <= 2 or (algorithm == "allgather" and (case.ranks - 1) * case.entries * entry <= LONG_NBYTES):
+        return 0, 0, 0, 0
+    return gather(case, case.message(min(case.entries, DIGEST)) if case.coded else LINE, 0)
+
+
 def seconds(cost: Cost, constants: Cost) -> float:
     """Return the seconds of a cost, for constants such as `INSIDE`."""
     return float(sum(map(mul, constants, (cost[0], cost[1] - cost[0], *cost[2:]))))
@@ -200,18 +213,23 @@ def fastest(collective: str, case: Case, *, whole: bool = True) -> str:
     formulas, constants = FORMULAS[collective], BETWEEN if case.coded else INSIDE
     names = [name for name in formulas if name != "dense_mpi" or (whole and not case.coded)]
     names = [name for name in names if case.value_nbytes or not name.startswith("dense")]
-    return min(names, key=lambda name: seconds(formulas[name](case), constants))
+    costs = {name: formulas[name](case) for name in names}
+    if collective == "sparse_allreduce" and not case.coded:  # between nodes, fewest bytes count
+        costs = {name: both(metadata_cost(case, name), cost) for name, cost in costs.items()}
+    return min(costs, key=lambda name: seconds(costs[name], constants))
 
 
 class Choice:
     """The choice for one communicator, the same on all of its ranks.
 
     table: measured by `mpicomp tune`: "ranks", "nodes", and "winners" with a list of points for each collective:
-    length, density, bits of a value, fastest algorithm. None: use the formulas.
+    length, density, bits of a value, fastest algorithm. None: use the formulas. last: the algorithms of the last calls
+    on this rank, by what tells calls apart; ranks may differ in it, after an error on one of them.
     """
 
     def __init__(self, table: Mapping[str, Any] | None = None) -> None:
         self.table = table
+        self.last: dict[tuple[Any, ...], str] = {}
 
     def coding(self, vector: SparseVector, *, apart: bool) -> Coding:
         """Return the codec of a message: `smallest` between nodes, `quick` inside one, as copying is faster there."""

@@ -4,18 +4,20 @@ One allgather of small messages, which also compares the call signatures. All ra
 
 A message contains the number of entries and the bits of a value as coded, in one integer, and indices: a *digest*, all
 indices whose hash passes a test, so that an index that several ranks have is in the digest of each; and, for a
-partition, evenly spaced samples. A rank with few entries sends its whole vector instead: if all ranks do, the metadata
-exchange is the allgather.
+partition, evenly spaced samples. A rank may send its whole vector instead, if it is short or if the last call like this
+one gathered the vectors. If all ranks do, the metadata exchange is the allgather; if only some do, the chosen algorithm
+follows as usual.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.choice import DIGEST, LONG_NBYTES
 from collectives.partition import (
     Blocks,
     Ranges,
@@ -42,7 +44,7 @@ class Metadata:
     """The metadata of all ranks: entries of each, samples of their indices, the length, and the requested partition.
 
     overlap: of the supports, see `collectives.choice`. bits: the mean bits of an entry's values as coded. vectors:
-    those of all ranks if each is small, else empty.
+    those of all ranks if each sent its own, else empty.
     """
 
     counts: list[int]
@@ -52,6 +54,13 @@ class Metadata:
     overlap: float = 0.0
     bits: float = 0.0
     vectors: tuple[SparseVector, ...] = ()
+
+    def of_vectors(self, *, digests: bool) -> "Metadata":
+        """Return what the metadata would be without the vectors, which they keep. digests: as in `metadata_of`."""
+        found = [to_numpy(vector.indices) for vector in self.vectors]
+        samples = [sample(each, rank, len(found)) for rank, each in enumerate(found)]
+        overlap = overlap_of(found, self.counts, self.length) if digests else 0.0
+        return replace(self, samples=samples, overlap=overlap)
 
     def shares(self, size: int) -> Ranges | Blocks:
         """Return the shares of `size` owners."""
@@ -66,16 +75,21 @@ class Metadata:
 
 
 def exchange_metadata(
-    vector: SparseVector, group: Group, partition: str, *, sampling: bool = True, bits: float | None = None
+    vector: SparseVector,
+    group: Group,
+    partition: str,
+    *,
+    sampling: bool = True,
+    bits: float | None = None,
+    whole: bool = False,
 ) -> Steps[Metadata]:
     """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
 
     sampling: send samples for a partition. bits: bits of an entry's values as coded, if the metadata are for choosing
-    an algorithm; a message between nodes then contains a digest, and a small vector is sent whole. None otherwise.
+    an algorithm; a message between nodes then contains a digest. None otherwise. whole: send the vector instead.
     """
     sent = vector
     apart = len(group.nodes()) > 1  # inside a node bytes count for little, and a digest is not worth making
-    whole = bits is not None and is_short(vector, group)
     digests = bits is not None and apart
     if not whole:
         chosen = sample(vector.indices, group.rank, group.size) if sampling and partition != "equal" else None
@@ -96,6 +110,11 @@ def is_short(vector: SparseVector, group: Group) -> bool:
     return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES[len(group.nodes()) > 1]
 
 
+def is_long(vector: SparseVector, group: Group) -> bool:
+    """Return whether vectors like this one are never sent in place of metadata."""
+    return (group.size - 1) * vector.nbytes > LONG_NBYTES
+
+
 def metadata_of(received: Sequence[Part], length: int, partition: str, *, digests: bool) -> Metadata:
     """Return the metadata in the messages of all ranks. digests: whether the messages contain digests."""
     counts, whole = [said >> 16 for _, said in received], [bool(said & 1) for _, said in received]
@@ -104,19 +123,16 @@ def metadata_of(received: Sequence[Part], length: int, partition: str, *, digest
     if all(whole):
         return Metadata(counts, [], length, partition, bits=bits, vectors=tuple([vector for vector, _ in received]))
     found = [to_numpy(vector.indices) for vector, _ in received]
-    if not digests:
-        samples = [sample(each, rank, len(found)) if whole[rank] else each for rank, each in enumerate(found)]
-        return Metadata(counts, samples, length, partition, bits=bits)
-    samples = [
-        sample(each, rank, len(found)) if whole[rank] else each[~in_digest(each, level_of(counts[rank]))]
-        for rank, each in enumerate(found)
-    ]
-    return Metadata(counts, samples, length, partition, overlap_of(found, counts, length), bits)
+    samples = found
+    if digests:
+        samples = [each[~in_digest(each, level_of(count))] for each, count in zip(found, counts, strict=True)]
+    samples = [sample(found[rank], rank, len(found)) if whole[rank] else each for rank, each in enumerate(samples)]
+    return Metadata(counts, samples, length, partition, overlap_of(found, counts, length) if digests else 0.0, bits)
 
 
 def level_of(entries: int) -> int:
-    """Return the level of the digest of a number of entries: one index of 2^level, about 64 at most."""
-    return max(6, (entries >> 6).bit_length())
+    """Return the level of the digest of a number of entries: one index of 2^level, about `DIGEST` at most."""
+    return max(6, (entries // DIGEST).bit_length())
 
 
 def in_digest(indices: NDArray[Any], level: int) -> NDArray[np.bool_]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce
+from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.allreduce import ALGORITHMS
 from collectives.choice import winners
 from collectives.choice.winners import agreed_choice
@@ -99,6 +99,31 @@ def test_without_a_table_on_rank_0_there_is_none(fresh, told, taken):
     check_sums(fresh)
     assert link_of(fresh).choice.table is None
     assert len(set(fresh.allgather(tuple(taken)))) == 1
+
+
+@pytest.mark.at_least(3)
+def test_ranks_that_remember_different_calls_sum_all_the_same(fresh, told):
+    """As after an error on one rank: it sends metadata, the others their vectors, or the other way around."""
+    told("allgather" if fresh.rank == 0 else None)
+    check_sums(fresh, (9000, 9000))
+    for turn in range(fresh.size):
+        if fresh.rank != turn:
+            link_of(fresh).choice.last.clear()
+        check_sums(fresh, (9000, 40, 9000))
+        if fresh.rank == turn:
+            link_of(fresh).choice.last.clear()
+        check_sums(fresh, (9000, 9000))
+    vector = contributed(fresh.rank, 9000)
+    sums = [sparse_allreduce(vector, fresh, algorithm=name).values for name in ("auto", "auto", "allgather")]
+    assert len({array.tobytes() for array in sums}) == 1
+    assert traffic_of(fresh, vector) == (fresh.size - 1).bit_length()
+
+
+def traffic_of(comm, vector):
+    """Return the number of messages that this rank sends for a sum."""
+    before = traffic(comm).messages
+    sparse_allreduce(vector, comm)
+    return traffic(comm).messages - before
 
 
 def test_a_broken_table_on_rank_0_raises_on_all_ranks(fresh, told):
