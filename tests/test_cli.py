@@ -198,7 +198,7 @@ def test_an_unknown_command_or_option(given, said, capsys):
             ["bench", "overlap", "--length", "3", "--tensors", "4"],
             "expected at most as many --tensors as --length, got 4",
         ),
-        (["bench", "gtopk", "--interfaces"], "expected several ranks, each on a host of its own"),
+        (["bench", "gtopk", "--interfaces"], "expected ranks on several hosts"),
         (
             ["train", "--task", "text", "--methods", "dense", "--feedback", "none"],
             "expected --methods, or --compressor",

@@ -40,6 +40,7 @@ METHODS = {
     "step ahead, momentum": partial(StepAhead, 1.0, 0.5, averaging_period=3),
     "EF21": EF21,
     "EF21, momentum": partial(EF21, 0.5),
+    "EF21, error": partial(EF21, eta=0.5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 STATEFUL = {name: method for name, method in METHODS.items() if name not in ("none", "in place")}
@@ -436,6 +437,7 @@ def test_a_velocity_for_float16_gradients_is_kept_in_float32():
         (lambda: StepAhead(1.0, -0.1), "momentum is -0.1"),
         (lambda: StepAhead(1.0, averaging_period=0), "averaging_period is 0: expected at least 1"),
         (lambda: EF21(0.0), "momentum is 0.0: expected 0 < momentum <= 1"),
+        (lambda: EF21(eta=-0.1), "eta is -0.1: expected 0 <= eta"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(make, message):
@@ -554,30 +556,33 @@ def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size,
 # EF21.
 
 
-@pytest.mark.parametrize("b", [1.0, 0.5])
+@pytest.mark.parametrize(("b", "eta"), [(1.0, 0.0), (0.5, 0.0), (1.0, 0.25), (0.5, 0.5)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ef21_follows_its_rule_and_all_hold_the_mean_of_what_they_hold_of_each(b, size):
-    ranks = [EF21(b) for _ in range(size)]
-    v, h, aggregate = np.zeros((size, LENGTH)), np.zeros((size, LENGTH)), np.zeros(LENGTH)
+def test_ef21_follows_its_rule_and_all_hold_the_mean_of_what_they_hold_of_each(b, eta, size):
+    ranks = [EF21(b, eta=eta) for _ in range(size)]
+    v, h, e = np.zeros((3, size, LENGTH))
+    aggregate = np.zeros(LENGTH)
     for step in range(6):
         arrived = []
         for rank, feedback in enumerate(ranks):
             g = integers(step, rank)
             v[rank] = g if step == 0 else (1 - b) * v[rank] + b * g
             corrected = feedback.correct(g)
-            np.testing.assert_array_equal(corrected, v[rank] - h[rank])
+            np.testing.assert_array_equal(corrected, v[rank] - h[rank] + eta * e[rank])
             sent = TopK(k=9).compress(corrected)
             rejected, rest = sent.divide(np.arange(2 * (step % 2)))
             h[rank] += dense(rest)
+            e[rank] += v[rank] - h[rank]
             arrived.append((corrected, sent, rejected, dense(rest)))
         mean = sum(rest for *_, rest in arrived) / size
         aggregate += mean
-        for feedback, (corrected, sent, rejected, _), known in zip(ranks, arrived, h, strict=True):
+        for feedback, (corrected, sent, rejected, _), known, error in zip(ranks, arrived, h, e, strict=True):
             keep(feedback, corrected, sent, rejected, SparseVector.from_dense(mean))
             np.testing.assert_array_equal(feedback.local, known)
             np.testing.assert_array_equal(feedback.result(SparseVector.from_dense(mean)), aggregate)
             np.testing.assert_array_equal(feedback.aggregate, h.mean(axis=0))
             assert feedback.residual is None
+            np.testing.assert_array_equal(feedback.state_dict().get("error", 0), error if eta else 0)
 
 
 def test_ef21_of_a_constant_gradient_arrives():
@@ -585,6 +590,19 @@ def test_ef21_of_a_constant_gradient_arrives():
     for _ in range(10):
         result = one_step(feedback, gradient, TopK(k=LENGTH // 5))[-1]
     np.testing.assert_allclose(result, gradient, rtol=1e-6)
+
+
+def test_econtrol_follows_a_gradient_that_moves_where_ef21_lags_behind():
+    """In the mean over the steps: what h was short of is sent later."""
+    short = []
+    for eta in 0.0, 0.1:
+        feedback, given, applied = EF21(eta=eta), np.zeros(LENGTH), np.zeros(LENGTH)
+        for step in range(200):
+            gradient = normal(step) + normal(0)
+            given += gradient
+            applied += one_step(feedback, gradient, TopK(k=2))[-1]
+        short.append(np.linalg.norm(given - applied))
+    assert short[1] < short[0] / 2
 
 
 def test_what_ef21_knows_of_float16_gradients_is_kept_in_float32():
@@ -666,6 +684,7 @@ def test_a_server_may_compress_by_what_looks_at_the_new_aggregate_alone():
     "make",
     [
         EF21,
+        lambda value: EF21(eta=value),
         lambda value: ErrorFeedback(decay=value),
         StepAhead,
         lambda value: StepAhead(0.1, value),

@@ -40,7 +40,7 @@ FEEDBACKS: dict[str, Callable[..., Feedback]] = {  # of rate, momentum and setti
     "error-feedback": lambda rate, momentum, **settings: ErrorFeedback(**settings),
     "momentum-correction": lambda rate, momentum, **settings: MomentumCorrection(momentum, **settings),
     "step-ahead": StepAhead,
-    "ef21": lambda rate, momentum: EF21(),
+    "ef21": lambda rate, momentum, **settings: EF21(**settings),
     "ef21-momentum": lambda rate, momentum: EF21(1 - momentum),
 }
 OWN_MOMENTUM = ("momentum-correction", "step-ahead", "ef21-momentum")
@@ -96,6 +96,7 @@ METHODS = {
         ("step-ahead", "TopK", "step-ahead", "allgather"),
         ("ef21", "TopK", "ef21", "allgather"),
         ("ef21-momentum", "TopK", "ef21-momentum", "allgather"),
+        ("econtrol", "TopK", "ef21:eta=0.1", "allgather"),
         ("topk-no-feedback", "TopK", "none", "allgather"),
         ("local-dense", "Dense", "none", "allreduce", True, True),
         ("local-sparse", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", "contributors", True),
