@@ -54,7 +54,7 @@ def test_two_hosts_carry_bytes_that_are_counted(two_hosts, tmp_path):
     [
         (["up", "2", "fast"], "got 'fast': expected a rate such as 100mbit"),
         (["up", "2", "0mbit"], "got '0mbit': expected a rate"),
-        (["up", "none", "1gbit"], "got 'none': expected 1 to 200 hosts"),
+        (["up", "none", "1gbit"], "got 'none': expected 1 to 200"),
         (["up", "2", "1gbit", "soon"], "got 'soon': expected a delay such as 50us"),
         (["up", "2", "1gbit", "--loss", "some"], "got 'some': expected a share of the frames such as 1%"),
         (["up", "2", "1gbit", "--reorder", "101%"], "got '101%': expected a share"),

@@ -5,6 +5,7 @@ python testbed.py up 8 100mbit [DELAY]       P hosts, each with a full-duplex li
 python testbed.py up 4 100mbit --loss 1%     the same, over links that lose, double, reorder or delay frames
 python testbed.py run python -m mpi4py x.py  one rank a host, over TCP, by Open MPI's mpirun
 python testbed.py run -- --with-ft ulfm ...  the same, with options of mpirun in front of the command
+python testbed.py run --ranks-a-host 4 ...   several ranks a host, which share its memory
 python testbed.py reset | bytes [--json]     what each host sent and received since `reset`, with headers
 python testbed.py faults [--json]            what each link did to the frames of its host since `reset`
 python testbed.py down                       remove everything
@@ -141,17 +142,18 @@ class Testbed:
         program = inside(space, sys.executable, str(pathlib.Path(__file__).with_name("offloads.py")), device)
         call(program, "the kernel does not let the offloads of a veth pair be switched off")
 
-    def run(self, command: list[str]) -> int:
-        """Start a command on every host, one rank each, and return its exit status."""
+    def run(self, command: list[str], each: int) -> int:
+        """Start a command on every host, with so many ranks each, and return its exit status."""
         mpirun = shutil.which("mpirun") or fail("there is no mpirun on the PATH")
         if "Open MPI" not in call([mpirun, "--version"]):
             fail(f"{mpirun} is not Open MPI's: the ranks are started by options of its own")
         shell = str(self.folder / "remote-shell")
         agents = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
-        hosts = ",".join(f"{SUBNET}{number}:1" for number in range(1, len(self.hosts) + 1))
-        start = ["mpirun", "--host", hosts, "-n", str(len(self.hosts)), "--bind-to", "none", "--map-by", "node"]
+        hosts = ",".join(f"{SUBNET}{number}:{each}" for number in range(1, len(self.hosts) + 1))
+        start = ["mpirun", "--host", hosts, "-n", str(each * len(self.hosts)), "--bind-to", "none", "--map-by", "slot"]
         enter = inside(self.hub, "unshare", "--uts", "bash", "-c", f'hostname {self.hub}; exec "$@"', "-")
-        environment = {**os.environ, **OPEN_MPI, **agents}  # the stand-in for ssh hands it on
+        inside_hosts = {"OMPI_MCA_btl": "tcp,sm,self"} if each > 1 else {}
+        environment = {**os.environ, **OPEN_MPI, **inside_hosts, **agents}  # the stand-in for ssh hands it on
         return subprocess.run([*enter, *start, *command], env=environment, check=False).returncode
 
     def counted(self) -> dict[str, Counts]:
@@ -204,9 +206,9 @@ def share(text: str) -> float:
 
 
 def hosts(text: str) -> int:
-    """Return the number of hosts that a text says."""
+    """Return the number of hosts, or of the ranks of each, that a text says."""
     if not text.isdigit() or not 1 <= int(text) <= 200:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected 1 to 200 hosts")
+        raise argparse.ArgumentTypeError(f"got {text!r}: expected 1 to 200")
     return int(text)
 
 
@@ -217,7 +219,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--name", default="testbed", help="of the testbed, where there are several (%(default)s)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_up(commands.add_parser("up", help="make hosts and links"))
-    commands.add_parser("run", help="start a command on every host").add_argument("line", nargs=argparse.REMAINDER)
+    started = commands.add_parser("run", help="start a command on every host")
+    started.add_argument("--ranks-a-host", type=hosts, default=1, metavar="R", help="(%(default)s)")
+    started.add_argument("line", nargs=argparse.REMAINDER)
     commands.add_parser("reset", help="count bytes and faults from here on")
     for counted in "bytes", "faults":
         commands.add_parser(counted, help="print them").add_argument(
@@ -275,7 +279,7 @@ def main(arguments: list[str]) -> int:
         faults = Faults(**{name: getattr(options, name) for name in asdict(Faults())})
         testbed.up(options.size, options.rate, faults, relay=options.relay)
     elif options.command == "run":
-        return testbed.run(options.line)
+        return testbed.run(options.line, options.ranks_a_host)
     elif options.command in ("bytes", "faults"):
         counts = testbed.since_reset(options.command)
         report(counts if any(counts) else fail("no faults were asked for"), as_json=options.json)

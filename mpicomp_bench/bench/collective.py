@@ -249,7 +249,7 @@ COUNTERS = pathlib.Path("/proc/self/net/dev")  # of this process's network names
 def sent_by_host(counters: str) -> int:
     """Return the bytes sent over all interfaces of a host except loopback, from the text of /proc/net/dev.
 
-    Includes the headers of TCP and Ethernet, and other traffic: for otherwise idle hosts with one rank each.
+    Includes the headers of TCP and Ethernet, and other traffic: for otherwise idle hosts.
     """
     figures = {name.strip(): line.split() for name, _, line in (line.partition(":") for line in counters.splitlines())}
     return sum(int(figure[8]) for name, figure in figures.items() if figure and name != "lo")
@@ -282,8 +282,8 @@ def refuse(options: Options, comm: Any) -> str | None:
         return fault
     if options.interfaces:
         link = link_of(comm)
-        if len(set(link.nodes)) < link.size or link.size == 1:
-            return "--interfaces counts what a host sends: expected several ranks, each on a host of its own (testbed)"
+        if len(set(link.nodes)) == 1:
+            return "--interfaces counts what a host sends: expected ranks on several hosts (benchmarks/testbed)"
         if not COUNTERS.exists():
             return f"--interfaces reads {COUNTERS}, which this system does not have"
     return None
