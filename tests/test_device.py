@@ -33,7 +33,7 @@ FEEDBACKS = {
     "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),
     "step-ahead": lambda: StepAhead(0.1, 0.9),
     "EF21": EF21,
-    "EF21 with momentum": lambda: EF21(0.3),
+    "EF21 with momentum and error": lambda: EF21(0.3, eta=0.1),
 }
 DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 

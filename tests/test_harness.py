@@ -29,8 +29,8 @@ class Run:
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
         names = {
             "MPI_TEST_GRACE": "2",
-            "MPI_TEST_LIMIT": "8",
-            "MPI_TEST_HANG": "5",
+            "MPI_TEST_LIMIT": "5",
+            "MPI_TEST_HANG": "3",
             "MPI_TEST_OUT": str(tmp_path / "out"),
         }
         path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

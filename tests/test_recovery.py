@@ -41,7 +41,7 @@ def test_ranks_that_hear_of_a_fault_in_different_operations_shrink_together():
     assert done.stdout.count("all shrank together") == 4, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("number", range(4), ids=["kill, ulfm", "kill, ulfm again", "kill, plain", "stop, plain"])
+@pytest.mark.parametrize("number", [0, 2, 3], ids=["kill, ulfm", "kill, plain", "stop, plain"])
 def test_a_job_that_loses_a_rank_ends_as_documented(number):
     """The script runs hundreds, and looks at how long they took."""
     case = kills.Case.drawn(2, number)

@@ -108,7 +108,7 @@ def rounds_to(rank, children):
 
 
 def test_in_a_rotation_every_rank_meets_every_other_one_and_every_message_has_a_receiver():
-    for size in SIZES:
+    for size in [*range(1, 257), 511, 512, 1000]:
         ranks, contributed = np.arange(size), weights(size)
         held = contributed.copy()
         for dest, source in rotation(ranks, size):

@@ -14,7 +14,8 @@ from collectives.runtime.group import Group
 from mpicomp import CollectiveError, SparseVector, TopK
 from mpicomp_bench.network import Network
 
-SIZES = [*range(1, 18), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128]
+SIZES = [*range(1, 18), 31, 32, 33, 64, 65, 100, 128]
+FEW = SIZES[:20]
 LARGE = [255, 257, 1000, 1024]  # for algorithms with few and small messages
 
 
@@ -94,7 +95,7 @@ NODES = {  # the first rank of the node of each rank
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("name", ["node_leaders", "node_lanes"])
 def test_sums_over_nodes(name, nodes):
-    for size in SIZES:
+    for size in FEW:
         network = Network(size, NODES[nodes](size))
 
         def run(rank, group, size=size):
@@ -136,7 +137,7 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_gtopk_over_nodes_is_exact(nodes):
-    for size in SIZES[:20]:
+    for size in FEW:
         network, k = Network(size, NODES[nodes](size), seed=size), (5, size, None)[size % 3]
 
         def run(rank, group, k=k):
@@ -211,6 +212,43 @@ def test_the_others():
         exchanged, rounds = Network(size).run(metadata, **terms)
         assert rounds == upper(size)
         assert all(each.counts == [contribution(r, size).nnz for r in range(size)] for each in exchanged)
+
+
+@pytest.mark.parametrize("size", [5, 8, 13])
+def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
+    """Whatever the ranks remember of the last calls, the choice and the bits are those of ranks that remember none."""
+    length = 100_000
+    network = Network(size, nodes=range(size))
+
+    def summed(entries, network):
+        rng = np.random.default_rng(entries)
+        drawn = [np.sort(rng.choice(length, entries, replace=False)) for _ in range(size)]
+        vectors = [SparseVector(each, rng.standard_normal(entries).astype(np.float32), length) for each in drawn]
+        for link in network.links:
+            link.clock = link.sent = link.traffic.nbytes = 0
+        results, rounds = network.run(
+            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
+        )
+        (chosen,) = {link.choice.last[True, size, length, 4] for link in network.links}
+        assert len({total.values.tobytes() for total in results}) == 1
+        return chosen, results[0].values.tobytes(), rounds, sum(link.traffic.nbytes for link in network.links)
+
+    def fresh(entries):
+        return summed(entries, Network(size, nodes=range(size)))
+
+    first, again = summed(1000, network), summed(1000, network)
+    assert first == fresh(1000)
+    assert again[:3] == ("allgather", first[1], first[2] // 2)
+    assert again[3] < first[3]
+    longer, expected = summed(40_000, network), fresh(40_000)  # gathered, and then summed in another way
+    assert longer[:3] == expected[:3]
+    assert longer[0] != "allgather"
+    assert longer[3] > expected[3]
+    assert summed(40_000, network) == expected
+    summed(1000, network)
+    network.links[size - 1].choice.last.clear()  # as after an error on this rank alone
+    assert summed(1000, network)[:3] == first[:3]
+    assert summed(1000, network) == again
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -48,6 +48,8 @@ def main(*replacement):
 
     cupy = cupy_for_tests()
     import comparisons
+
+    comparisons.DTYPES[:] = comparisons.DTYPES[::2]  # tiles and alignment depend on a value's size
     from emulator import Program
     from mutants import replaced
 

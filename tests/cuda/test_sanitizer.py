@@ -31,14 +31,7 @@ class TestSanitized:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout == "all is well\n"
 
-    @pytest.mark.parametrize(
-        ("old", "new"),
-        [
-            ("place < size ? keys[place]", "place <= size ? keys[place]"),
-            ("if (at < room) {", "if (at <= room) {"),
-        ],
-    )
-    def test_a_place_too_many_is_found(self, old, new):
-        done = sanitized("round_robin", old, new)
+    def test_a_place_too_many_is_found(self):
+        done = sanitized("round_robin", "place < size ? keys[place]", "place <= size ? keys[place]")
         assert done.returncode != 0
         assert "AddressSanitizer: heap-buffer-overflow" in done.stderr

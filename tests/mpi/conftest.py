@@ -1,13 +1,15 @@
 """Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P.
 
 Groups that fit into the world beside each other run a test at the same time: of 8 ranks, P = 5 and P = 3. P = 16 is
-there in a world of 16 only. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others.
+there in a world of 16 only. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others, and
+`small_groups`, of files about what is built on the collectives, those of more than 5 ranks: two runs in place of four.
 """
 
 import pytest
 from mpi4py import MPI
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+SMALL = 5
 WORLD = MPI.COMM_WORLD
 
 
@@ -53,7 +55,8 @@ def pytest_generate_tests(metafunc):
     if "comm" in metafunc.fixturenames:
         least = max((marker.args[0] for marker in metafunc.definition.iter_markers("at_least")), default=1)
         exactly = [marker.args[0] for marker in metafunc.definition.iter_markers("exactly")]
-        sizes = exactly or [size for size in SIZES if least <= size <= max(8, WORLD.size)]
+        most = SMALL if metafunc.definition.get_closest_marker("small_groups") else max(8, WORLD.size)
+        sizes = exactly or [size for size in SIZES if least <= size <= most]
         together = side_by_side(sizes, WORLD.size)
         names = ["+".join(f"P{size}" for size in each) for each in together]
         metafunc.parametrize("comm", together, ids=names, indirect=True)

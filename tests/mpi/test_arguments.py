@@ -26,6 +26,8 @@ from collectives import (
 )
 from mpicomp import CollectiveError, DamagedMessageError, ErrorFeedback, SparseVector, TopK
 
+pytestmark = pytest.mark.small_groups
+
 LENGTH = 100
 
 

@@ -40,6 +40,8 @@ from mpicomp import (
     TwoWay,
 )
 
+pytestmark = pytest.mark.small_groups
+
 
 @pytest.fixture
 def watched(comm, monkeypatch):

@@ -28,7 +28,7 @@ from mpicomp import (
     WarmUp,
 )
 
-pytestmark = [pytest.mark.exactly(size) for size in (1, 2, 3, 5)]  # what differs between sizes is tested elsewhere
+pytestmark = pytest.mark.small_groups
 
 MAKERS = {
     "error feedback": lambda comm: GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), gtopk_allreduce),

@@ -32,6 +32,8 @@ from mpicomp import (
     TwoWay,
 )
 
+pytestmark = pytest.mark.small_groups
+
 WAYS = {
     "top-k, gTop-k": lambda comm: (TopK(k=40), ErrorFeedback(), gtopk_allreduce, {}),
     "top-k, exact gTop-k": lambda comm: (

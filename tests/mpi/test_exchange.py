@@ -31,6 +31,8 @@ from mpicomp import (
     TwoWay,
 )
 
+pytestmark = pytest.mark.small_groups
+
 COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
 LENGTH = 301
 

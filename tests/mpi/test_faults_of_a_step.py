@@ -33,6 +33,8 @@ from mpicomp import (
     TwoWay,
 )
 
+pytestmark = pytest.mark.small_groups
+
 LENGTH = 60
 COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
 every_collective = pytest.mark.parametrize("collective", COLLECTIVES)

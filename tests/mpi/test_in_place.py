@@ -6,7 +6,7 @@ import pytest
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
 from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, RandomK, SIDCo, StepAhead, TopK, TwoWay
 
-pytestmark = [pytest.mark.exactly(size) for size in (1, 2, 3, 5, 8)]  # what differs between sizes is tested elsewhere
+pytestmark = pytest.mark.small_groups
 
 SHAPES = {"w": (30, 40), "b": (7,), "v": (25, 8)}
 COLLECTIVES = [gtopk_allreduce, sparse_allreduce, sparse_allgather]

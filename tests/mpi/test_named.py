@@ -20,6 +20,8 @@ from collectives import (
 from collectives.runtime.engine import Engine
 from mpicomp import CollectiveError, Compressor, ErrorFeedback, NoFeedback, RandomK, SparseVector, TopK
 
+pytestmark = pytest.mark.small_groups
+
 COLLECTIVES = [gtopk_iallreduce, sparse_allgather, sparse_allreduce]  # blocking or not: the exchange runs the latter
 SHAPES = {"a.weight": (30, 40), "a.bias": (40,), "b.weight": (40, 25), "b.bias": (25,), "scale": ()}
 SHARED = ErrorFeedback()

@@ -8,7 +8,7 @@ import pytest
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
 from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK, TwoWay
 
-pytestmark = [pytest.mark.exactly(size) for size in (1, 2, 3, 5, 8)]  # what differs between sizes is tested elsewhere
+pytestmark = pytest.mark.small_groups
 
 SHAPES = {"w": (30, 40), "v": (25, 8), "bias": (40,), "scale": ()}
 FEEDBACKS = [ErrorFeedback, NoFeedback, EF21, MomentumCorrection]

@@ -24,6 +24,8 @@ from mpicomp import (
     TwoWay,
 )
 
+pytestmark = pytest.mark.small_groups
+
 SHAPES = {"w": (5, 6), "b": (7,), "v": (20,)}  # "b" is sent dense
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from collectives import warm_up
 
+pytestmark = pytest.mark.small_groups
+
 SCRIPT = """
 from mpi4py import MPI
 from collectives import warm_up
