@@ -18,7 +18,7 @@ from mpicomp_bench.output import draw, markdown
 SETTING = "model", "hosts", "rate", "limit"
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
 OURS = "local-sparse"
-HEADS = ["method", "ms a step", "steps", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
+HEADS = ["method", "ms a step", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]]) -> str:
     model, hosts, rate, limit = setting
     rows = [row for own in by_method.values() for row in own]
     size, seeds = rows[0]["parameters"], len({row["seed"] for row in rows})
-    about = f"{model}, {size:,} parameters, {hosts} hosts at {rate}, {limit:g} s, {seeds} seeds"
+    about = f"{model}, {size:,} parameters, {hosts} hosts at {rate}, {limit:g} s, {seeds} seed{'s' * (seeds > 1)}"
     cells = [line(method, own, target) for method, own in by_method.items()]
     return f"{about}\n\n{markdown([head.format(target) for head in HEADS], cells)}\n"
 
@@ -76,7 +76,6 @@ def line(method: str, own: Sequence[Row], target: float) -> list[str]:
     return [
         method,
         f"{1e3 * np.mean(ends[:, SECONDS] / ends[:, STEPS]):.0f}",
-        f"{np.mean(ends[:, STEPS]):.0f}",
         f"{np.mean(ends[:, NBYTES] / ends[:, STEPS]) / 1e6:.3g}",
         f"{np.mean(ends[:, LOSS]):.2f}{spread}",
         f"{seconds:.0f}" if np.isfinite(seconds) else "-",
