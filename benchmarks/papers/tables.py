@@ -43,7 +43,7 @@ def densities(rows: Sequence[Row]) -> list[str]:
     found = {}
     for row in rows:
         mean, low, high = np.mean([each["achieved"] for each in row["trainings"]], axis=0) / row["density"]
-        found[row["compressor"], row["task"], row["density"]] = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+        found[row["compressor"], row["task"], row["density"]] = f"{mean:.2f} ({low:.2f}-{high:.2f})"
     heads = ["achieved / target", *(f"{task}, {100 * density:g} %" for task, density in columns)]
     names = {row["compressor"]: selection(row) for row in rows}
     return text(heads, [[names[name], *(found.get((name, *each), "") for each in columns)] for name in names])
@@ -58,7 +58,7 @@ def overhead_and_links(rows: Sequence[Row]) -> list[str]:
         cells = []
         for length in lengths:
             own = [1 / row["speedup"] for row in timed if (row["length"], row["compressor"]) == (length, name)]
-            cells.append(f"{np.median(own):.2f} ({min(own):.2f} to {max(own):.2f})")
+            cells.append(f"{np.median(own):.2f} ({min(own):.2f}-{max(own):.2f})")
         lines.append([name, *cells])
     trained = [row for row in rows if row["link"]]
     links = different(trained, "link")
@@ -102,15 +102,18 @@ def warm_up(rows: Sequence[Row]) -> list[str]:
 
 
 def scaling(rows: Sequence[Row]) -> list[str]:
-    """Return the times of MPI's sums over those of gTop-k, by the number of hosts."""
+    """Return the times of MPI_Allreduce and of MPI_Allgatherv over those of gTop-k, by the number of hosts."""
     seconds = {(row["length"], row["algorithm"], row["ranks"]): row["seconds"] for row in rows}
     sizes = sorted(different(rows, "ranks"))
     lines = []
-    for length, algorithm in dict.fromkeys(key[:2] for key in seconds if not key[1].startswith("MPI")):
-        for baseline in "MPI_Allreduce", "MPI_Allgatherv":
-            ratios = [seconds[length, baseline, size] / seconds[length, algorithm, size] for size in sizes]
-            lines.append([f"{baseline} / {algorithm}, n = {length:g}", *(f"{ratio:.1f}" for ratio in ratios)])
-    return text(["time of", *(f"P = {size}" for size in sizes)], lines)
+    for length, name in dict.fromkeys(key[:2] for key in seconds if not key[1].startswith("MPI")):
+        cells = []
+        for size in sizes:
+            dense, gathered = (seconds[length, f"MPI_{each}", size] for each in ("Allreduce", "Allgatherv"))
+            own = seconds[length, name, size]
+            cells.append(f"{dense / own:.0f}x, {gathered / own:.1f}x")
+        lines.append([f"{name}, {length / 1e6:g}e6", *cells])
+    return text(["dense, allgather / these", *(f"P = {size}" for size in sizes)], lines)
 
 
 def aggregates(rows: Sequence[Row]) -> list[str]:
@@ -126,9 +129,22 @@ def aggregates(rows: Sequence[Row]) -> list[str]:
     return text(["entries of the sum, sent, loss", *(f"{task}, P = {ranks}" for task, ranks in columns)], lines)
 
 
+def local_steps(rows: Sequence[Row]) -> list[str]:
+    """Return the figure at the end by the number of local steps, and the bytes of a step at 15."""
+    steps = [every for every in different(rows, "every") if every]
+    lines = []
+    for task, name, density in dict.fromkeys((row["task"], row["name"], row["density"]) for row in rows):
+        own = {row["every"]: row for row in rows if (row["task"], row["name"], row["density"]) == (task, name, density)}
+        cells = [final(own[every]) if every in own else "" for every in (None, *steps)]
+        nbytes = next(iter(own.values()))["nbytes"] if None in own else own[15]["nbytes"]
+        lines.append([task, name, f"{100 * density:g} %" if density else "", *cells, f"{nbytes / 1e3:.1f}"])
+    heads = ["", "method", "density", "every step", *(f"every {every}" for every in steps), "kB a step, at 15"]
+    return text(heads, lines)
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "E1": adacomp, "E2": adacomp, "E3": densities, "E4": overhead_and_links,
-    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates,
+    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates, "E9": local_steps,
 }  # fmt: skip
 
 
