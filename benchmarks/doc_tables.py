@@ -1,9 +1,10 @@
-"""Write the tables of measurements in docs anew, from the JSON files in docs/results, and those of formulas.
+"""Write the tables of measurements in the pages anew, from the JSON files in docs/results, and those of formulas.
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     python benchmarks/threads.py --json docs/results/threads.json
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
-    python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8           # and so benchmarks/papers/README.md
+    mpirun -n 4 mpicomp train ... --json docs/results/accuracy.json      # docs/accuracy.md has the whole line
+    python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9        # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
 
 Each table is between two comments that name it; the rest of its page is left alone. With --check nothing is written:
@@ -111,6 +112,24 @@ def quantisers() -> list[str]:
     return table(["quantiser", "bits", *VALUES], cells)
 
 
+def accuracy() -> list[str]:
+    """Return the accuracy of each method by density, with the rate that it takes and the bytes of a step."""
+    rows = loaded("accuracy")["rows"]
+    densities = sorted({row["density"] for row in rows if row["density"]}, reverse=True)
+    heads = [
+        "method",
+        *(f"{100 * each:g} %: {what}" for each in densities for what in ("test accuracy, %", "rate", "bytes")),
+    ]
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = {row["density"]: row for row in rows if row["name"] == name}
+        cells = []
+        for row in [own.get(None, own.get(each)) for each in densities[: len(own)]]:
+            cells += [f"{row['figure']:.2f} ± {row['spread']:.2f}", f"{row['rate']:g}", f"{row['nbytes']:,.0f}"]
+        lines.append([f"`{name}`", *cells, *[""] * (len(heads) - 1 - len(cells))])
+    return table(heads, lines)
+
+
 def paper(name: str) -> list[str]:
     """Return the table of an experiment on the claims of the papers."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
@@ -122,15 +141,18 @@ def paper(name: str) -> list[str]:
 
 
 TABLES = {
-    "performance.md": {
+    "docs/performance.md": {
         "gains": gains,
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),
         "threads": threads,
     },
-    "slow_links.md": {"race": race},
-    "compressors.md": {"quantisers": quantisers},
-    "papers.md": {name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")},
+    "docs/slow_links.md": {"race": race},
+    "docs/compressors.md": {"quantisers": quantisers},
+    "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9")},
+    "benchmarks/papers/README.md": {
+        name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
+    },
 }
 
 
@@ -140,7 +162,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
     check, differ = parser.parse_args().check, False
     for name, tables in TABLES.items():
-        path = ROOT / "docs" / name
+        path = ROOT / name
         page = before = path.read_text()
         for each, make in tables.items():
             block = "\n".join([f"<!-- {each} -->", "", *make(), "", f"<!-- end of {each} -->"])

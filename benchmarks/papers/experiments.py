@@ -10,6 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 RATES = {"digits": (0.025, 0.05, 0.1, 0.2), "images": (0.0125, 0.025, 0.05), "shakespeare": (0.5, 1.0, 2.0)}
+OF_LOCAL = {"digits": (0.05, 0.1, 0.2), "text": (0.2, 0.4, 0.8), "images": (0.025, 0.05)}  # of E9
 OF_DENSE = {"digits": 0.1, "images": 0.05, "shakespeare": 1.0}  # what a dense training of 300 steps takes
 WARM_UP = "0.25", "0.0725", "0.015", "0.004"  # of the gTop-k paper, an epoch each; on images 50 steps each
 METRICS = "support", "recency", "votes", "magnitude", "quota"
@@ -116,11 +117,18 @@ def e8() -> Iterator[Run]:
     """Aggregation-aware selection in a server exchange: the size of the sum, the root's bytes, and the loss."""
     selections = ["TopK", *(f"AggregationAware:metric={metric}" for metric in METRICS), "CyclicLeader"]
     for (task, ranks, seeds), selection in product((("digits", 4, 3), ("digits", 16, 2), ("images", 4, 2)), selections):
-        server = (
-            ("--downlink", "sum") if "votes" not in selection else ("--collective", "allreduce-votes")
-        )  # it has none
+        server = ("--collective", "allreduce-votes") if "votes" in selection else ("--downlink", "sum")
         options = *custom(selection, "0.01"), *server
         yield training(ranks, task, *options, steps=300, seeds=seeds, tuned=False)
 
 
-EXPERIMENTS = {"E1": e1, "E2": e2, "E3": e3, "E4": e4, "E5": e5, "E6": e6, "E7": e7, "E8": e8}
+def e9() -> Iterator[Run]:
+    """Local steps: dense exchanges, and 3.1 and 1.6 % of each chunk in two bits, averaged in two ways."""
+    for task, rates in OF_LOCAL.items():
+        common = "--task", task, "--every", "5", "15", "30", "--seeds", "3", "--points", "1", "--rate", *map(str, rates)
+        yield Run(("train", *common, "--methods", "dense", "local-dense"), 4)
+        for density in "0.031", "0.016":
+            yield Run(("train", *common, "--methods", "local-sparse", "local-sparse-mean", "--density", density), 4)
+
+
+EXPERIMENTS = {"E1": e1, "E2": e2, "E3": e3, "E4": e4, "E5": e5, "E6": e6, "E7": e7, "E8": e8, "E9": e9}

@@ -195,7 +195,22 @@ def union(row: Row) -> float:
     return float(row["received"] / row["sent"])
 
 
+def local_steps(rows: Sequence[Row], path: Path) -> None:
+    """Draw the figure at the end against the number of local steps, a panel for each network."""
+    panels = []
+    for task in different(rows, "task"):
+        lines = []
+        for name, density in dict.fromkeys((row["name"], row["density"]) for row in rows if row["every"]):
+            own = [row for row in rows if (row["task"], row["name"], row["density"]) == (task, name, density)]
+            label = f"{name}{f', {100 * density:g} %' if density else ''}"
+            spread = {"yerr": [row["spread"] for row in own]}
+            lines.append({"label": label, "x": different(own, "every"), "y": [row["figure"] for row in own], **spread})
+        ylabel = "bits a character" if task == "text" else "test accuracy, %"
+        panels.append({"lines": lines, "title": task, "xlabel": "local steps", "ylabel": ylabel})
+    draw([panels], path)
+
+
 FIGURES: dict[str, Callable[[Sequence[Row], Path], None]] = {
     "E1": adacomp, "E2": adacomp, "E3": densities, "E4": overhead_and_links,
-    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates,
+    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates, "E9": local_steps,
 }  # fmt: skip

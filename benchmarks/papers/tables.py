@@ -1,4 +1,4 @@
-"""The tables of the experiments for docs/papers.md, each from the rows of its file."""
+"""The tables of the experiments for README.md and docs/accuracy.md, each from the rows of its file."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,18 +102,18 @@ def warm_up(rows: Sequence[Row]) -> list[str]:
 
 
 def scaling(rows: Sequence[Row]) -> list[str]:
-    """Return the times of MPI_Allreduce and of MPI_Allgatherv over those of gTop-k, by the number of hosts."""
-    seconds = {(row["length"], row["algorithm"], row["ranks"]): row["seconds"] for row in rows}
-    sizes = sorted(different(rows, "ranks"))
+    """Return the times of MPI's sum and allgather over those of gTop-k, by the number of hosts; the longest vectors."""
+    length, sizes = max(row["length"] for row in rows), sorted(different(rows, "ranks"))
+    seconds = {(row["algorithm"], row["ranks"]): row["seconds"] for row in rows if row["length"] == length}
     lines = []
-    for length, name in dict.fromkeys(key[:2] for key in seconds if not key[1].startswith("MPI")):
+    for name in dict.fromkeys(name for name, _ in seconds if not name.startswith("MPI")):
         cells = []
         for size in sizes:
-            dense, gathered = (seconds[length, f"MPI_{each}", size] for each in ("Allreduce", "Allgatherv"))
-            own = seconds[length, name, size]
+            dense, gathered = (seconds[f"MPI_{each}", size] for each in ("Allreduce", "Allgatherv"))
+            own = seconds[name, size]
             cells.append(f"{dense / own:.0f}x, {gathered / own:.1f}x")
-        lines.append([f"{name}, {length / 1e6:g}e6", *cells])
-    return text(["dense, allgather / these", *(f"P = {size}" for size in sizes)], lines)
+        lines.append([name, *cells])
+    return text([f"dense, allgather / these, n = {length / 1e6:g}e6", *(f"P = {size}" for size in sizes)], lines)
 
 
 def aggregates(rows: Sequence[Row]) -> list[str]:
@@ -130,16 +130,14 @@ def aggregates(rows: Sequence[Row]) -> list[str]:
 
 
 def local_steps(rows: Sequence[Row]) -> list[str]:
-    """Return the figure at the end by the number of local steps, and the bytes of a step at 15."""
+    """Return the figure at the end by the number of local steps."""
     steps = [every for every in different(rows, "every") if every]
     lines = []
     for task, name, density in dict.fromkeys((row["task"], row["name"], row["density"]) for row in rows):
         own = {row["every"]: row for row in rows if (row["task"], row["name"], row["density"]) == (task, name, density)}
         cells = [final(own[every]) if every in own else "" for every in (None, *steps)]
-        nbytes = next(iter(own.values()))["nbytes"] if None in own else own[15]["nbytes"]
-        lines.append([task, name, f"{100 * density:g} %" if density else "", *cells, f"{nbytes / 1e3:.1f}"])
-    heads = ["", "method", "density", "every step", *(f"every {every}" for every in steps), "kB a step, at 15"]
-    return text(heads, lines)
+        lines.append([f"{task}: `{name}`" + f", {100 * (density or 0):g} %" * bool(density), *cells])
+    return text(["", "every step", *(f"every {every}" for every in steps)], lines)
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {

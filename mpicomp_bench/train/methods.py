@@ -96,7 +96,7 @@ METHODS = {
         ("step-ahead", "TopK", "step-ahead", "allgather"),
         ("ef21", "TopK", "ef21", "allgather"),
         ("ef21-momentum", "TopK", "ef21-momentum", "allgather"),
-        ("econtrol", "TopK", "ef21:eta=0.1", "allgather"),
+        ("econtrol", "TopK", "ef21:eta=0.03", "allgather"),
         ("topk-no-feedback", "TopK", "none", "allgather"),
         ("local-dense", "Dense", "none", "allreduce", True, True),
         ("local-sparse", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", "contributors", True),
