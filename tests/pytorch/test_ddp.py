@@ -363,7 +363,7 @@ def test_a_bad_argument_on_one_rank_raises_on_all(world, terms, words):
 def test_what_is_no_model_of_ddp_and_no_exchange(world):
     with pytest.raises(TypeError, match=r"model is Weighted: expected DistributedDataParallel\(model\), after init_"):
         attach(Weighted(), GradientExchange(world, TopK(0.1)))
-    with pytest.raises(TypeError, match="exchange is TopK: expected GradientExchange"):
+    with pytest.raises(TypeError, match="exchange is TopK: expected an object such as GradientExchange"):
         attach(wrapped(Weighted()), TopK(0.1))
 
 
