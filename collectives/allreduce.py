@@ -29,6 +29,7 @@ from collectives.runtime.messages import Steps
 from collectives.schedule import halving
 from collectives.votes import gather_votes
 from mpicomp.arrays import Array, beside, kernels_for, on_device, to_numpy
+from mpicomp.codec import encoded_nbytes
 from mpicomp.vector import SparseVector, add_up, count_up
 
 
@@ -138,9 +139,8 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     nodes = group.node_sizes()
     if group.size <= 2:
         return "recursive_doubling", Metadata([], [], vector.length)
-    bits = 8.0 * vector.value_nbytes
-    if len(nodes) > 1:
-        bits = 8 * group.coding(vector).values.nbytes(vector.values.size) / max(1, vector.nnz)
+    coding = group.coding(vector)
+    bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
 
     def best(entries: float, bits: float, overlap: float) -> str:
         about = vector.length, entries, overlap, vector.value_nbytes, bits, len(nodes) > 1
@@ -148,7 +148,8 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
         return str(group.link.choice.algorithm("sparse_allreduce", case, nodes, whole=whole))
 
     last, like = group.link.choice.last, (whole, group.size, vector.length, vector.value_nbytes)
-    again = last.get(like) == "allgather" and not is_long(vector, group) and not on_device(vector.indices)
+    again = last.get(like) == "allgather" and not on_device(vector.indices)
+    again = again and not is_long(encoded_nbytes(vector, coding), group)
     if len(last) >= MOST_KINDS:
         last.clear()
     short = is_short(vector, group)

@@ -36,7 +36,6 @@ from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up, count_up, join, merge, parted, top_k, within, without_zeros
 
 Result = tuple[SparseVector, SparseVector]
-LONG = 1 << 19  # values: from here on an algorithm that suits the density saves more than it takes to ask for it
 
 
 def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
@@ -56,8 +55,7 @@ def gtopk_allreduce(
     algorithm: "recursive_doubling", "tree", or one that returns the exact k largest of the sum: "exact", which sends
     the least, "exact_doubling", which computes the whole sum first, or "node_leaders", for several ranks on each of
     several nodes. "auto" takes the fastest of these, except the tree, by k, length, ranks and nodes
-    (`collectives.choice`); without k it assumes the largest number of entries for long vectors, a thousandth of the
-    length for short ones.
+    (`collectives.choice`); without k it assumes a thousandth of the length.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: the entries that this
     rank must keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors:
@@ -103,20 +101,8 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Run the fastest algorithm for the length and k.
-
-    Without k, ranks with long vectors exchange their counts first, over the schedule of recursive doubling, which
-    detects lengths that differ.
-    """
-    asked = k
-    if k is None and vector.length >= LONG and group.size > 2:
-
-        def largest(ours: Part, theirs: Part, block: int) -> Part:
-            return ours[0], max(ours[1], theirs[1])
-
-        core = partial(doubling, group=group, combine=largest)
-        _, asked = yield from folded((group.nothing, vector.nnz), group, largest, core)
-    name = group.link.choice.gtopk(vector.length, asked, vector.value_nbytes, group.node_sizes())
+    """Run the fastest algorithm for the length and k, which all ranks know: asking for more takes up to a third."""
+    name = group.link.choice.gtopk(vector.length, k, vector.value_nbytes, group.node_sizes())
     result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
     return result
 

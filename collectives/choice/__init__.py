@@ -24,10 +24,11 @@ from mpicomp.vector import SparseVector, index_dtype
 Cost = tuple[float, float, float, float]  # rounds, messages, bytes and merged entries of the busiest rank
 
 # Seconds of a round, of a further message of a round, of a byte and of a merged entry.
-INSIDE: Cost = (100e-6, 50e-6, 3e-10, 3e-9)  # a node, whose cores the ranks may have to share
-BETWEEN: Cost = (30e-6, 4e-6, 1 / 118e6, 1.5e-9)  # nodes, over 1 Gbit/s
+INSIDE: Cost = (100e-6, 50e-6, 3e-10, 6e-9)  # a node, whose cores the ranks may have to share
+BETWEEN: Cost = (40e-6, 8e-6, 1 / 118e6, 1.5e-9)  # nodes, over 1 Gbit/s
 FEW = 64  # entries for each rank of a node: below, messages cost their latency, and fewer are better
 TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
+SHORT_NBYTES = 1 << 10  # a packet of a network: it takes longer to shorten it than to send it
 LINE = 64  # bytes: the header of a message, and what it is padded to
 DIGEST = 64  # indices at most, about, of the metadata exchange
 LONG_NBYTES = 1 << 22  # of all other ranks' vectors, from which a round of small messages is no matter
@@ -74,13 +75,14 @@ class Case:
     def message(self, entries: float, share: float = 1.0, *, summed: bool = False) -> float:
         """Return the bytes of a message with `entries` entries in a share of the index space."""
         span, indices = share * self.length, index_dtype(self.length).itemsize * entries
-        values = entries * self.value_bits(summed=summed) / 8
+        coded = self.coded and indices + entries * self.value_nbytes > SHORT_NBYTES
+        values = entries * (self.value_bits(summed=summed) / 8 if coded else self.value_nbytes)
         if entries > span - 0.5 and self.value_nbytes:
             indices, values = 8, span * self.value_nbytes
         elif entries >= 1:
             found = span * (entries - 1) / (entries + 1) + 1  # from the first entry to the last one
             bitmap, low = 16 + found / 8, max(0, int(found / entries).bit_length() - 1)
-            if self.coded:
+            if coded:
                 elias_fano, blocks = 28 + (entries * (low + 1) + found / 2**low) / 8, 24 + found / 16384 + 2 * entries
                 indices = min(indices, bitmap, elias_fano, blocks)
             elif 4 * bitmap <= indices:
@@ -151,8 +153,12 @@ def dense(case: Case) -> Cost:
 
 
 def dense_mpi(case: Case) -> Cost:
-    """See `collectives.allreduce.dense_mpi`: the least bytes that MPI's own allreduce can send."""
-    return gather(case, 2 * case.length / case.ranks * max(case.value_nbytes, 4), case.length / 8)
+    """See `collectives.allreduce.dense_mpi`: the least bytes that MPI's own allreduce can send.
+
+    One call takes half as long as a round of messages.
+    """
+    _, _, nbytes, merged = gather(case, 2 * case.length / case.ranks * max(case.value_nbytes, 4), case.length / 8)
+    return 0.5, 0.5, nbytes, merged
 
 
 def gtopk_exact(case: Case) -> Cost:
@@ -232,8 +238,8 @@ class Choice:
         self.last: dict[tuple[Any, ...], str] = {}
 
     def coding(self, vector: SparseVector, *, apart: bool) -> Coding:
-        """Return the codec of a message: `smallest` between nodes, `quick` inside one, as copying is faster there."""
-        return CODECS["smallest" if apart else "quick"](vector)
+        """Return the codec of a message: between nodes `smallest`; for short ones and inside a node `quick`, a copy."""
+        return CODECS["smallest" if apart and vector.nbytes > SHORT_NBYTES else "quick"](vector)
 
     def measured(self, collective: str, nodes: Sequence[int]) -> Sequence[Sequence[Any]]:
         """Return the points of the table, none if it is for other ranks. nodes: the number of ranks on each."""

@@ -32,7 +32,7 @@ from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
 
-WHOLE_NBYTES = (1 << 16, 1 << 13)  # of all other ranks' vectors, inside a node and between nodes: as long as a round
+WHOLE_NBYTES = 1 << 16  # of all other ranks' vectors: they take no longer than the rounds of the metadata
 MOST_BITS = 2**15 - 1
 FEW = 4  # equal indices that independent supports would have in the digests
 _MIX = np.uint32(0x9E37_79B1)  # a prime near 2^32 over the golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
@@ -107,12 +107,12 @@ def exchange_metadata(
 
 def is_short(vector: SparseVector, group: Group) -> bool:
     """Return whether a vector is so short that sending it to all ranks takes no longer than sending metadata."""
-    return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES[len(group.nodes()) > 1]
+    return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES
 
 
-def is_long(vector: SparseVector, group: Group) -> bool:
-    """Return whether vectors like this one are never sent in place of metadata."""
-    return (group.size - 1) * vector.nbytes > LONG_NBYTES
+def is_long(nbytes: int, group: Group) -> bool:
+    """Return whether vectors with messages of this size are never sent in place of metadata."""
+    return (group.size - 1) * nbytes > LONG_NBYTES
 
 
 def metadata_of(received: Sequence[Part], length: int, partition: str, *, digests: bool) -> Metadata:
@@ -140,14 +140,15 @@ def in_digest(indices: NDArray[Any], level: int) -> NDArray[np.bool_]:
 
     The digest of a level contains those of all higher levels.
     """
-    chosen: NDArray[np.bool_] = (indices.astype(np.uint32) * _MIX) < np.uint32((1 << (32 - level)) - 1)
+    low = indices.view(np.uint32) if indices.dtype == np.int32 else indices.astype(np.uint32)
+    chosen: NDArray[np.bool_] = low * _MIX < np.uint32((1 << (32 - level)) - 1)
     return chosen
 
 
 def overlap_of(digests: Sequence[NDArray[Any]], counts: Sequence[int], length: int) -> float:
     """Return the overlap of supports, estimated from the digests of all ranks at the highest level among them."""
-    entries = np.concatenate(digests)
-    entries = entries[in_digest(entries, level_of(max(counts)))]
+    level = level_of(max(counts))
+    entries = np.concatenate([each[in_digest(each, level)] for each in digests])
     if not entries.size:
         return 0.0
     mean, total = sum(counts) / len(counts), sum(counts)

@@ -163,7 +163,7 @@ def algorithm(collective: str, ranks: int, density: float, apart: bool) -> str:
     if collective == "sparse_allreduce":
         if ranks == 2:
             return "recursive_doubling"
-        if (ranks - 1) * 8 * entries <= WHOLE_NBYTES[apart]:
+        if (ranks - 1) * 8 * entries <= WHOLE_NBYTES:
             return "allgather"
     case = Case(ranks, 1_000_000, entries, coded=apart)
     return Choice().algorithm(collective, case, [1] * ranks if apart else [ranks])

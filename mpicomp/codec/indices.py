@@ -162,7 +162,7 @@ class Blocks:
             return None
         offsets = 16 + _padded(entries.nbytes)
         blocks = xp.arange(first, last + 1, dtype=_room_for((last + 1) << _BLOCK, dtype)) << _BLOCK
-        indices = _repeated(blocks, entries, count)
+        indices = repeated(blocks, entries, count)
         indices |= section[offsets : offsets + 2 * count].view(np.uint16)
         return indices
 
@@ -224,13 +224,13 @@ def _words(bits: int) -> int:
     return -(-bits // 64)
 
 
-def _repeated(values: Array, counts: Array, total: int) -> Array:
+def repeated(values: Array, counts: Array, total: int) -> Array:
     """Return each value, repeated by its count, `total` values in all."""
     if not on_device(values):
         return np.repeat(values, counts)
     places = np.searchsorted(counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right")
-    repeated: Array = values[places]  # CuPy's repeat takes no array of counts
-    return repeated
+    result: Array = values[places]  # CuPy's repeat takes no array of counts
+    return result
 
 
 def _write_span(vector: SparseVector, section: Buffer) -> None:

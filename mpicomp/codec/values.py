@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import VALUE_DTYPES, kernels_for, namespace, read_fields, to_numpy, write_fields
+from mpicomp.codec.indices import repeated
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
@@ -174,9 +175,7 @@ class Runs:
         plane = _plane_nbytes(values.size)
         _write_plane(section[:plane], np.signbit(values))
         if self.most == 2:
-            magnitudes, keys = _magnitudes(values), _keys(values.dtype)
-            larger = [magnitudes[run] != keys.type(least) for run, least, _ in self._runs(values.size)]
-            _write_plane(section[plane : 2 * plane], np.concatenate(larger))
+            _write_plane(section[plane : 2 * plane], _magnitudes(values) != self._of_each(1, values.size, values))
         tail = np.append(self.table.reshape(-1), len(self.table)).view(np.uint8)
         section[self.most * plane :] = namespace(section).asarray(tail)
 
@@ -187,18 +186,20 @@ class Runs:
             raise ValueError(f"got runs of {count} values: expected starts in order, from 0 on, below the number")
         if (bits[0] < 0).any() or (bits[0] > bits[-1]).any() or (bits[-1] >= sign).any():
             raise ValueError(f"got runs of other bits: expected those of magnitudes of {self.dtype}, in order")
-        keys, flags = _keys(self.dtype), _read_plane(section[plane * (self.most - 1) :], count)
-        found: Array = _read_plane(section[:plane], count).astype(keys) * keys.type(sign)
-        for run, least, largest in self._runs(count):
-            found[run] |= keys.type(least)
-            if least < largest:
-                found[run] ^= flags[run].astype(keys) * keys.type(least ^ largest)
+        keys = _keys(self.dtype)
+        found: Array = _read_plane(section[:plane], count).astype(keys)
+        found *= keys.type(sign)
+        found |= (least := self._of_each(1, count, section))
+        if self.most == 2:
+            found ^= _read_plane(section[plane : 2 * plane], count) * (least ^ self._of_each(2, count, section))
         return found.view(self.dtype)
 
-    def _runs(self, count: int) -> list[tuple[slice, int, int]]:
-        """Return the positions of each run, and the bits of its least and its largest magnitude."""
-        ends = [*self.table[1:, 0].tolist(), count]
-        return [(slice(row[0], end), row[1], row[-1]) for row, end in zip(self.table.tolist(), ends, strict=True)]
+    def _of_each(self, column: int, count: int, beside: Array) -> Array:
+        """Return the bits in a column of the table for each of `count` values, or for all."""
+        xp, bits = namespace(beside), self.table[:, column].astype(_keys(self.dtype))
+        counts = np.diff(self.table[:, 0], append=count)
+        found: Array = repeated(xp.asarray(bits), xp.asarray(counts), count) if bits.size > 1 else bits[0]
+        return found
 
 
 class Offsets:

@@ -178,9 +178,14 @@ def _batches(
 ) -> Iterator[tuple[Array, Array, Array, Array]]:
     """Yield the entries of consecutive ranges of indices as (indices, values, starts, ends), list after list.
 
-    Every batch is in the same buffers, which fit the cache. The ranges are between quantiles of the entries, so they
-    have about equal numbers of entries however these are distributed.
+    Few entries are one batch. Others are in the same buffers, which fit the cache. The ranges are between quantiles of
+    the entries, so they have about equal numbers of entries however these are distributed.
     """
+    whole = np.array([each.size for each in indices])
+    if whole.sum() <= _BATCH:
+        ends = whole.cumsum()
+        yield np.concatenate(indices), np.concatenate(values, dtype=dtype), ends - whole, ends
+        return
     step = max(1, _BATCH // len(indices))
     edges = np.sort(np.concatenate([each[step::step] for each in indices]))[:: len(indices)]
     cuts = np.array([[0, *each.searchsorted(edges), each.size] for each in indices])
