@@ -2,6 +2,7 @@
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     python benchmarks/threads.py --json docs/results/threads.json
+    RATES=1gbit benchmarks/tables.sh choice && cp build/tables/choice.json docs/results
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 mpicomp train ... --json docs/results/accuracy.json      # docs/accuracy.md has the whole line
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9        # and so benchmarks/papers/README.md
@@ -94,6 +95,24 @@ def threads() -> list[str]:
     return table([*heads, "throughput: two threads over one", "over two processes"], rows)
 
 
+def choice() -> list[str]:
+    """Return in which shares of the places "auto" is near the best algorithm, and near a dense sum."""
+    found = json.loads((RESULTS / "choice.json").read_text())
+    ranks = sorted({int(run.rpartition("-")[2]) for run in found})
+    heads = [
+        "links",
+        *(f"{what}, {', '.join(map(str, ranks))} ranks" for what in ("best", "best, with a table", "dense")),
+    ]
+    rows = []
+    for links in dict.fromkeys(run.split("-")[1] for run in found):
+        shares = (
+            ", ".join(f"{100 * found[f'choice-{links}-{size}'][name]:.0f}" for size in ranks) + " %"
+            for name in ("rule_best", "best", "rule_dense")
+        )
+        rows.append([LINKS.get(links, "shared memory"), *shares])
+    return table(heads, rows)
+
+
 def race() -> list[str]:
     """Return the tables of the race, one for each rate of the links."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
@@ -146,6 +165,7 @@ TABLES = {
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),
         "threads": threads,
+        "choice": choice,
     },
     "docs/slow_links.md": {"race": race},
     "docs/compressors.md": {"quantisers": quantisers},

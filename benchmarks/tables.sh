@@ -68,7 +68,7 @@ choice() {
     keep "choice-memory-$size" mpirun -n $size mpicomp tune --check $grid --output "$out/profile-memory-$size" \
       --json "$out/choice-memory-$size.json"
   done
-  keep verdict python "$here/verdict.py" "$out"/choice-*.json || true # not met is a result
+  keep verdict python "$here/verdict.py" "$out"/choice-*.json --json "$out/choice.json" || true # not met is a result
 }
 
 step() {

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from collectives.choice import Case
-from collectives.choice.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.collective import Call, collective, sound
+from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Blocks, Ranges, equal_ranges
 from collectives.patterns import add, doubling, folded, hand_down, reduce_up
 from collectives.reduce_scatter import scatter, sum_of_share

@@ -9,7 +9,8 @@ import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
 from collectives.choice import FORMULAS, INSIDE, ON_NODES, Case, Choice, seconds, split, winners
-from collectives.choice.metadata import Metadata, in_digest, level_of, overlap_of
+from collectives.choice.overlap import in_digest, level_of, overlap_of
+from collectives.metadata import Metadata
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 from mpicomp.compressors.quantised import quantise

@@ -16,6 +16,7 @@ from functools import lru_cache
 from operator import mul
 from typing import Any
 
+from collectives.choice.overlap import DIGEST
 from collectives.partition import likely
 from collectives.schedule import core_size
 from mpicomp.codec import CODECS, Coding
@@ -30,7 +31,6 @@ FEW = 64  # entries for each rank of a node: below, messages cost their latency,
 TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
 SHORT_NBYTES = 1 << 10  # a packet of a network: it takes longer to shorten it than to send it
 LINE = 64  # bytes: the header of a message, and what it is padded to
-DIGEST = 64  # indices at most, about, of the metadata exchange
 LONG_NBYTES = 1 << 22  # of all other ranks' vectors, from which a round of small messages is no matter
 
 
@@ -195,7 +195,7 @@ ON_NODES = ("node_lanes", "node_leaders")  # gTop-k has the second one
 
 
 def metadata_cost(case: Case, algorithm: str) -> Cost:
-    """Return the cost of `collectives.choice.metadata` before an algorithm of `sparse_allreduce`.
+    """Return the cost of `collectives.metadata` before an algorithm of `sparse_allreduce`.
 
     None for two ranks, nor where calls like this one gather the vectors: these are sent in the place of the metadata.
     """

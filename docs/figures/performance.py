@@ -19,7 +19,7 @@ import numpy as np
 from style import save
 
 from collectives.choice import Case, Choice
-from collectives.choice.metadata import WHOLE_NBYTES
+from collectives.metadata import WHOLE_NBYTES
 from mpicomp_bench import explain
 
 RESULTS = Path(__file__).parent.parent / "results"

@@ -2,22 +2,20 @@
 
 One allgather of small messages, which also compares the call signatures. All ranks choose by its result.
 
-A message contains the number of entries and the bits of a value as coded, in one integer, and indices: a *digest*, all
-indices whose hash passes a test, so that an index that several ranks have is in the digest of each; and, for a
-partition, evenly spaced samples. A rank may send its whole vector instead, if it is short or if the last call like this
-one gathered the vectors. If all ranks do, the metadata exchange is the allgather; if only some do, the chosen algorithm
-follows as usual.
+A message contains the number of entries and the bits of a value as coded, in one integer, and indices: a digest
+(`collectives.choice.overlap`), and, for a partition, evenly spaced samples. A rank may send its whole vector instead,
+if it is short or if the last call like this one gathered the vectors. If all ranks do, the metadata exchange is the
+allgather; if only some do, the chosen algorithm follows as usual.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.choice import DIGEST, LONG_NBYTES
+from collectives.choice import LONG_NBYTES
+from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.partition import (
     Blocks,
     Ranges,
@@ -34,8 +32,6 @@ from mpicomp.vector import SparseVector
 
 WHOLE_NBYTES = 1 << 16  # of all other ranks' vectors: they take no longer than the rounds of the metadata
 MOST_BITS = 2**15 - 1
-FEW = 4  # equal indices that independent supports would have in the digests
-_MIX = np.uint32(0x9E37_79B1)  # a prime near 2^32 over the golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 PARTITIONS = ("auto", "equal", "sampled", "hashed")
 
 
@@ -128,34 +124,3 @@ def metadata_of(received: Sequence[Part], length: int, partition: str, *, digest
         samples = [each[~in_digest(each, level_of(count))] for each, count in zip(found, counts, strict=True)]
     samples = [sample(found[rank], rank, len(found)) if whole[rank] else each for rank, each in enumerate(samples)]
     return Metadata(counts, samples, length, partition, overlap_of(found, counts, length) if digests else 0.0, bits)
-
-
-def level_of(entries: int) -> int:
-    """Return the level of the digest of a number of entries: one index of 2^level, about `DIGEST` at most."""
-    return max(6, (entries // DIGEST).bit_length())
-
-
-def in_digest(indices: NDArray[Any], level: int) -> NDArray[np.bool_]:
-    """Return a mask of the indices in a digest: their multiplicative hash begins with `level` zero bits.
-
-    The digest of a level contains those of all higher levels.
-    """
-    low = indices.view(np.uint32) if indices.dtype == np.int32 else indices.astype(np.uint32)
-    chosen: NDArray[np.bool_] = low * _MIX < np.uint32((1 << (32 - level)) - 1)
-    return chosen
-
-
-def overlap_of(digests: Sequence[NDArray[Any]], counts: Sequence[int], length: int) -> float:
-    """Return the overlap of supports, estimated from the digests of all ranks at the highest level among them."""
-    level = level_of(max(counts))
-    entries = np.concatenate([each[in_digest(each, level)] for each in digests])
-    if not entries.size:
-        return 0.0
-    mean, total = sum(counts) / len(counts), sum(counts)
-    union = total * np.unique(entries).size / entries.size
-    independent = length * (1 - math.prod([1 - count / length for count in counts]))
-    if union >= independent and entries.size * (1 - independent / total) < FEW:
-        return 0.0  # that no index is seen twice says nothing
-    other = mean if union < independent else min(total, length)
-    overlap = min(1.0, abs(union - independent) / max(1.0, abs(other - independent)))
-    return overlap if union < independent else -overlap
