@@ -55,7 +55,7 @@ COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
 _COMM = "comm: an mpi4py intracommunicator; all its ranks call, in the same order."
 _CODEC = """
 codec: the format of vectors in messages: "plain", "quick" (also a range or a bitmap), "smallest" (all
-formats of `mpicomp.codec`, none of which loses a bit), or "auto": "quick" inside a node, else "smallest". Ranks may
+formats of `mpicomp.codec`, none of which loses a bit), or "auto": "smallest" between nodes, else "quick". Ranks may
 choose different codecs."""
 _RAISES = """
 Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError on
