@@ -40,6 +40,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+from collectives.exchange.transfer import Transfer
 from mpi4py import MPI
 
 import collectives
@@ -47,7 +48,6 @@ import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce, warm_up
 from collectives.agreement import agree_to_keep
 from collectives.exchange.step import Flight, Step
-from collectives.exchange.transfer import Transfer
 from mpicomp import ErrorFeedback, SparseVector, TopK
 
 LENGTH = 1_000_000

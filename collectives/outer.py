@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 from collectives.agreement import check_same, gather_objects
 from collectives.exchange import GradientExchange
 from mpicomp import checking
-from mpicomp.arrays import Array, read_only, to_numpy
+from mpicomp.arrays import Array, read_only, to_numpy, to_values
 from mpicomp.compressors.common import check_number
 from mpicomp.errors import CheckError, CollectiveError
-from mpicomp.replica import Replica, copy, replicas
+from mpicomp.replica import Replica, copy, untied
 from mpicomp.settings import refuse_bools
 from mpicomp.tensors import by_name, form_of, in_form
 
@@ -105,9 +105,10 @@ class OuterLoop:
         try:
             self.rate = rate
             self._check_settings(anchor)
-            self._by_name = replicas(by_name(parameters), momentum, host=anchor == "host")
-            self._replicas = {each.tensor.name: each for each in self._by_name.values()}  # tied ones once
-            if clip and delay and any(each.theta.dtype == np.float16 for each in self._replicas.values()):
+            given = by_name(parameters)
+            self._first = untied(given)  # tied ones count once
+            mine = {name: given[name] for name, first in self._first.items() if name == first}
+            if clip and delay and any(to_values(each).dtype == np.float16 for each in mine.values()):
                 raise ValueError("got clip and delay for float16: expected one of them, or wider parameters")
             names = "every", "rate", "momentum", "nesterov", "delay", "clip"
             contribution = {name: repr(getattr(self, name)) for name in names} | {"anchor": anchor}
@@ -117,8 +118,17 @@ class OuterLoop:
             check_same(f"settings of {OPERATION}", self._gather(contribution))
         finally:
             del contribution  # else an error, its traceback and this frame hold each other
-        exchange.register({each.tensor.name: each.shaped_delta for each in self._replicas.values()})
-        self._check_anchors(self._gather(self._digest()))
+        exchange.register(mine)
+        try:
+            host = anchor == "host"
+            self._replicas = [Replica(bucket.tensors, mine, momentum, host=host) for bucket in exchange.buckets]
+            contribution = self._digest()
+        except Exception as raised:
+            contribution = raised
+        try:
+            self._check_anchors(self._gather(contribution))
+        finally:
+            del contribution
 
     @property
     def rate(self) -> float:
@@ -139,7 +149,8 @@ class OuterLoop:
         Evaluate and save this model within a round, at the end of training, and with a delay at any step: the
         parameters of each rank contain its own progress.
         """
-        views = {name: read_only(each.anchor.reshape(each.tensor.shape)) for name, each in self._by_name.items()}
+        anchors = {name: view for each in self._replicas for name, view in each.by_tensor(each.anchor).items()}
+        views = {name: read_only(anchors[first]) for name, first in self._first.items()}
         return in_form(self._form, views, views)
 
     def step(self) -> bool:
@@ -226,7 +237,7 @@ class OuterLoop:
             state = given()
             arrays = self._fitting(state)
             load_exchange()
-            anchors = [arrays[f"anchor/{each.tensor.name}"] for each in self._ordered]
+            anchors = [arrays[f"anchor/{tensor.name}"] for each in self._replicas for tensor in each.tensors]
             in_flight = any(name.startswith("delta/") for name in arrays)
             contribution = {"count": str(state["count"]), "in flight": str(in_flight), "anchor": _digest(anchors)}
         except Exception as raised:
@@ -283,13 +294,8 @@ class OuterLoop:
         finally:
             del contribution
 
-    @property
-    def _ordered(self) -> list[Replica]:
-        """The parameters, sorted by name."""
-        return [self._replicas[name] for name in sorted(self._replicas)]
-
     def _digest(self) -> str:
-        return _digest([to_numpy(each.anchor) for each in self._ordered])
+        return _digest([to_numpy(each.anchor) for each in self._replicas])
 
     def _check_anchors(self, digests: list[str]) -> None:
         """Raise on all ranks if their digests of the anchor differ; names the minority."""
@@ -310,9 +316,9 @@ class OuterLoop:
         """Start the exchange of this round's pseudo-gradients."""
         contribution: Any
         try:
-            for each in self._replicas.values():
+            for each in self._replicas:
                 each.subtract()
-            contribution = {"norms": [each.norm() for each in self._ordered] if self.clip else []}
+            contribution = {"norms": [each.norms() for each in self._replicas] if self.clip else []}
             contribution |= {"anchor": self._digest()} if self._checked else {}
         except Exception as raised:
             contribution = raised
@@ -330,13 +336,13 @@ class OuterLoop:
         if self._checked:
             self._check_anchors([each["anchor"] for each in everyone])
         if self.clip:
-            by_tensor = zip(*[each["norms"] for each in everyone], strict=True)
-            for each, norms in zip(self._ordered, by_tensor, strict=True):
+            by_replica = zip(*[each["norms"] for each in everyone], strict=True)
+            for each, norms in zip(self._replicas, by_replica, strict=True):
                 each.clip(norms[self.exchange.comm.rank], norms)
 
     def _send(self) -> None:
-        for name, each in self._replicas.items():
-            self.exchange.start(name, each.shaped_delta)
+        for each in self._replicas:
+            self.exchange.start_together(each.by_tensor(each.delta))
         self._in_flight = True
 
     def _finish(self) -> bool:
@@ -346,19 +352,19 @@ class OuterLoop:
         """
         self._in_flight = False
         try:
-            for each in self._replicas.values():
+            for each in self._replicas:
                 each.look()
         except Exception as raised:
             self.exchange.fail(raised)
-        means = self.exchange.finish(sparse=True)
+        means = self.exchange.finish_vectors()
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
-        for name, each in self._replicas.items():
+        for each, mean in zip(self._replicas, means, strict=True):
             progress = bool(self.delay)
             if progress:
                 each.cut_progress()
             if self.rate:
-                each.move(means[name], self.rate, self.momentum, nesterov=self.nesterov)
+                each.move(mean, self.rate, self.momentum, nesterov=self.nesterov)
             each.go_on(progress=progress)
         if not self.rate:
             self.exchange.reset()
@@ -367,11 +373,7 @@ class OuterLoop:
 
     def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
         """Return the arrays of each tensor to save, by name; not copied."""
-        return {
-            f"{part}/{name}": array
-            for name, each in self._replicas.items()
-            for part, array in each.arrays(in_flight=in_flight).items()
-        }
+        return {key: array for each in self._replicas for key, array in each.arrays(in_flight=in_flight).items()}
 
     def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Return the arrays of a saved state, except those of the exchange; raises ValueError if they do not fit."""

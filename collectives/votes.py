@@ -24,7 +24,10 @@ def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blo
     """
     supports = shares.cut(total)
     own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)
-    own[np.searchsorted(supports[group.rank].indices, counts.indices)] = counts.values
+    if own.size == counts.nnz:  # the same entries
+        own[...] = counts.values
+    else:
+        own[np.searchsorted(supports[group.rank].indices, counts.indices)] = counts.values
     usual = int(np.bincount(own).argmax()) if own.size else 0
     others = np.flatnonzero(own != usual)
     sent = SparseVector(others, own[others].astype(np.float32), own.size)

@@ -177,6 +177,24 @@ def address(array: Any) -> int:
     return int(array.data.ptr) if on_device(array) else int(array.ctypes.data)
 
 
+def adjacent(parts: Sequence[Array]) -> Array | None:
+    """Return one vector over 1-d arrays that lie one after the other in host memory, without a copy; None for others.
+
+    It holds a reference to the first one only.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    some = [part for part in parts if part.size] or list(parts[:1])
+    if on_device(some[0]):
+        return None
+    expected = end = some[0].__array_interface__["data"][0]
+    for part in some:
+        if part.__array_interface__["data"][0] != end:
+            return None
+        end += part.nbytes
+    return np.lib.stride_tricks.as_strided(some[0], ((end - expected) // some[0].itemsize,))
+
+
 def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
     given: list[Any] = [array for array in arrays if array.size]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, to_numpy
+from mpicomp.bucket import SHARED, Bucket
 from mpicomp.compressors.common import check_number
 from mpicomp.feedback.base import wide
-from mpicomp.pipeline import SHARED, Pipeline
 from mpicomp.settings import check_table, from_table, to_table
 
 CONSERVED = "sum", "mean"
@@ -28,7 +28,7 @@ _BY_RANK = "compressor", "down", "holds", "settings"  # parts that may differ by
 
 
 def redistributed(
-    pipelines: Sequence[Pipeline],
+    buckets: Sequence[Bucket],
     settings: Mapping[str, Any],
     ranks: int,
     load: Callable[[int], Mapping[str, Any]],
@@ -48,42 +48,44 @@ def redistributed(
     rank, size = settings["rank"], settings["ranks"]
     state = _loaded(load, rank % ranks, ranks)
     if rank >= ranks:
-        state |= {key: np.zeros_like(state[key]) for key in _on_the_root(pipelines) & state.keys()}
-    dtypes = {key: state[key].dtype for key in _differing(pipelines) & state.keys()}
+        state |= {key: np.zeros_like(state[key]) for key in _on_the_root(buckets) & state.keys()}
+    dtypes = {key: state[key].dtype for key in _differing(buckets) & state.keys()}
     start = np.array if rank < ranks else np.zeros_like
     state |= {key: start(state[key], wide(dtype)) for key, dtype in dtypes.items()}
     for source in range(rank + size, ranks, size):
         other = _loaded(load, source, ranks)
-        _check_same_step(state, other, rank, source, differing=dtypes.keys(), rooted=_on_the_root(pipelines))
+        _check_same_step(state, other, rank, source, differing=dtypes.keys(), rooted=_on_the_root(buckets))
         state |= {key: state[key] + other[key] for key in dtypes}
-        state |= _of_the_root(pipelines, other, source)
-    for key in _roots(pipelines) & state.keys():
+        state |= _of_the_root(buckets, other, source)
+    for key in _roots(buckets) & state.keys():
         state[key] = np.asarray(state[key] % size)
-    for pipeline in pipelines if size != ranks else ():
-        if _keeps_mean(pipeline, settings["average"], conserve):
-            state |= {key: state[key] * size / ranks for key in _differing([pipeline]) & dtypes.keys()}
+    for bucket in buckets if size != ranks else ():
+        if _keeps_mean(bucket, settings["average"], conserve):
+            state |= {key: state[key] * size / ranks for key in _differing([bucket]) & dtypes.keys()}
     state |= {key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()}
     return state | {SHARED: to_table(from_table(state[SHARED]) | {"rank": rank, "ranks": size})}
 
 
-def _differing(pipelines: Sequence[Pipeline]) -> set[str]:
+def _differing(buckets: Sequence[Bucket]) -> set[str]:
     """Return the keys of the arrays that differ by rank."""
-    return {f"{each.name}/feedback.{name}" for each in pipelines for name in each.feedback.differing}
+    return {f"{name}/feedback.{part}" for each in buckets for name in each.names for part in each.feedback.differing}
 
 
-def _on_the_root(pipelines: Sequence[Pipeline]) -> set[str]:
+def _on_the_root(buckets: Sequence[Bucket]) -> set[str]:
     """Return the keys of the arrays that the root of a server exchange has alone."""
-    return {f"{each.name}/downlink.{name}" for each in pipelines if each.downlink for name in each.downlink.differing}
+    served = [(name, each.downlink) for each in buckets if each.downlink for name in each.names]
+    return {f"{name}/downlink.{part}" for name, downlink in served for part in downlink.differing}
 
 
-def _roots(pipelines: Sequence[Pipeline]) -> set[str]:
+def _roots(buckets: Sequence[Bucket]) -> set[str]:
     """Return the keys of the roots of a server exchange."""
-    return {f"{each.name}/downlink.root" for each in pipelines if each.downlink}
+    return {f"{name}/downlink.root" for each in buckets if each.downlink for name in each.names}
 
 
-def _of_the_root(pipelines: Sequence[Pipeline], state: Mapping[str, Array], rank: int) -> dict[str, Array]:
+def _of_the_root(buckets: Sequence[Bucket], state: Mapping[str, Array], rank: int) -> dict[str, Array]:
     """Return what the state of a rank says of the downlinks whose root it is."""
-    served = {each.name for each in pipelines if each.downlink and state.get(f"{each.name}/downlink.root") == rank}
+    names = (name for each in buckets if each.downlink for name in each.names)
+    served = {name for name in names if state.get(f"{name}/downlink.root") == rank}
     split = [(key, *key.rpartition("/")) for key in state]
     return {key: state[key] for key, name, _, part in split if name in served and part.startswith(("down", "holds"))}
 
@@ -116,9 +118,9 @@ def _check_same_step(
             raise ValueError(f"{key} has the shapes {shapes} in the states of ranks {rank} and {source}: {remedy}")
 
 
-def _keeps_mean(pipeline: Pipeline, average: bool | str, conserve: str) -> bool:
+def _keeps_mean(bucket: Bucket, average: bool | str, conserve: str) -> bool:
     """Return whether the mean over the ranks is conserved: for EF21 if the exchange returns a mean."""
-    return average is True if pipeline.feedback.has_dense_result else conserve == "mean"
+    return average is True if bucket.feedback.has_dense_result else conserve == "mean"
 
 
 def _narrowed(key: str, total: Array, dtype: np.dtype[Any], rank: int) -> Array:

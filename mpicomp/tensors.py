@@ -14,7 +14,7 @@ import numpy as np
 from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
 from mpicomp.vector import SparseVector
 
-ALONE = "gradient"  # the name of one array, and of the vector of a list
+ALONE = "gradient"  # the name of one array, and of the segment of a list
 
 _MODULE = "module."  # what DistributedDataParallel puts in front of the names of parameters
 
@@ -45,6 +45,10 @@ class Tensor:
         """A vector of its size and dtype, on its device, that has no entry."""
         return SparseVector.empty(self.size, self.dtype, beside=self.xp.empty(0))
 
+    def new(self) -> Array:
+        """Return a vector of zeros of its size and dtype, on its device."""
+        return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
+
     def flatten(self, array: Any) -> Array:
         """Return a gradient as one vector, a view where possible; zeros for None.
 
@@ -52,7 +56,7 @@ class Tensor:
         PyTorch in place of its gradient.
         """
         if array is None:
-            return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
+            return self.new()
         if getattr(array, "requires_grad", False) and getattr(array, "is_leaf", False):
             raise TypeError(f"{self.name} is a parameter, not a gradient: pass its .grad")
         return contiguous(self._checked(self.name, array)).reshape(-1)

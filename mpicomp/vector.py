@@ -356,16 +356,23 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
     return SparseVector.trusted(np.concatenate(indices), np.concatenate([part.values for part in vectors]), length)
 
 
+def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
+    """Return the number of entries before each of increasing positions, from 0 to the length of the vector."""
+    edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)
+    return np.searchsorted(vector.indices, edges).tolist()  # type: ignore[no-any-return]
+
+
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     """Return the parts of a vector between consecutive bounds, from 0 to its length, each with indices from 0 on."""
     if len(bounds) == 2:
         return [vector]
-    edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)
-    places = np.searchsorted(vector.indices, edges).tolist()
-    parts = zip(pairwise(bounds), pairwise(places), strict=True)
+    wanted = [index_dtype(end - first) for first, end in pairwise(bounds)]
+    parts = zip(pairwise(bounds), pairwise(places_of(vector, bounds)), wanted, strict=True)
     return [
-        SparseVector(vector.indices[low:high] - vector.indices.dtype.type(first), vector.values[low:high], end - first)
-        for (first, end), (low, high) in parts
+        SparseVector.trusted(
+            (vector.indices[low:high] - first).astype(dtype, copy=False), vector.values[low:high], end - first
+        )
+        for (first, end), (low, high), dtype in parts
     ]
 
 

@@ -11,6 +11,7 @@ from kernel_cases import expected_in_chunks
 from mpicomp import ChunkedTopK, Quantised, SparseVector, TopK, quantise
 from mpicomp.codec import decode, encode, smallest
 from mpicomp.kernels import host
+from mpicomp.vector import split
 
 LENGTH = 4096 * 256
 DRAWS = {
@@ -166,10 +167,25 @@ def test_each_round_of_lloyds_reads_the_values_once_and_there_are_twenty_at_most
     monkeypatch.setattr(
         host.statistics, "sides", lambda values, threshold: thresholds.append(threshold) or sides(values, threshold)
     )
-    quantise(selected("t3")[1], "two_bit")
+    values = selected("t3")[1].values
+    sums = host.moments(values)
+    host.two_magnitudes(values, sums.absolute / values.size, sums.largest)
     assert len(thresholds) == 20
-    quantise(SparseVector(range(8), [-4, -3, -2.5, -2, 2, 2.5, 3, 6], 8), "two_bit")
+    host.two_magnitudes(np.array([-4, -3, -2.5, -2, 2, 2.5, 3, 6]), 3.125, 6.0)
     assert thresholds[20:] == [3.125, 3.75]
+
+
+@pytest.mark.parametrize("form", ["sign", "two_bit"])
+def test_each_segment_has_magnitudes_of_its_own(form):
+    """Bitwise those of each segment alone; also where the sums of one leave the range."""
+    rng, bounds = np.random.default_rng(0), [0, 500, 500, 800, 1000]
+    values = rng.standard_normal(1000).astype(np.float32) * np.repeat(np.float32([1, 1, 1e-3, 1e30]), np.diff(bounds))
+    for given in (values, values.astype(np.float64) * 1e270):
+        vector = SparseVector(np.arange(1000), given, 1000)
+        quantised, error = quantise(vector, form, bounds)
+        each = [quantise(part, form)[0].values for part in split(vector, bounds)]
+        assert quantised.values.tobytes() == np.concatenate(each).tobytes()
+        assert error.values.tobytes() == (given - quantised.values).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +40,15 @@ def dense_calls(values, other, number):
         yield host.exceeding(values, 0.0, **options)
         yield host.moments(values, **options)
         yield host.sides(values, 1.0, **options)
-        yield host.largest_in_chunks(values, 3, 1000, 2, **options)
+        yield host.largest_in_segments(values, [0, values.size], [3], [1000], [2], **options)
+        bounds = [0, values.size // 9, values.size // 2, values.size]
+        rows = [1, 99, 3], [9, values.size + 1, 70], [1, 99, 2]
+        yield host.largest_in_segments(values, bounds, *rows, **options)
+        parts = [other[first:end] for first, end in pairwise(bounds)]
+        yield host.largest_in_segments(room, bounds, *rows, summands=(values, 1.0, parts), **options)
+        yield total.copy()
+        yield host.add_scaled(values, 0.3, other, room, **options)
+        yield total.copy()
         yield host.histogram(values, **options)
         yield host.add(values, other, room, long=0, **options)
         yield total.copy()

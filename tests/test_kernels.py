@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,11 +17,11 @@ from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
-    chunks,
     coding,
     fused,
     instructions,
     merging,
+    segments,
     selection,
     statistics,
     streaming,
@@ -29,7 +30,7 @@ from mpicomp.kernels.host import (
 )
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying]
+MODULES = [bits, coding, fused, merging, segments, selection, statistics, streaming, surveying]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -135,7 +136,7 @@ def test_the_largest_of_every_chunk_are_exact_with_ties_to_the_lowest_position(m
     values = families(dtype)[family].astype(dtype)
     for k, chunk, last in CHUNKS if mode == "compiled" else CHUNKS[2:3]:
         for some in (values, values[:1], values[:2500]) if mode == "compiled" else (values[:350],):
-            positions, found = host.largest_in_chunks(some, k, chunk, last)
+            positions, found = host.largest_in_segments(some, [0, some.size], [k], [chunk], [last])
             np.testing.assert_array_equal(positions, expected_in_chunks(some, k, chunk, last), strict=True)
             assert (found.dtype, found.tobytes()) == (dtype, some[positions].tobytes())
 
@@ -147,9 +148,85 @@ def test_chunks_of_any_scale_after_each_other(dtype):
     scales = rng.choice([0, np.finfo(dtype).smallest_subnormal, 1e-3, 1, 1e3, np.inf, np.nan], 80)
     values = (rng.standard_normal((80, 50)) * scales[:, None]).astype(dtype).reshape(-1)
     for k in 1, 7, 49, 50:
-        positions, _ = host.largest_in_chunks(values, k, 50, 1)
+        positions, _ = host.largest_in_segments(values, [0, values.size], [k], [50], [1])
         magnitudes = np.where(np.isnan(values), np.inf, np.abs(values).astype(np.float64))
         np.testing.assert_array_equal(positions, expected_in_chunks(magnitudes, k, 50, 1))
+
+
+SEGMENTS = [0, 0, 1, 30, 30, 1400, 20_000, 40_000, 40_000]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", families(np.float32))
+def test_the_largest_of_segments_are_those_of_each_alone(mode, dtype, family):
+    """Of other scales, some of them empty, as a whole and in chunks; compiled ones long enough for a sample."""
+    bounds = SEGMENTS if mode == "compiled" else SEGMENTS[:5]
+    scales = np.repeat(np.array([1, 1, 8, 0, 0.5, 4, 0.25, 1], dtype)[: len(bounds) - 1], np.diff(bounds))
+    with np.errstate(all="ignore"):
+        values = np.resize(families(dtype)[family], bounds[-1]).astype(dtype) * scales
+    sizes = np.diff(bounds).tolist()
+    for each in [max(1, size) for size in sizes], [64] * len(sizes):
+        counts = [max(1, min(size, chunk) // 50) for size, chunk in zip(sizes, each, strict=True)]
+        last = [max(1, count // 2) if chunk == 64 else count for count, chunk in zip(counts, each, strict=True)]
+        rows = [min(count, max(1, size)) for count, size in zip(counts, sizes, strict=True)], each, last
+        positions, found = host.largest_in_segments(values, bounds, *rows)
+        alone = [
+            expected_in_chunks(values[first:end], *row) + first
+            for (first, end), row in zip(pairwise(bounds), zip(*rows, strict=True), strict=True)
+            if end > first
+        ]
+        np.testing.assert_array_equal(positions, np.concatenate(alone))
+        assert found.tobytes() == values[positions].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_the_largest_of_a_sum_of_segments_are_those_of_the_written_sum(mode, dtype, scale):
+    """Parts of another vector, each in memory of its own, at any place of a cache line."""
+    rng, bounds = np.random.default_rng(1), SEGMENTS if mode == "compiled" else SEGMENTS[:5]
+    vector, room = rng.standard_normal(bounds[-1]).astype(dtype), np.full(bounds[-1] + 3, 7, dtype)
+    parts = [rng.standard_normal(end - first + 1).astype(dtype)[1:] for first, end in pairwise(bounds)]
+    sizes = np.diff(bounds).tolist()
+    for offset, chunk in (1, 64), (3, 10**6):
+        out = room[offset : offset + bounds[-1]]
+        k = [min(size, max(1, min(size, chunk) // 50)) for size in sizes]
+        rows = k, [chunk] * len(sizes), [1] * len(sizes)
+        found = host.largest_in_segments(out, bounds, *rows, summands=(vector, scale, parts))
+        expected = vector * dtype.type(scale) + np.concatenate(parts)
+        assert out.tobytes() == expected.tobytes()
+        for mine, theirs in zip(found, host.largest_in_segments(expected, bounds, *rows), strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("two", [False, True])
+def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
+    """Bitwise: sums have the order of `moments` and `sides`, whose last block is padded with zeros."""
+    bounds = [0, 0, 1, 257, 600, 600 + 16384, 40_000] if mode == "compiled" else [0, 1, 300, 900]
+    values = (np.random.default_rng(2).standard_t(3, bounds[-1]) * 3).astype(dtype)
+    found = host.magnitudes_in_segments(values, bounds, two=two)
+    for row, (first, end) in zip(found.tolist(), pairwise(bounds), strict=True):
+        sums = host.moments(values[first:end])
+        mean = min(sums.absolute / max(1, end - first), sums.largest)
+        magnitudes = host.two_magnitudes(values[first:end], mean, sums.largest) if two else (mean, mean, mean)
+        assert row == [mean, sums.largest, *magnitudes]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_segment_that_is_not_finite_has_no_finite_mean(mode, bad):
+    values = np.ones(20, np.float32)
+    values[7] = bad
+    found = host.magnitudes_in_segments(values, [0, 5, 20], two=True)
+    assert np.isfinite(found).all(axis=1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_scaled_sum_is_rounded_twice(mode, dtype):
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
+    for one, other, out in ((a, b, np.empty_like(a)), (a[::2], b[1::2], np.empty_like(a)[::2])):
+        host.add_scaled(one, 0.3, other, out)
+        assert out.tobytes() == (one * dtype.type(0.3) + other).tobytes()
 
 
 @settings(max_examples=200)
@@ -776,7 +853,8 @@ def test_read_only_arrays_are_not_compiled_for():
         v, i, f = given(values), given(indices), given(few)
         host.largest(v, 9), host.above(v, 1.0), host.exceeding(v, 1.0), host.histogram(v), host.raise_not_finite(v)
         host.moments(v), host.survey(v, 0.5, 0.5), host.sample(given(np.tile(values, 16))), host.magnitude_range(v)
-        host.sides(v, 0.5), host.largest_in_chunks(v, 3, 50, 1)
+        host.sides(v, 0.5), host.largest_in_segments(v, [0, 9, v.size], [3, 3], [50, 50], [1, 1])
+        host.magnitudes_in_segments(v, [0, 9, v.size], two=True), host.add_scaled(v, 0.5, v, out)
         host.add(v, v, out, long=0), host.add_largest(v, v, out, 9, long=0), host.add_above(v, v, out, 9.0, long=0)
         host.gather(v, i), host.scatter(out, i, f), host.scatter_add(out, i, f), host.first_disorder(i, 1 << 16)
         host.merge(i, f, i, f), host.accumulate([i] * 3, [f] * 3, 1 << 16), host.divide(i, f, given(np.arange(3)))

@@ -6,19 +6,33 @@ import numpy as np
 import pytest
 
 from mpicomp import SparseVector, replica
-from mpicomp.replica import replicas
+from mpicomp.replica import Replica, untied
+from mpicomp.tensors import DICT, describe
 
 
 def one(array, momentum=0.0):
-    (found,) = replicas({"w": array}, momentum, host=False).values()
-    return found
+    given = {"w": array}
+    return Replica(describe(given, DICT), given, momentum, host=False)
 
 
-def test_one_memory_under_two_names_is_one_replica():
+def test_one_memory_under_two_names_counts_once():
     shared, other = np.ones((3, 4)), np.ones(5)
-    found = replicas({"a": shared, "b": other, "c": shared.reshape(12), "d": np.ones((3, 4))}, 0.0, host=False)
-    assert found["a"] is found["c"]
-    assert len({id(each) for each in found.values()}) == 3
+    found = untied({"a": shared, "b": other, "c": shared.reshape(12), "d": np.ones((3, 4))})
+    assert found == {"a": "a", "b": "b", "c": "a", "d": "d"}
+
+
+def test_several_tensors_are_one_vector_in_their_order():
+    given = {"a": np.arange(4.0).reshape(2, 2), "b": np.array(7.0), "c": np.zeros((0, 3)), "d": np.arange(2.0)}
+    found = Replica(describe(given, DICT), given, 0.0, host=False)
+    for array in given.values():
+        array += 1
+    found.subtract()
+    assert found.anchor.tolist() == [0, 1, 2, 3, 7, 0, 1]
+    assert found.delta.tolist() == [-1] * 7
+    found.move(SparseVector([1, 4, 6], [-1.0, -2, -3], 7), 1.0, 0.0, nesterov=False)
+    found.go_on(progress=False)
+    assert [array.tolist() for array in given.values()] == [[[0, 2], [2, 3]], 9, [], [0, 4]]
+    assert found.by_tensor(found.anchor)["a"].shape == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +48,7 @@ def test_one_memory_under_two_names_is_one_replica():
 )
 def test_arrays_that_cannot_be_trained_are_refused(arrays, error, match):
     with pytest.raises(error, match=match):
-        replicas(arrays, 0.0, host=False)
+        untied(arrays)
 
 
 def test_an_array_of_another_library_is_written_in_place():
@@ -107,23 +121,23 @@ def test_a_contribution_is_scaled_to_the_median_of_those_above_0():
     found = one(mine)
     mine[:] = -4
     found.subtract()
-    assert found.norm() == 8
-    found.clip(8.0, [8.0, 2.0, 0.0, 4.0])
-    assert (found.delta.tolist(), found.scale) == ([2, 2, 2, 2], 0.5)
+    assert found.norms() == [8]
+    found.clip([8.0], [[8.0], [2.0], [0.0], [4.0]])
+    assert (found.delta.tolist(), found.scales.tolist()) == ([2, 2, 2, 2], [0.5])
     mine += 1
     found.cut_progress()
     assert mine.tolist() == [1, 1, 1, 1]
-    found.clip(0.0, [0.0, 0.0])
+    found.clip([0.0], [[0.0], [0.0]])
     mine[2] = np.inf
     found.subtract()
-    found.clip(found.norm(), [found.norm(), 1.0])
-    assert (found.norm(), found.scale) == (np.inf, 1)
+    found.clip(found.norms(), [found.norms(), [1.0]])
+    assert (found.norms(), found.scales.tolist()) == ([np.inf], [1])
 
 
 def test_an_empty_parameter():
     found = one(np.zeros((0, 3)))
     found.subtract()
-    assert found.norm() == 0
+    assert found.norms() == [0]
     found.move(SparseVector.empty(0, np.float64), 1.0, 0.0, nesterov=False)
     found.go_on(progress=False)
 

@@ -1,8 +1,8 @@
 """GradientExchange: correct, compress, reduce, put back.
 
-Pipeline   a vector: its tensors, compressor and feedback; what is constant (`mpicomp.pipeline`)
-Bucket     the vectors of one message
-Transfer   a vector in one step; Flight: a bucket in one step
+Bucket     tensors that are one vector, with compressor, feedback and state: what is constant (`mpicomp.bucket`)
+Layout     which tensors are in which bucket
+Flight     a bucket in a step
 Step       a step: started, settled, committed or rolled back
 """
 

@@ -13,18 +13,19 @@ from collectives.allreduce import sparse_allreduce
 from collectives.collective import nonblocking_sum, with_votes
 from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.statistics import Statistics, report
-from collectives.exchange.step import CONTRIBUTORS, OPERATION, Bucket, Step
+from collectives.exchange.step import CONTRIBUTORS, OPERATION, Step
 from collectives.faults.ledger import accounts, balance, name_step
 from collectives.plan import CyclicLeader
 from collectives.rooted import server_halves, sparse_reduce
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
+from mpicomp.bucket import Bucket, load_whole_state, restored_on_error, set_back, whole_state
 from mpicomp.compressors import Compressor
 from mpicomp.errors import CollectiveError, StepSkippedError
 from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
-from mpicomp.pipeline import Pipeline, load_whole_state, restored_on_error, set_back, whole_state
 from mpicomp.redistribution import redistributed
-from mpicomp.tensors import DICT, by_name, check_same_form, form_of, in_form, outs_by_name
+from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, form_of, in_form, outs_by_name
+from mpicomp.vector import SparseVector
 
 
 class GradientExchange:
@@ -48,8 +49,8 @@ class GradientExchange:
     of each step that was kept; an error in it becomes a warning.
 
     nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN or an infinity, which takes one
-    more pass over the gradients. Residuals do not change, all means are NaN, so that a scaler skips the step too (with
-    sparse=True they are empty), and `finite` is False until a step is kept. "raise" raises.
+    more pass over the gradients. Residuals do not change, all means are zero, so that an optimiser without momentum
+    changes nothing (with sparse=True they are empty), and `finite` is False until a step is kept. "raise" raises.
 
     The object holds the residuals: use one for each model, and the same settings and calls on every rank. The first
     step compares settings and tensors between the ranks. A step is kept by all ranks or by none. Raises TypeError or
@@ -82,13 +83,13 @@ class GradientExchange:
         check_communicator(comm)
         collective = collective or (sparse_allreduce if downlink is None else sparse_reduce)
         voted = with_votes(collective) if average == CONTRIBUTORS else collective
-        halves: tuple[Any, Any] = (nonblocking_sum(voted), None) if downlink is None else server_halves(voted)
+        self._collectives = (nonblocking_sum(voted), None) if downlink is None else server_halves(voted)
         self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
         self.steps = self.skipped = 0  # that were kept, and skipped
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
         self._total: Statistics | None = None  # of all steps
-        self._layout = Layout(compressor, feedback, downlink, *halves, small, bucket_nbytes, average, nonfinite)
+        self._layout = Layout(compressor, feedback, downlink, small, bucket_nbytes, average, nonfinite)
         self._checked = checking.asked()
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
@@ -154,9 +155,13 @@ class GradientExchange:
             raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
         if self._form is not None:
             check_same_form(DICT, {name: array}, self._form, self._names)
+        self.start_together({name: array}, {name: out})
+
+    def start_together(self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
+        """Pass the gradients of several registered tensors, without the checks of `start`."""
         step = self._begin()
-        step.arrays[name] = array
-        step.outs[name] = out
+        step.arrays |= arrays
+        step.outs |= outs or {}
         try:
             with np.errstate(all="ignore"):  # they may be set differently by rank: see `step`
                 step.leave()
@@ -180,6 +185,12 @@ class GradientExchange:
         self._begin()
         return self._run(DICT, sparse)
 
+    def finish_vectors(self) -> list[SparseVector]:
+        """Complete the step as `finish` does, and return the mean of each of `buckets`; none if the step is skipped."""
+        step = self._begin()
+        self._run(DICT, True, "vectors")
+        return [flight.mean for flight in step.flights] if self.finite else []
+
     def fail(self, error: Exception) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`."""
         try:
@@ -200,23 +211,24 @@ class GradientExchange:
         if not self._buckets:
             return parameters
         arrays = by_name(parameters)
-        points = {name: point for pipeline in self._pipelines() for name, point in pipeline.ahead(arrays).items()}
+        points = {name: point for bucket in self.buckets for name, point in bucket.ahead(arrays).items()}
         return in_form(form_of(parameters), points, arrays)
 
     @property
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residuals, except those in place; takes a pass over them."""
-        kept = [each for pipeline in self._pipelines() for each in (pipeline.feedback, pipeline.downlink)]
+        kept = [each for bucket in self.buckets for each in (bucket.feedback, bucket.downlink)]
         return math.hypot(*[each.residual_norm for each in kept if each is not None])
 
     @property
     def compressors(self) -> dict[str, Compressor]:
         """The compressors in use by name of the tensor, such as to look at a `report`; one vector is "gradient"."""
-        return {pipeline.name: pipeline.compressor for pipeline in self._pipelines()}
+        found = (bucket.compressor.compressors for bucket in self.buckets)
+        return {ALONE if name is None else name: each for some in found for name, each in some.items()}
 
     def report(self) -> str:
         """Return lines to print: bytes and milliseconds of the steps on this rank, compared with a dense allreduce."""
-        itemsize = next((tensor.dtype.itemsize for tensor in self._pipelines()[0].tensors), 0)
+        itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
         return report(self._total, self.steps, self.skipped, self.comm.size, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
@@ -228,7 +240,7 @@ class GradientExchange:
         in place (save the gradients).
         """
         with set_back(self.under_way.snapshots() if self.under_way else []):
-            return whole_state(self._pipelines(), self._layout.settings(self.comm))
+            return whole_state(self.buckets, self._layout.settings(self.comm))
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
@@ -240,9 +252,9 @@ class GradientExchange:
         """
         self._check_between_steps()
         for bucket in self._buckets:
-            if len({str(state.get(f"{each.name}/downlink.root")) for each in bucket.pipelines}) > 1:
-                raise ValueError("in the state the vectors of a bucket have several roots: expected its bucket_nbytes")
-        load_whole_state(self._pipelines(), state, self._layout.settings(self.comm), same_settings=same_settings)
+            if len({str(state.get(f"{name}/downlink.root")) for name in bucket.names}) > 1:
+                raise ValueError("in the state the tensors of a bucket have several roots: expected its bucket_nbytes")
+        load_whole_state(self.buckets, state, self._layout.settings(self.comm), same_settings=same_settings)
 
     def load_state_dicts(
         self,
@@ -273,7 +285,7 @@ class GradientExchange:
         >>> exchange.load_state_dicts(1, lambda rank: states[rank])
         """
         settings = self._layout.settings(self.comm)
-        state = redistributed(self._pipelines(), settings, ranks, load, conserve)
+        state = redistributed(self.buckets, settings, ranks, load, conserve)
         self.load_state_dict(state, same_settings=same_settings)
 
     def continue_on(self, comm: Any) -> None:
@@ -290,13 +302,13 @@ class GradientExchange:
         if len({*zip(kept, buckets, strict=True)}) > 1:
             got = f"{list(kept)}, of {list(buckets)} buckets"
             raise CollectiveError(f"the ranks have kept different numbers of steps, {got}: load a checkpoint")
-        for pipeline in self._pipelines():
-            if pipeline.downlink is not None:  # a root that is there stays the root: it has the residual
-                root = pipeline.downlink.root
-                pipeline.downlink.root = ranks.index(root) if root in ranks else 0
-            for part in pipeline.compressor.chain():
-                if isinstance(part, CyclicLeader):
-                    part.comm = comm
+        for bucket in self._buckets:
+            if bucket.downlink is not None:  # a root that is there stays the root: it has the residual
+                root = bucket.downlink.root
+                bucket.downlink.root = ranks.index(root) if root in ranks else 0
+        for part in (part for compressor in self.compressors.values() for part in compressor.chain()):
+            if isinstance(part, CyclicLeader):
+                part.comm = comm
         self.comm = comm
 
     def reset(self) -> None:
@@ -305,8 +317,8 @@ class GradientExchange:
         RuntimeError within a step.
         """
         self._check_between_steps()
-        for pipeline in self._pipelines():
-            pipeline.reset()
+        for bucket in self.buckets:
+            bucket.reset()
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals in gradient units by `factor`, the old learning rate over the new one.
@@ -314,25 +326,26 @@ class GradientExchange:
         Raises RuntimeError within a step, and the errors of a feedback's `rescale`; nothing changes then.
         """
         self._check_between_steps()
-        with restored_on_error(self._pipelines()):
-            for pipeline in self._pipelines():
-                pipeline.rescale(factor)
+        with restored_on_error(self.buckets):
+            for bucket in self.buckets:
+                bucket.rescale(factor)
 
     def _begin(self) -> Step:
         """Return the current step; start one if there is none."""
         if self.under_way is None:
             modes = {"checked": self._checked, "skips": self._layout.nonfinite == "skip"}
-            self.under_way = Step(self._buckets, self.comm, average=self._layout.average, **modes)
+            average = self._layout.average
+            self.under_way = Step(self._buckets, self.comm, self._collectives, average=average, **modes)
         return self.under_way
 
-    def _run(self, form: str, sparse: bool) -> dict[str, Any]:
-        """Complete the current step."""
+    def _run(self, form: str, sparse: bool, results: str = "") -> dict[str, Any]:
+        """Complete the current step, and return its results: see `Flight.settle` for their form."""
         step = self._begin()
         try:
             if not self._buckets:
                 step.buckets = self._register(form, step.arrays)
             with np.errstate(all="ignore"):  # they may be set differently by rank: see `step`
-                step.settle(sparse=sparse)
+                step.settle(form=results or ("sparse" if sparse else "dense"))
         except BaseException as error:
             self._end_badly(error)
             if not isinstance(error, StepSkippedError):
@@ -347,7 +360,7 @@ class GradientExchange:
 
     def _register(self, form: str, arrays: Mapping[str, Any]) -> list[Bucket]:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
-        self._form, self._names = form, {name for bucket in self._buckets for name in bucket.names}
+        self._form, self._names = form, {name for bucket in self._buckets for name in bucket.names_of_tensors}
         return self._buckets
 
     def _check_between_steps(self) -> None:
@@ -362,10 +375,10 @@ class GradientExchange:
         if self._checked and isinstance(error, Exception):
             name_step(error, self.steps, self.comm.rank)
 
-    def _pipelines(self) -> list[Pipeline]:
-        """Return the pipelines of all vectors; before the first step that of a single vector."""
-        found = [pipeline for bucket in self._buckets for pipeline in bucket.pipelines]
-        return found or [self._layout.alone([])]
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets; before the first step that of a single vector."""
+        return self._buckets or [self._layout.alone([])]
 
     def _end_step(self, step: Step) -> None:
         """Count a step that was kept, and log its statistics."""

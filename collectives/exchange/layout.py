@@ -1,15 +1,15 @@
-"""The assignment of tensors to vectors, and of vectors to messages: made once, after all ranks compared their tensors.
+"""The assignment of tensors to buckets: made once, after all ranks compared their tensors.
 
 The rules, in the order in which they apply:
 
 1. Named tensors are in the order of rank 0: that of its gradients in the first step, or of `register`. Buckets start in
    that order on all ranks in every step.
 2. A named tensor of fewer than `small` values is sent dense, in one bucket for each dtype, after the others.
-3. Every other named tensor is a vector of its own, with a compressor and a feedback of its own.
-4. A bucket contains vectors of one dtype, up to about `bucket_nbytes`; a tensor is never divided.
-5. With a downlink, rank b mod P is the root of bucket b, so that no rank serves all buckets.
+3. A bucket contains tensors of one dtype, up to about `bucket_nbytes`; a tensor is never divided. Each is a segment of
+   the bucket's vector: its entries compete with each other only.
+4. With a downlink, rank b mod P is the root of bucket b, so that no rank serves all buckets.
 
-The arrays of a list are one vector, whose entries compete; one array is one vector of one tensor.
+One array, or the arrays of a list, are one bucket of one segment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.agreement import check_same, gather_objects
-from collectives.dense import dense_iallreduce
-from collectives.exchange.step import CONTRIBUTORS, OPERATION, Bucket
+from collectives.exchange.step import CONTRIBUTORS, OPERATION
+from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.compressors.common import check_number
 from mpicomp.feedback import Feedback, TwoWay
 from mpicomp.feedback.base import check_feedback
-from mpicomp.pipeline import Pipeline
 from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
 
 Choose = Callable[[str, tuple[int, ...]], Compressor]  # of the name and the shape of a tensor
@@ -33,13 +32,11 @@ Choose = Callable[[str, tuple[int, ...]], Compressor]  # of the name and the sha
 
 @dataclass(frozen=True)
 class Layout:
-    """The assignment of tensors to vectors and messages; see the module. Named vectors have copies of the parts."""
+    """The settings of an exchange, and its buckets; see the module. Those of named tensors have copies of the parts."""
 
     compressor: Compressor | Choose
     feedback: Feedback
     downlink: TwoWay | None
-    collective: Callable[..., Any]
-    broadcast: Callable[..., Any] | None  # of the server exchange
     small: int
     bucket_nbytes: int
     average: bool | str
@@ -61,8 +58,13 @@ class Layout:
         if self.average == CONTRIBUTORS and self.feedback.has_dense_result:
             raise ValueError(f"{self.feedback!r} keeps the mean over all ranks: expected average=True or False with it")
 
+    @property
+    def down(self) -> Compressor | None:
+        """The compressor of the downlink; None without one."""
+        return None if self.downlink is None else self.downlink.compressor
+
     def settings(self, comm: Any) -> dict[str, Any]:
-        """Return the settings that a saved state is compared by, besides the parts of each vector; the rank first."""
+        """Return the settings that a saved state is compared by, besides the parts of each segment; the rank first."""
         return {"rank": comm.rank, "ranks": comm.size, "average": self.average, "small": self.small}
 
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
@@ -74,8 +76,7 @@ class Layout:
         statement: Any
         try:
             tensors = describe(arrays, form)
-            named = tensors if form == DICT else []
-            parts = {tensor.name: (self._compressor(tensor), deepcopy(self.feedback)) for tensor in named}
+            compressors = {each.name: self._compressor(each) for each in (tensors if form == DICT else [])}
             if form != DICT and is_choice(self.compressor):
                 raise TypeError(
                     f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
@@ -90,14 +91,15 @@ class Layout:
         check_same("settings", [each["settings"] for each in everyone])
         check_same("tensors", [each["tensors"] for each in everyone])
         if form != DICT:
-            return [Bucket([self.alone(tensors)], self.collective, broadcast=self.broadcast)]
+            return [self.alone(tensors)]
         here = {tensor.name: tensor for tensor in tensors}
-        return self._named([here[name] for name in everyone[0]["tensors"]], parts, comm.size)
+        return self._named([here[name] for name in everyone[0]["tensors"]], compressors, comm.size)
 
-    def alone(self, tensors: Sequence[Tensor]) -> Pipeline:
-        """Return the pipeline of tensors that form one vector, with the caller's own parts."""
+    def alone(self, tensors: Sequence[Tensor]) -> Bucket:
+        """Return the bucket of tensors that form one segment, with the caller's own parts."""
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # no tensor yet: none was chosen
-        return Pipeline(ALONE, tensors, compressor, self.feedback, self.downlink)
+        downlinks = [] if self.down is None else [self.down]
+        return Bucket([ALONE], tensors, [compressor], self.feedback, self.downlink, downlinks)
 
     def _settings(self, form: str) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, as text; compressors and feedback may differ."""
@@ -115,34 +117,30 @@ class Layout:
             check_feedback(self.feedback, given)
         return deepcopy(given)  # type: ignore[no-any-return]
 
-    def _named(
-        self, tensors: Sequence[Tensor], parts: Mapping[str, tuple[Compressor, Feedback]], ranks: int
-    ) -> list[Bucket]:
-        buckets: list[list[Pipeline]] = []
+    def _named(self, tensors: Sequence[Tensor], compressors: Mapping[str, Compressor], ranks: int) -> list[Bucket]:
+        parts: list[list[Tensor]] = []
         nbytes = 0  # of the last one
         for tensor in (tensor for tensor in tensors if tensor.size >= self.small):
             size = tensor.size * tensor.dtype.itemsize
-            other = not buckets or buckets[-1][0].tensors[0].dtype != tensor.dtype
-            if other or nbytes + size > self.bucket_nbytes:
-                buckets.append([])
+            if not parts or parts[-1][0].dtype != tensor.dtype or nbytes + size > self.bucket_nbytes:
+                parts.append([])
                 nbytes = 0
-            downlink = deepcopy(self.downlink)
-            if downlink is not None:
-                downlink.root = (len(buckets) - 1) % ranks
-            buckets[-1].append(Pipeline(_without_plus(tensor), [tensor], *parts[tensor.name], downlink))
+            parts[-1].append(tensor)
             nbytes += size
         small = [tensor for tensor in tensors if tensor.size < self.small]
         by_dtype = [[each for each in small if each.dtype == dtype] for dtype in {each.dtype: None for each in small}]
-        dense = [Pipeline("+".join(map(_without_plus, some)), some, *parts[some[0].name]) for some in by_dtype]
-        every = [Bucket(pipelines, self.collective, broadcast=self.broadcast) for pipelines in buckets]
-        return every + [Bucket([pipeline], dense_iallreduce, dense=True) for pipeline in dense]
+        buckets = []
+        for number, some in enumerate(parts + by_dtype):
+            dense = number >= len(parts)
+            downlink = None if dense else deepcopy(self.downlink)
+            if downlink is not None:
+                downlink.root = number % ranks
+            names, downlinks = [each.name for each in some], [deepcopy(self.down) for _ in some if downlink is not None]
+            own = [compressors[name] for name in names]
+            buckets.append(Bucket(names, some, own, deepcopy(self.feedback), downlink, downlinks, dense=dense))  # type: ignore[arg-type]
+        return buckets
 
 
 def is_choice(compressor: Any) -> bool:
     """Return whether `compressor` is a function that returns a compressor for each named tensor."""
     return callable(compressor) and not isinstance(compressor, Compressor | type)
-
-
-def _without_plus(tensor: Tensor) -> str:
-    """Return a name with a backslash before each plus sign, as plus signs separate names."""
-    return tensor.name.replace("\\", "\\\\").replace("+", "\\+")

@@ -6,66 +6,84 @@ keeps nothing, c - e is the sent minus the rejected entries. All values must be 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.exchange.transfer import Transfer
+from mpicomp.bucket import Bucket
 from mpicomp.checking import dense_mass, is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, split
 
 Array = NDArray[Any]
 
 
-class CheckedTransfer(Transfer):
-    """A transfer of the debug mode: checks that compressors do not change their input, and keeps an account."""
+class Account:
+    """What a bucket's step did to the mass of each of its segments; also checks that compressors change no input."""
 
-    account: dict[str, Any]  # of the step, after `commit`: see `balance`
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.entries: list[dict[str, Any]] = []  # one a segment, after `close`: see `balance`
 
-    def compress(self) -> SparseVector:
-        """See `Transfer.compress`; raises CheckError if the compressor changed its input."""
-        self._expected = self.pipeline.feedback.correct(self._gradient).copy()
-        sent = super().compress()
-        different = np.flatnonzero(self._expected != self._corrected)
+    def expect(self, gradient: Any) -> None:
+        """Store a copy of the vector to compress."""
+        self._expected = self._bucket.feedback.correct(gradient).copy()
+
+    def check_input(self, corrected: Array) -> None:
+        """Raise CheckError if a compressor changed its input."""
+        different = np.flatnonzero(self._expected != corrected)
         if different.size:
+            bounds, names = self._bucket.edges, self._bucket.names
+            place = int(np.searchsorted(bounds, different[0], side="right")) - 1
+            compressor = [*self._bucket.compressor.compressors.values()][place]
+            where = "" if len(names) == 1 else f"in {names[place]}: "
             raise CheckError(
-                f"{self.pipeline.compressor!r} changed {different.size} values of its input array, the first at "
-                f"{int(different[0])}: expected it to change a copy"
+                f"{where}{compressor!r} changed {different.size} values of its input array, the first at "
+                f"{int(different[0]) - bounds[place]}: expected it to change a copy"
             )
-        return sent
 
-    def commit(self) -> dict[str, Any]:
-        """See `Transfer.commit`; sets `account`."""
-        means, feedback = super().commit(), self.pipeline.feedback
-        residual = np.concatenate(self._homes) if feedback.in_place else feedback.residual
-        result = feedback.result(self._mean)
-        if residual is not None:
-            left = dense_mass(self._expected.astype(np.float64) - residual)
-        else:
-            left = mass(self._sent)
-            if self._rejected is not None:
-                left = total_mass([left, scaled_mass(mass(self._rejected), -1.0)])
+    def close(
+        self,
+        homes: Sequence[Array],
+        sent: SparseVector,
+        rejected: SparseVector | None,
+        mean: SparseVector,
+        total: SparseVector | None,
+    ) -> None:
+        """Account for a step that was committed."""
+        bucket, feedback = self._bucket, self._bucket.feedback
+        residual = np.concatenate(homes) if feedback.in_place else feedback.residual
+        result = feedback.result(mean)
         fault, values = None, result.values if isinstance(result, SparseVector) else result
         for what, array in (("the result", values), ("the residual", residual)):
             if fault is None and array is not None and not np.isfinite(array).all():
                 fault = f"{what} is not finite after the step"
-        dtype = str(self._mean.dtype)
-        self.account = {"vector": self.pipeline.name, "left": left, "dtype": dtype, "fault": fault}
-        return means
+        nothing = [None] * len(bucket.names)
+        back = nothing if rejected is None else split(rejected, bucket.edges)
+        sums = nothing if total is None else split(total, bucket.edges)
+        spans, parts = pairwise(bucket.edges), split(sent, bucket.edges)
+        for name, (first, end), mine, returned, received in zip(bucket.names, spans, parts, back, sums, strict=True):
+            if residual is not None:
+                left = dense_mass(self._expected[first:end].astype(np.float64) - residual[first:end])
+            else:
+                left = mass(mine)
+                if returned is not None:
+                    left = total_mass([left, scaled_mass(mass(returned), -1.0)])
+            entry = {"vector": name, "left": left, "dtype": str(mean.dtype), "fault": fault}
+            self.entries.append(entry | {"sum": None if received is None else mass(received)})
 
 
 def accounts(flights: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the accounts of a step's vectors, each with the mass of the received sum, None without one."""
-    parts = [pair for flight in flights for pair in zip(flight.transfers, flight.cut(flight.total), strict=True)]
-    return [transfer.account | {"sum": None if total is None else mass(total)} for transfer, total in parts]
+    """Return the accounts of a step's segments, each with the mass of the received sum, None without one."""
+    return [entry for flight in flights for entry in flight.account.entries]
 
 
 def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
     """Raise CheckError unless the mass that left the ranks is the mass received.
 
-    everyone: the accounts of each rank, in rank order. The account of a vector has its name, the mass that left the
+    everyone: the accounts of each rank, in rank order. The account of a segment has its name, the mass that left the
     rank ("left"), that of the received mean, its dtype and entries, and a fault that this rank found ("fault").
     """
     where = f"MPICOMP_CHECK: step {step}, "

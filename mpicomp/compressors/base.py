@@ -5,15 +5,18 @@ wraps another compressor derives from `Wrapper`. docs/own_compressor.md has an e
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, read_only, to_numpy
 from mpicomp.settings import Configured
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, concatenate
+
+Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and the parts of another vector
 
 Check = Callable[[Any, Array | None], Any]
 """Return the value of an attribute from a loaded array: check(compressor, array), where None means that it is missing.
@@ -56,6 +59,9 @@ class Compressor(Configured):
     communicates: bool = False
     """Whether `compress` is a collective call: all ranks call it, and it raises on all of them or on none."""
 
+    selects_segments: bool = False
+    """Whether one object serves all segments of a vector, by `compress_segments`; otherwise each segment has a copy."""
+
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
@@ -80,8 +86,23 @@ class Compressor(Configured):
         residual, gradient, out: 1-d, C-contiguous, of one length and dtype; `out` shares no memory with the others.
         Raises the errors of `compress`; `out` is written in any case.
         """
-        kernels_for(out).add(residual, gradient, out)
+        add_up((residual, 1.0, [gradient]), out)
         return self.compress(read_only(out), gradient=gradient)
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """Return the entries selected in each segment of a vector, as one vector.
+
+        bounds: the first position of each segment, and the length of the vector. corrected: 1-d. summands: (residual,
+        scale, parts); `corrected` is first overwritten by ``scale * residual`` plus the parts, one for each segment.
+        A compressor that selects in all segments at once implements this method, with the result of `compress` for each
+        of them, and sets `selects_segments`.
+        """
+        if summands is not None:
+            add_up(summands, corrected)
+        spans = [slice(*span) for span in pairwise(bounds)]
+        return concatenate([self.compress(read_only(corrected[span])) for span in spans])
 
     def reported(
         self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
@@ -172,6 +193,17 @@ class Wrapper(Compressor):
     def reset(self) -> None:
         """See `Compressor.reset`."""
         self.compressor.reset()
+
+
+def add_up(summands: Summands, out: Array) -> None:
+    """Write scale * vector + parts to `out`, where the parts of the second summand follow each other."""
+    (vector, scale, parts), kernels, end = summands, kernels_for(out), 0
+    for part in parts:
+        place = slice(end, end := end + part.size)
+        if scale == 1:
+            kernels.add(vector[place], part, out[place])
+        else:
+            kernels.add_scaled(vector[place], scale, part, out[place])
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:

@@ -12,15 +12,14 @@ by divisors of their dimensions, and a prime dimension then makes chunks of one 
 chunk at the end is shorter, and keeps the same share. Ties go to the lowest indices, and exact zeros are never sent.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.compressors.base import Summands
 from mpicomp.compressors.common import Density, check_number, selected
 from mpicomp.vector import SparseVector
-
-_LONG = 1 << 16  # entries: longer chunks do not fit the cache, and are selected from one after the other
 
 
 class ChunkedTopK(Density):
@@ -35,6 +34,8 @@ class ChunkedTopK(Density):
     >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
     [1, 3, 6]
     """
+
+    selects_segments = True
 
     def __init__(self, k: int = 64, chunk: int = 4096) -> None:
         check_number("chunk", chunk)
@@ -59,17 +60,15 @@ class ChunkedTopK(Density):
         corrected: an array of any shape, taken in C order; float16, float32 or float64.
         """
         dense = to_vector(corrected)
-        if dense.size <= self.chunk:
-            found = kernels_for(dense).largest(dense, self._of_shorter(dense.size))
-        elif self.chunk > _LONG:
-            found = self._of_long_chunks(dense)
-        else:
-            last = self._of_shorter(dense.size % self.chunk)
-            found = kernels_for(dense).largest_in_chunks(dense, self.k, self.chunk, last)
-        return self.reported(selected(dense, *found))
+        return self.compress_segments(dense, [0, dense.size])
 
-    def _of_long_chunks(self, dense: Array) -> tuple[Array, Array]:
-        chunks = [dense[start : start + self.chunk] for start in range(0, dense.size, self.chunk)]
-        found = [kernels_for(dense).largest(each, self.count(each.size)) for each in chunks]
-        positions = [number * self.chunk + places for number, (places, _) in enumerate(found)]
-        return np.concatenate(positions), np.concatenate([values for _, values in found])
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; chunks begin at the first entry of each segment."""
+        sizes = [end - first for first, end in pairwise(bounds)]
+        last = [self._of_shorter(size % self.chunk) for size in sizes]
+        rows = [self.k] * len(sizes), [self.chunk] * len(sizes), last
+        found = kernels_for(corrected).largest_in_segments(corrected, bounds, *rows, summands=summands)
+        target = sum(map(self.count, sizes)) / max(1, corrected.size)
+        return self.reported(selected(corrected, *found), target=target)

@@ -55,8 +55,8 @@ class Density(Compressor):
     def reported(
         self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
     ) -> SparseVector:
-        """See `Compressor.reported`; the target is `share`."""
-        return super().reported(vector, threshold, rounds, self.share(vector.length))
+        """See `Compressor.reported`; target: None for `share`."""
+        return super().reported(vector, threshold, rounds, self.share(vector.length) if target is None else target)
 
 
 def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, float]:

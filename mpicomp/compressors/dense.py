@@ -1,8 +1,10 @@
 """Dense: send every entry. The baseline with the interface of a compressor."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from mpicomp.compressors.base import Compressor
+from mpicomp.arrays import Array
+from mpicomp.compressors.base import Compressor, Summands, add_up
 from mpicomp.compressors.common import finite_vector
 from mpicomp.vector import SparseVector
 
@@ -14,6 +16,16 @@ class Dense(Compressor):
     [0.5, -3.0, 0.25, 2.0]
     """
 
+    selects_segments = True
+
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.compress`."""
         return self.reported(SparseVector.from_dense(finite_vector(corrected)), target=1.0)
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`."""
+        if summands is not None:
+            add_up(summands, corrected)
+        return self.compress(corrected)

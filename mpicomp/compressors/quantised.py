@@ -10,14 +10,16 @@ and are then sent in full.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, namespace
-from mpicomp.compressors.base import Compressor, Wrapper
+from mpicomp.arrays import Array, beside, kernels_for, namespace
+from mpicomp.compressors.base import Compressor, Summands, Wrapper
 from mpicomp.compressors.common import mean_and_largest
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, places_of
 
 
 def _to_float16(values: Array) -> Array:
@@ -65,24 +67,49 @@ def _to_two_magnitudes(values: Array) -> Array:
     return signed
 
 
-_ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16, "sign": _to_signs, "two_bit": _to_two_magnitudes}
+def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
+    """Return signs with the magnitudes of each segment, the same bits as `_to_signs` and `_to_two_magnitudes` of it."""
+    flat, sizes = values.reshape(-1), np.diff(bounds)
+    found = kernels_for(flat).magnitudes_in_segments(flat, bounds, two=two) if flat.size < _LONG else None
+    if found is None or not (found[:, :2] <= np.finfo(np.float64).max / sizes.clip(1)[:, None]).all():
+        of_one = _to_two_magnitudes if two else _to_signs
+        return np.concatenate([of_one(values[first:end]) for first, end in pairwise(bounds)])
+    rows = found[:, 2:].astype(values.dtype)
+    away = rows[:, 2].astype(np.float64) > found[:, 4]  # rounded down, it divides values of the dtype as in float64
+    rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
+    if len(sizes) > 1:
+        rows = np.repeat(rows, sizes, axis=0)
+    low, high, limit = beside(np.ascontiguousarray(rows.T), flat)
+    magnitudes = np.where(np.abs(flat) <= limit, low, high) if two else low
+    signed: Array = np.copysign(magnitudes, flat).reshape(values.shape)
+    return signed
 
 
-def quantise(vector: SparseVector, form: str) -> tuple[SparseVector, SparseVector]:
+_ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}
+_MAGNITUDES = {"sign": False, "two_bit": True}  # whether there are two
+_LONG = 1 << 21  # values: in longer vectors several threads add up the magnitudes
+
+
+def quantise(vector: SparseVector, form: str, bounds: Sequence[int] | None = None) -> tuple[SparseVector, SparseVector]:
     """Return (quantised, error): the vector with values that fit a shorter format, and the difference at every index.
 
     form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or "two_bit" (of two magnitudes the nearer
-    one, and the signs), else ValueError. Values beyond the range of a format are clipped to its largest. quantised +
-    error is the vector, up to the rounding of the error to the dtype of the values; it is exact if value and quantised
-    value are within a factor of two of each other (Sterbenz' lemma).
+    one, and the signs), else ValueError. bounds: the first position of each segment, and the length; each segment has
+    magnitudes of its own. Values beyond the range of a format are clipped to its largest. quantised + error is the
+    vector, up to the rounding of the error to the dtype of the values; it is exact if value and quantised value are
+    within a factor of two of each other (Sterbenz' lemma).
 
     >>> quantised, error = quantise(TopK(k=2).compress(gradient), "sign")
     >>> quantised.values.tolist(), error.values.tolist()
     ([-2.5, 2.5], [-0.5, -0.5])
     """
-    if form not in _ROUNDINGS:
-        raise ValueError(f"form is {form!r}: expected one of {list(_ROUNDINGS)}")
-    rounded = _ROUNDINGS[form](vector.values)
+    if form in _MAGNITUDES:
+        edges = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
+        rounded = _to_magnitudes(vector.values, edges, two=_MAGNITUDES[form])
+    elif form in _ROUNDINGS:
+        rounded = _ROUNDINGS[form](vector.values)
+    else:
+        raise ValueError(f"form is {form!r}: expected one of {[*_ROUNDINGS, *_MAGNITUDES]}")
     return vector.with_values(rounded), vector.with_values(vector.values - rounded)
 
 
@@ -98,6 +125,7 @@ class Quantised(Wrapper):
 
     def __init__(self, compressor: Compressor, form: str) -> None:
         super().__init__(compressor)
+        self.selects_segments = compressor.selects_segments
         quantise(SparseVector.empty(0), form)
         self.form = form
         self.error: SparseVector | None = None
@@ -110,7 +138,13 @@ class Quantised(Wrapper):
         """See `Compressor.compress_sum`; calls that of the inner compressor."""
         return self._quantised(self.compressor.compress_sum(residual, gradient, out))
 
-    def _quantised(self, vector: SparseVector) -> SparseVector:
-        quantised, self.error = quantise(vector, self.form)
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; each segment has magnitudes of its own."""
+        return self._quantised(self.compressor.compress_segments(corrected, bounds, summands=summands), bounds)
+
+    def _quantised(self, vector: SparseVector, bounds: Sequence[int] | None = None) -> SparseVector:
+        quantised, self.error = quantise(vector, self.form, bounds)
         self.report = self.compressor.report
         return quantised

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import Compressor, Wrapper, expect_integer
+from mpicomp.compressors.base import Compressor, Summands, Wrapper, expect_integer
 from mpicomp.compressors.common import Density, at_or_above, check_density, check_number, entries_found, finite_vector
 from mpicomp.vector import SparseVector, top_k
 
@@ -104,6 +104,7 @@ class WarmUp(Wrapper):
         calls: int = 1,
     ) -> None:
         super().__init__(compressor)
+        self.selects_segments = compressor.selects_segments
         if not len(densities) or compressor.density is None:
             raise ValueError(
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
@@ -123,6 +124,13 @@ class WarmUp(Wrapper):
         """See `Compressor.compress_sum`; calls that of the inner compressor at the density of this step."""
         with self._stage():
             return self.compressor.compress_sum(residual, gradient, out)
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; calls that of the inner compressor at the density of this step."""
+        with self._stage():
+            return self.compressor.compress_segments(corrected, bounds, summands=summands)
 
     @contextmanager
     def _stage(self) -> Iterator[None]:

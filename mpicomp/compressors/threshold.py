@@ -7,15 +7,17 @@ Differences from the paper: the values are sent as they are (`Quantised` with "s
 no value reaches the threshold the largest entry is sent: in published code an empty message made the other ranks hang.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import Compressor
-from mpicomp.compressors.common import at_or_above, entries_found, finite_vector
+from mpicomp.compressors.base import Compressor, Summands, add_up
+from mpicomp.compressors.common import all_at, at_or_above, entries_found, finite_vector
 from mpicomp.settings import refuse_bools
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, concatenate, split, without_zeros
 
 
 class Threshold(Compressor):
@@ -24,6 +26,8 @@ class Threshold(Compressor):
     >>> Threshold(1.0).compress(gradient).values.tolist()
     [-3.0, 2.0]
     """
+
+    selects_segments = True
 
     def __init__(self, threshold: float) -> None:
         refuse_bools(threshold=threshold)
@@ -39,3 +43,16 @@ class Threshold(Compressor):
         """See `Compressor.compress_sum`; adds and selects in one pass."""
         found = kernels_for(out).add_above(residual, gradient, out, self.threshold)
         return self.reported(entries_found(out, *found), self.threshold)
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; one pass, and another over segments without an entry."""
+        if summands is not None:
+            add_up(summands, corrected)
+        dense = finite_vector(corrected)
+        parts = split(without_zeros(all_at(dense, kernels_for(dense).above(dense, self.threshold))), bounds)
+        for place, (first, end) in enumerate(pairwise(bounds)):
+            if not parts[place].nnz:
+                parts[place] = at_or_above(dense[first:end], self.threshold)
+        return self.reported(concatenate(parts), self.threshold)

@@ -6,11 +6,16 @@ Source: the selection of A. F. Aji and K. Heafield, "Sparse communication for di
 Differences from the paper: the selection is exact, ties go to the lowest indices, and exact zeros are never sent.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.compressors.base import Summands
 from mpicomp.compressors.common import Density, selected
 from mpicomp.vector import SparseVector
+
+_LONG = 1 << 20  # values: from here on a pass for each segment is as fast as one for all
 
 
 class TopK(Density):
@@ -25,6 +30,8 @@ class TopK(Density):
     [1, 3]
     """
 
+    selects_segments = True
+
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k largest magnitudes of `corrected`; see `Compressor.compress`. Ties go to the lowest indices.
 
@@ -37,3 +44,15 @@ class TopK(Density):
         """See `Compressor.compress_sum`; adds and selects in one pass."""
         found = kernels_for(out).add_largest(residual, gradient, out, self.count(out.size))
         return self.reported(selected(out, *found))
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; long segments are selected from one after the other."""
+        sizes = [end - first for first, end in pairwise(bounds)]
+        if max(sizes) >= _LONG:
+            return super().compress_segments(corrected, bounds, summands=summands)
+        counts = [self.count(size) for size in sizes]
+        kernels, k = kernels_for(corrected), [min(pair) for pair in zip(counts, sizes, strict=True)]
+        found = kernels.largest_in_segments(corrected, bounds, k, sizes, k, summands=summands)
+        return self.reported(selected(corrected, *found), target=sum(counts) / max(1, corrected.size))

@@ -7,7 +7,7 @@ their spares, or writes values that `settle` prepared: it allocates nothing and 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,6 +40,11 @@ class Feedback(Configured):
     in_place: bool = False  # the gradient's own array holds the residual; see `ErrorFeedback`
     has_dense_result: ClassVar[bool] = False  # `result` is a dense array: there is no sparse mean
     sends_gradients: ClassVar[bool] = True  # the residual is in gradient units, not in those of an update of the model
+
+    takes_parts: bool = (
+        False  # `correct` and `compress` also accept a list of arrays, the consecutive parts of a gradient
+    )
+    bounds: Sequence[int] | None = None  # the first position of each segment, and the length; None for one segment
 
     _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
     _common: tuple[str, ...] = ()  # the arrays that are the same on all ranks
@@ -213,24 +218,29 @@ class Feedback(Configured):
     def _view(self, name: str) -> Array | None:
         return read_only(self._arrays[name]) if self._begun and name in self._arrays else None
 
-    def _stage(self, gradient: Array) -> None:
-        """Check a gradient, and allocate the arrays before the first step."""
+    def _stage(self, gradient: Array | list[Array]) -> None:
+        """Check a gradient, or the parts of one, and allocate the arrays before the first step."""
+        if isinstance(gradient, list):
+            first, shape = gradient[0], (sum(part.size for part in gradient),)
+        else:
+            first, shape = gradient, gradient.shape
         self._settled = ()  # the spares are overwritten
-        self._arrays = {name: beside(array, gradient) for name, array in self._arrays.items()}
-        fits = self._is_for(gradient.shape, gradient.dtype)
-        if self._begun and not fits:
+        self._arrays = {name: beside(array, first) for name, array in self._arrays.items()}
+        if self._is_for(shape, first.dtype):
+            self._staged = True
+            return
+        got = f"{first.dtype} of shape {shape}"
+        if self._begun:
             raise ValueError(
-                f"the gradient is {_kind(gradient)}: expected {' or '.join(self._dtypes_for(self._arrays))} of shape "
+                f"the gradient is {got}: expected {' or '.join(self._dtypes_for(self._arrays))} of shape "
                 f"({self.size},) as in the calls before; use one {type(self).__name__} for each tensor"
             )
-        if not fits:
-            if gradient.ndim != 1 or gradient.dtype not in VALUE_DTYPES:
-                expected = " or ".join(map(str, VALUE_DTYPES))
-                raise ValueError(f"the gradient is {_kind(gradient)}: expected {expected} of shape (n,)")
-            xp, layout = namespace(gradient), self._layout(gradient.dtype)
-            self._arrays = {name: xp.zeros(gradient.shape, dtype) for name, dtype in layout.items()}
-            self._spares = {}
-        self._staged = True
+        if len(shape) != 1 or first.dtype not in VALUE_DTYPES:
+            expected = " or ".join(map(str, VALUE_DTYPES))
+            raise ValueError(f"the gradient is {got}: expected {expected} of shape (n,)")
+        xp, layout = namespace(first), self._layout(first.dtype)
+        self._arrays = {name: xp.zeros(shape, dtype) for name, dtype in layout.items()}
+        self._spares, self._staged = {}, True
 
     def _spare(self, name: str, dtype: np.dtype[Any] | None = None) -> Array:
         """Return the buffer for the next `name`. dtype: for a buffer beside the arrays of the method."""

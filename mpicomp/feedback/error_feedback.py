@@ -16,6 +16,8 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, read_only
 from mpicomp.compressors import Compressor
+from mpicomp.compressors.base import add_up
+from mpicomp.compressors.segments import Segments
 from mpicomp.feedback.base import Added, Feedback, Layout, check_range
 from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
@@ -56,34 +58,37 @@ class ErrorFeedback(Feedback):
             )
         self.in_place, self.decay = bool(in_place), float(decay)
 
-    def correct(self, gradient: Array) -> Array:
+    @property
+    def takes_parts(self) -> bool:  # type: ignore[override]
+        """Whether a gradient may be a list of parts, which are added to the residual where they are."""
+        return not self.in_place
+
+    def correct(self, gradient: Array | list[Array]) -> Array:
         """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
 
         Raises ValueError if the gradient has another size or dtype than the residual: use one object for each tensor.
         """
         self._stage(gradient)
         if self.in_place:
+            assert not isinstance(gradient, list), "takes_parts is False in place"
             return gradient
-        residual, corrected = self._arrays["residual"], self._spare("residual")
-        if self.decay == 1:
-            kernels_for(corrected).add(residual, gradient, corrected)
-        else:  # rounded twice, on the host as on a device: no fused multiply-add
-            np.multiply(residual, residual.dtype.type(self.decay), out=corrected)
-            corrected += gradient
+        corrected, parts = self._spare("residual"), gradient if isinstance(gradient, list) else [gradient]
+        add_up((self._arrays["residual"], self.decay, parts), corrected)
         return corrected
 
-    def compress(self, gradient: Array, compressor: Compressor) -> tuple[Array, SparseVector]:
+    def compress(self, gradient: Array | list[Array], compressor: Compressor) -> tuple[Array, SparseVector]:
         """Return the result of `correct`, and the selected entries; in one pass without decay, if there is a kernel."""
-        if self.decay < 1:
-            corrected = self.correct(gradient)
-            return corrected, compressor.compress(read_only(corrected), gradient=gradient)
         if self.in_place and compressor.needs_gradient:
             raise TypeError(f"{compressor!r} needs the new gradient: expected ErrorFeedback(in_place=False)")
-        if self.in_place or compressor.needs_gradient:
-            return super().compress(gradient, compressor)
+        if self.in_place or compressor.needs_gradient or not (self.decay == 1 or isinstance(compressor, Segments)):
+            corrected, added = self.correct(gradient), None if isinstance(gradient, list) else gradient
+            return corrected, compressor.compress(read_only(corrected), gradient=added)
         self._stage(gradient)
-        corrected = self._spare("residual")
-        return corrected, compressor.compress_sum(self._arrays["residual"], gradient, corrected)
+        residual, corrected = self._arrays["residual"], self._spare("residual")
+        if isinstance(compressor, Segments):
+            return corrected, compressor.compress_scaled_sum(residual, self.decay, gradient, corrected)
+        assert not isinstance(gradient, list), "only compressors of segments take parts"
+        return corrected, compressor.compress_sum(residual, gradient, corrected)
 
     def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
         """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""

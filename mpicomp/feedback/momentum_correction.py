@@ -21,6 +21,7 @@ Invariant: v after + sent - rejected = v before + u (Nesterov: + u + g), exactly
 """
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.feedback.base import Added, Feedback, Layout, wide
 from mpicomp.settings import refuse_bools
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, places_of
 
 _BLOCK = 65536
 
@@ -37,9 +38,9 @@ class MomentumCorrection(Feedback):
     """Keep a velocity u, and the residual v.
 
     momentum: m, 0 <= m <= 1. nesterov: use Nesterov's momentum. masking: clear u where it was sent. clip: scale the
-    gradient of a rank down to the norm clip / sqrt(ranks) if its own norm is larger; for independent gradients this
-    bounds the norm of the mean over the ranks about as clipping the mean to `clip` would. ranks: their number, for
-    `clip`.
+    gradient of a rank, each tensor by itself, down to the norm clip / sqrt(ranks) if its own norm is larger; for
+    independent gradients this bounds the norm of the mean over the ranks about as clipping the mean to `clip` would.
+    ranks: their number, for `clip`.
 
     v has the dtype of the gradients; so has u, but for float16 it is float32. Both are in gradient units: `rescale`
     scales v. It does not change u; the optimiser applies the new learning rate to it, as to any momentum buffer.
@@ -82,9 +83,7 @@ class MomentumCorrection(Feedback):
         before, residual = self._arrays["velocity"], self._arrays["residual"]
         velocity, corrected = self._spare("velocity"), self._spare("residual")
         if self.clip is not None and self.ranks is not None:
-            limit, norm = self.clip / math.sqrt(self.ranks), euclidean_norm(gradient)
-            if limit < norm < math.inf:  # a gradient that is not finite is left for the compressor to report
-                gradient = np.multiply(gradient, limit / norm, out=corrected)
+            gradient = self._clipped(gradient, self.clip / math.sqrt(self.ranks), corrected)
         if self.nesterov:
             np.add(before, gradient, out=velocity)
             velocity *= self.momentum
@@ -100,12 +99,28 @@ class MomentumCorrection(Feedback):
         self._subtract(corrected, sent, rejected)
         velocity = self._spares["velocity"]
         back = rejected.indices if rejected is not None else sent.indices[:0]
-        if self.masking and (back.size or (sent.nnz < sent.length and _has_nonzero(corrected))):
-            kept = kernels_for(velocity).gather(velocity, back)
-            velocity[sent.indices] = 0
+        if self.masking:
+            kept, bounds = kernels_for(velocity).gather(velocity, back), self.bounds or (0, sent.length)
+            returned = [0] * len(bounds) if rejected is None else places_of(rejected, bounds)
+            for span, entries, more in zip(*map(pairwise, (bounds, places_of(sent, bounds), returned)), strict=True):
+                is_rejected, is_partial = more[1] > more[0], entries[1] - entries[0] < span[1] - span[0]
+                if is_rejected or (is_partial and _has_nonzero(corrected[slice(*span)])):
+                    velocity[sent.indices[slice(*entries)]] = 0
             velocity[back] = kept
         self._settled = "residual", "velocity"
         return ()
+
+    def _clipped(self, gradient: Array, limit: float, out: Array) -> Array:
+        """Return the gradient itself, or a copy in `out`, with a norm of at most `limit` in each segment."""
+        clipped = gradient
+        for first, end in pairwise(self.bounds or (0, gradient.size)):
+            norm = euclidean_norm(gradient[first:end]) if end > first else 0.0
+            if limit < norm < math.inf:  # a gradient that is not finite is left for the compressor to report
+                if clipped is gradient:
+                    np.copyto(out, gradient)
+                    clipped = out
+                clipped[first:end] *= limit / norm
+        return clipped
 
     def _layout(self, dtype: np.dtype[Any]) -> Layout:
         return {"residual": dtype, "velocity": wide(dtype)}

@@ -44,10 +44,11 @@ class TwoWay(Feedback):
         super().__init__()
         self.compressor, self.root = compressor, 0
 
-    def compress_mean(self, mean: SparseVector) -> SparseVector:
+    def compress_mean(self, mean: SparseVector, compressor: Compressor | None = None) -> SparseVector:
         """Return the compressed mean; the residual does not change before `commit`.
 
-        mean: of numbers, of the length and dtype of the calls before, else ValueError. Raises the errors of the
+        mean: of numbers, of the length and dtype of the calls before, else ValueError. compressor: in place of
+        `self.compressor`, such as one of several segments. Raises the errors of the
         compressor, and TypeError or ValueError if its result is not a vector of this length and dtype. A second call
         without `commit` returns the same, if the compressor does.
         """
@@ -56,8 +57,9 @@ class TwoWay(Feedback):
         total, fresh = self._spare("residual"), self._spare("aggregate", mean.dtype)
         np.copyto(total, self._arrays["residual"])
         kernels_for(total).scatter_add(total, mean.indices, mean.values)
-        result = self.compressor.compress(read_only(total), gradient=mean.to_dense(fresh))
-        check_selected(result, total, self.compressor)
+        compressor = compressor or self.compressor
+        result = compressor.compress(read_only(total), gradient=mean.to_dense(fresh))
+        check_selected(result, total, compressor)
         self._subtract(total, result, None)
         self._settled = ("residual",)
         return result

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce, warm_up
-from mpicomp import ErrorFeedback, TopK
+from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce, warm_up
+from mpicomp import ChunkedTopK, ErrorFeedback, Quantised, TopK
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Call, Contestant, Row, compare, read_once
 from mpicomp_bench.options import add_list, share
@@ -118,12 +118,30 @@ def model_steps(comm: Any, gradient: Any, density: float, shapes: dict[str, Shap
 
     tensors, buffers = cut(gradient), cut(np.empty_like(gradient))
     sparse, out, dense = (GradientExchange(comm, TopK(density=density)) for _ in range(3))
+    name = f"{len(shapes)} tensors"
     return [
-        Contestant(f"{len(shapes)} tensors, sparse means", partial(sparse, tensors, sparse=True)),
-        Contestant(f"{len(shapes)} tensors, means in out=", partial(out, tensors, out=buffers)),
-        Contestant(f"{len(shapes)} tensors, new dense means", partial(dense, tensors)),
+        Contestant(f"{name}, sparse means", partial(sparse, tensors, sparse=True)),
+        Contestant(f"{name}, means in out=", partial(out, tensors, out=buffers)),
+        Contestant(f"{name}, new dense means", partial(dense, tensors)),
         *exchanges(comm, gradient, density, sparse_allreduce, "one vector"),
+        local_round(comm, cut(gradient.copy()), density, f"{name}, a round of OuterLoop"),
     ]
+
+
+def local_round(comm: Any, parameters: dict[str, Any], density: float, name: str) -> Contestant:
+    """Return a round of local steps: chunks of 4096 in two bits, decay 0.95; untimed, a step of training before it."""
+    compressor = Quantised(ChunkedTopK(k=max(1, round(4096 * density)), chunk=4096), "two_bit")
+    for array in parameters.values():
+        comm.Bcast(array)
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(decay=0.95), average="contributors")
+    outer, rng = OuterLoop(exchange, parameters, every=1), np.random.default_rng([2, comm.rank])
+    noise = {each: rng.standard_normal(array.shape, np.float32) for each, array in parameters.items()}
+
+    def train() -> None:
+        for each, array in parameters.items():
+            np.add(array, noise[each], out=array)
+
+    return Contestant(name, outer.step, before=train)
 
 
 def add_options(parser: Any) -> None:

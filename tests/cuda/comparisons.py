@@ -129,19 +129,35 @@ def floors_from_a_sample(device, cupy):
                 assert found.get().tolist() == [sample[-rank], 0, 77]
 
 
-def largest_in_chunks(device, cupy):
+def largest_in_segments(device, cupy):
     for dtype in DTYPES:
         tile = TILES[dtype.itemsize]
         cases = (1, 1, 1, 30), (3, 50, 1, 170), (9, 1009, 5, 2500), (64, tile, 9, 2 * tile), (70, tile + 5, 3, 2 * tile)
         for k, chunk, last, size in cases:
             for family in ("quantised", "infinite"):
                 values = families(dtype, size)[family].astype(dtype)
-                compare(device, cupy, "largest_in_chunks", values, k, chunk, last)
+                compare(device, cupy, "largest_in_segments", values, [0, size], [k], [chunk], [last])
         values = families(dtype, 300)["negative zeros"].astype(dtype)
-        compare(device, cupy, "largest_in_chunks", values, 50, 50, 1)
-        compare(device, cupy, "largest_in_chunks", values[:0], 3, 50, 1)
-        sent = cupy.asarray(values)[1:]
-        assert_same(here(device.largest_in_chunks(sent, 3, 64, 3)), host.largest_in_chunks(values[1:], 3, 64, 3))
+        compare(device, cupy, "largest_in_segments", values, [0, 300], [50], [50], [1])
+        compare(device, cupy, "largest_in_segments", values[:0], [0, 0], [3], [50], [1])
+        compare(device, cupy, "largest_in_segments", values, [0, 0, 40, 300], [1, 9, 5], [1, 40, 64], [1, 9, 2])
+        sent, rows = cupy.asarray(values)[1:], ([0, 299], [3], [64], [3])
+        assert_same(here(device.largest_in_segments(sent, *rows)), host.largest_in_segments(values[1:], *rows))
+
+
+def magnitudes_in_segments(device, cupy):
+    bounds = [0, 1, 1, 300, 20_000]
+    for dtype in DTYPES:
+        values = np.random.default_rng(4).standard_normal(bounds[-1]).astype(dtype)
+        for two in (False, True):
+            found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
+            assert_same(found, host.magnitudes_in_segments(values, bounds, two=two))
+
+
+def scaled_sums(device, cupy):
+    for dtype in DTYPES:
+        a, b = np.random.default_rng(5).standard_normal((2, 1000)).astype(dtype)
+        compare_in_place(device, cupy, "add_scaled", a, 0.3, b, np.empty_like(a), written=[3])
 
 
 def every_k(device, cupy):
@@ -467,7 +483,9 @@ ALL = [
     top_k_of_few,
     top_k_by_a_sample,
     floors_from_a_sample,
-    largest_in_chunks,
+    largest_in_segments,
+    magnitudes_in_segments,
+    scaled_sums,
     every_k,
     not_finite_values,
     thresholds,

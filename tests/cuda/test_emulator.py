@@ -41,7 +41,7 @@ RUNS = {
             comparisons.magnitudes_of_lloyd,
         ],
     ),
-    "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_chunks, comparisons.top_k_of_few]),
+    "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_segments, comparisons.top_k_of_few]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
 }

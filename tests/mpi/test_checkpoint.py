@@ -104,7 +104,7 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         {**before, "gradient/feedback.velocity": np.ones(3, np.float32)},
         {**before, "gradient/compressor.0.step": np.array(9), "gradient/feedback.more": np.ones(3)},
     ):
-        with pytest.raises(ValueError, match=r"the state (has|is of)|shape"):
+        with pytest.raises(ValueError, match=r"the state (has|is of|of)|shape"):
             exchange.load_state_dict(bad)
         after = exchange.state_dict()
         assert before.keys() == after.keys()
@@ -122,7 +122,7 @@ def test_the_state_of_tensors_of_other_lengths_changes_nothing(comm):
 
 
 def test_tensors_with_a_plus_in_their_names_keep_states_of_their_own(comm):
-    """One large "a+b" beside small "a" and "b", which are one vector."""
+    """One large "a+b" beside small "a" and "b", which are one bucket."""
     tensors = {"a": gradient(comm.rank, 0, "bias"), "b": gradient(comm.rank, 1, "bias"), "a+b": gradient(comm.rank, 2)}
     first, second = (MAKERS["error feedback"](comm) for _ in range(2))
     first(tensors)
@@ -131,8 +131,9 @@ def test_tensors_with_a_plus_in_their_names_keep_states_of_their_own(comm):
     expected, got = first(tensors), second(tensors)
     assert all(expected[name].tobytes() == got[name].tobytes() for name in tensors)
     assert [name for name in sorted(first.state_dict()) if name.endswith("residual")] == [
-        r"a+b/feedback.residual",
-        r"a\+b/feedback.residual",
+        "a+b/feedback.residual",
+        "a/feedback.residual",
+        "b/feedback.residual",
     ]
 
 
@@ -155,8 +156,8 @@ def test_a_state_of_which_something_is_missing_changes_nothing(comm, maker):
     for name in before:
         with pytest.raises(ValueError, match=r"the state (has no|is of)"):
             exchange.load_state_dict({key: before[key] for key in before if key != name})
-    for vector in ("weight/", "bias+scale/", ""):
-        with pytest.raises(ValueError, match=r"the state is of .*: expected \['bias\+scale', 'weight'\]"):
+    for vector in ("weight/", "bias/", ""):
+        with pytest.raises(ValueError, match=r"the state is of .*: expected \['bias', 'scale', 'weight'\]"):
             exchange.load_state_dict({key: before[key] for key in before if not key.startswith(vector)})
     after = exchange.state_dict()
     assert before.keys() == after.keys()
@@ -237,7 +238,7 @@ def test_reset_and_rescale_reach_every_vector(comm):
     exchange.rescale(2.0)
     after = exchange.state_dict()
     residuals = [name for name in before if name.endswith("residual")]
-    here = 3 if comm.rank == 0 else 2  # of the large tensor, at its root, and of the small ones, which have no root
+    here = 4 if comm.rank == 0 else 3  # of the large tensor, at its root, and of two small ones, which have no root
     assert len(residuals) == here
     for name in residuals:
         np.testing.assert_array_equal(after[name], 2 * before[name])
@@ -248,10 +249,10 @@ def test_reset_and_rescale_reach_every_vector(comm):
 def test_rescale_leaves_a_server_of_updates_alone(comm):
     exchange = GradientExchange(comm, TopK(k=9), StepAhead(0.5), downlink=TwoWay(TopK(k=1)))
     exchange(gradient(comm.rank, 0))
-    (pipeline,) = exchange._pipelines()
-    before = pipeline.downlink.state_dict()
+    (bucket,) = exchange.buckets
+    before = bucket.downlink.state_dict()
     exchange.rescale(2)
-    np.testing.assert_equal(pipeline.downlink.state_dict(), before)
+    np.testing.assert_equal(bucket.downlink.state_dict(), before)
     assert ("residual" in before) == (comm.rank == 0)
 
 
@@ -292,7 +293,8 @@ def test_the_point_ahead(comm):
     state = named.state_dict()
     np.testing.assert_array_equal(points["weight"].reshape(-1), -state["weight/feedback.residual"])
     small = np.concatenate([points["bias"], points["scale"].reshape(-1)])
-    np.testing.assert_array_equal(small, -state["bias+scale/feedback.residual"])
+    kept = np.concatenate([state["bias/feedback.residual"], state["scale/feedback.residual"]])
+    np.testing.assert_array_equal(small, -kept)
 
     plain = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
     plain(gradient(comm.rank, 0))
@@ -308,7 +310,7 @@ def test_the_servers_residual_keeps_what_it_does_not_send(comm):
         total = exchange(every[comm.rank].astype(np.float32))
         assert np.count_nonzero(total) <= 5
         applied += total
-        root = exchange._pipelines()[0].downlink.residual
+        root = exchange.buckets[0].downlink.residual
         norms = [np.linalg.norm(each) for each in (exchange.feedback.residual, root) if each is not None]
         np.testing.assert_allclose(exchange.residual_norm, np.linalg.norm(norms))
         kept = sum(comm.allgather(exchange.feedback.residual + (0 if root is None else root)))

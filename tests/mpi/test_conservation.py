@@ -164,24 +164,24 @@ class Case:
     def kept(self, of):
         """Return of(feedback, positions) for each vector, put together in float64."""
         whole = np.zeros(LENGTH)
-        for pipeline in self.exchange._pipelines():
-            names = [tensor.name for tensor in pipeline.tensors] if self.form == "dict" else BOUNDS
+        for bucket in self.exchange.buckets:
+            names = [tensor.name for tensor in bucket.tensors] if self.form == "dict" else BOUNDS
             places = np.concatenate([np.arange(LENGTH)[BOUNDS[name]] for name in names])
-            whole[places] = of(pipeline, places)
+            whole[places] = of(bucket, places)
         return whole
 
     def residual(self):
         if self.in_place:
             return self.home.astype(np.float64)
         if self.dense:
-            return self.kept(lambda pipeline, places: 0 if (h := pipeline.feedback.local) is None else -h)
-        return self.kept(lambda pipeline, places: 0 if (e := pipeline.feedback.residual) is None else e)
+            return self.kept(lambda bucket, places: 0 if (h := bucket.feedback.local) is None else -h)
+        return self.kept(lambda bucket, places: 0 if (e := bucket.feedback.residual) is None else e)
 
     def added(self, g):
         """Return what the method adds to the residual, from its state before the step."""
 
-        def of(pipeline, places):
-            feedback, mine = pipeline.feedback, g[places].astype(np.float64)
+        def of(bucket, places):
+            feedback, mine = bucket.feedback, g[places].astype(np.float64)
             before = feedback.state_dict().get("velocity", np.zeros(places.size)).astype(np.float64)
             if isinstance(feedback, StepAhead):
                 return feedback.rate * (feedback.momentum * before + mine)
@@ -194,7 +194,7 @@ class Case:
     def server(self):
         """Return what the downlinks keep for which this rank is the root."""
         return self.kept(
-            lambda pipeline, places: 0 if (d := pipeline.downlink) is None or d.residual is None else d.residual
+            lambda bucket, places: 0 if (d := bucket.downlink) is None or d.residual is None else d.residual
         )
 
     def step(self, step):
@@ -287,7 +287,7 @@ def test_a_downlink_saves_bytes_both_ways(comm):
         sent[name] = comm.allgather(exchange.statistics.wire_nbytes)
     roots = [bucket.root for bucket in exchange._buckets]
     assert roots == [place % comm.size for place in range(8)]
-    kept = [np.any(pipeline.downlink.residual) for pipeline in exchange._pipelines()]
+    kept = [np.any(bucket.downlink.residual) for bucket in exchange.buckets]
     assert kept == [root == comm.rank for root in roots]
     entries = 20 * len(gradients) * 12
     assert sum(sent["server"]) < 1.5 * 2 * (comm.size - 1) * entries + 1000 * len(gradients) * comm.size

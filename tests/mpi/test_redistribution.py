@@ -187,7 +187,7 @@ def test_roots_that_have_moved_stay_where_they_are_saved(comm):
         for _ in range(2):
             np.testing.assert_equal(step_of(again, 1), step_of(exchange, 1))
         other = server_of(some, bucket_nbytes=2**20)
-        with pytest.raises(ValueError, match="the vectors of a bucket have several roots: expected its bucket_nbytes"):
+        with pytest.raises(ValueError, match="the tensors of a bucket have several roots: expected its bucket_nbytes"):
             other.load_state_dict(exchange.state_dict())
     some.Free()
 

@@ -80,7 +80,7 @@ def test_all_ranks_skip_and_go_on_as_if_there_had_been_no_such_step(comm, name):
         given, before = {key: array.copy() for key, array in mine.items()}, exchange.state_dict() if step else None
         means = exchange(mine)
         assert {key: array.shape for key, array in means.items()} == SHAPES
-        assert all(array.dtype == np.float32 and np.isnan(array).all() for array in means.values())
+        assert all(array.dtype == np.float32 and not array.any() for array in means.values())
         assert not exchange.finite
         np.testing.assert_equal(mine, given)
         if before:
@@ -102,7 +102,7 @@ def test_a_step_whose_tensors_are_started_one_by_one_is_skipped_in_finish(comm, 
     before = exchange.state_dict()
     for tensor, array in spoilt(gradients(comm.rank, 1), is_last(comm), "w").items():
         exchange.start(tensor, array)
-    assert all(np.isnan(mean).all() for mean in exchange.finish().values())
+    assert all(not mean.any() for mean in exchange.finish().values())
     np.testing.assert_equal(exchange.state_dict(), before)
     exchange(gradients(comm.rank, 1))
     assert exchange.finite
@@ -116,11 +116,11 @@ def test_what_comes_back_of_a_step_that_is_skipped(comm):
     exchange, listed = made(comm), made(comm)
     out = np.zeros(9)
     assert exchange(bad, out=out) is out
-    assert np.isnan(out).all()
+    assert not out.any()
     vector = exchange(bad, sparse=True)
     assert (vector.nnz, vector.length, vector.dtype, exchange.finite) == (0, 9, np.float64, False)
     first, second = listed([bad[:4], bad[4:].astype(np.float64)])
-    assert np.isnan(first).all()
+    assert not first.any()
     assert second.shape == (5,)
     assert exchange.report() == "no step yet (2 more skipped)"
 
@@ -131,7 +131,7 @@ def test_in_the_debug_mode_a_step_is_skipped_too(comm, monkeypatch):
     watched = comm.Dup()
     exchange = made(watched)
     for step in range(2):
-        assert np.isnan(exchange(spoilt(gradients(comm.rank, step), is_last(comm), "v"))["w"]).all()
+        assert not exchange(spoilt(gradients(comm.rank, step), is_last(comm), "v"))["w"].any()
         exchange(gradients(comm.rank, step))
     watched.Free()
 
@@ -140,7 +140,7 @@ def test_in_place_the_gradient_stays_as_it_is(comm):
     exchange = made(comm, feedback=ErrorFeedback(in_place=True))
     mine = spoilt(gradients(comm.rank, 0), is_last(comm), "w")
     given = {key: array.copy() for key, array in mine.items()}
-    assert np.isnan(exchange(mine)["v"]).all()
+    assert not exchange(mine)["v"].any()
     np.testing.assert_equal(mine, given)
 
 
@@ -184,4 +184,4 @@ def test_a_skipped_message_fills_the_buffers_of_all_its_tensors(comm, name):
     mine = spoilt(gradients(comm.rank, 0), is_last(comm), name)
     exchange(mine, out=mine)
     assert not exchange.finite
-    assert all(np.isnan(array).all() for array in mine.values())
+    assert all(not array.any() for array in mine.values())

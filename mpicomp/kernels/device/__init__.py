@@ -6,14 +6,13 @@ device and stream. Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
 ``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
-``chunks``      the largest magnitudes of each chunk of consecutive values
+``segments``    the largest magnitudes of each segment of a vector, or of chunks of it
 ``statistics``  sums over a gradient, in one read
 ``surveying``   sums in one fast read, and the values that the next steps are expected to need
 ``merging``     sums of sparse vectors, and copies between sparse and dense
 ``coding``      indices as bitmaps, indices and values in few bits
 """
 
-from mpicomp.kernels.device.chunks import largest_in_chunks
 from mpicomp.kernels.device.coding import (
     from_bitmap,
     from_elias_fano,
@@ -26,6 +25,7 @@ from mpicomp.kernels.device.coding import (
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
+    add_scaled,
     clear,
     consecutive,
     divide,
@@ -36,6 +36,7 @@ from mpicomp.kernels.device.merging import (
     scatter,
     scatter_add,
 )
+from mpicomp.kernels.device.segments import largest_in_segments
 from mpicomp.kernels.device.selection import (
     above,
     add_above,
@@ -47,7 +48,7 @@ from mpicomp.kernels.device.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.device.statistics import moments, sides, two_magnitudes
+from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes
 from mpicomp.kernels.device.surveying import Survey, sample, survey
 from mpicomp.kernels.host.statistics import Moments, Sides
 from mpicomp.kernels.host.surveying import Sums
@@ -62,6 +63,7 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_scaled",
     "clear",
     "consecutive",
     "divide",
@@ -75,8 +77,9 @@ __all__ = [
     "histogram",
     "inspect",
     "largest",
-    "largest_in_chunks",
+    "largest_in_segments",
     "magnitude_range",
+    "magnitudes_in_segments",
     "merge",
     "moments",
     "raise_not_finite",

@@ -88,6 +88,12 @@ def add(a: Array, b: Array, out: Array) -> None:
         launch("add", [out.dtype], in_tiles(out.size, THREADS), a, b, out.size, out)
 
 
+def add_scaled(a: Array, scale: float, b: Array, out: Array) -> None:
+    """Write ``scale * a + b`` to `out`, as `mpicomp.kernels.host.add_scaled` does: rounded twice."""
+    cupy.multiply(a, out.dtype.type(scale), out=out)
+    out += b
+
+
 def clear(out: Array) -> None:
     """Make all values of `out` zero."""
     out[...] = 0

@@ -1,6 +1,9 @@
 """Sums over a gradient in one read, in float64 and in the order of the host's."""
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import cupy
 import numpy as np
@@ -51,6 +54,23 @@ def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, f
     launch("two_magnitudes", [values.dtype], 1, values, *numbers, found)
     low, high, threshold = found.get().tolist()
     return low, high, threshold
+
+
+def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> np.ndarray[Any, Any]:
+    """Return the magnitudes of each segment, as `mpicomp.kernels.host.magnitudes_in_segments` does, in host memory.
+
+    Launches for each segment.
+    """
+    found = np.zeros((len(bounds) - 1, 5))
+    for row, (first, end) in zip(found, pairwise(bounds), strict=True):
+        if first == end:
+            continue
+        sums = moments(values[first:end])
+        mean = min(sums.absolute / (end - first), sums.largest)
+        row[:] = mean, sums.largest, mean, mean, mean
+        if two and math.isfinite(mean):
+            row[2:] = two_magnitudes(values[first:end], mean, sums.largest)
+    return found
 
 
 def _bits(number: float) -> int:

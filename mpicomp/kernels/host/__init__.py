@@ -8,7 +8,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 (:mod:`mpicomp.threads`). The results do not depend on the number. Input arrays may be read-only.
 
 ``selection``     the largest magnitudes, and those above a threshold
-``chunks``        the largest magnitudes of each chunk of consecutive values
+``segments``      the largest magnitudes of each segment of a vector, or of chunks of it
 ``statistics``    sums over a gradient, in one read
 ``surveying``     sums in one fast read, and the values that the next steps are expected to need
 ``merging``       sums of sparse vectors, and copies between sparse and dense
@@ -20,7 +20,6 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 """
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
-from mpicomp.kernels.host.chunks import largest_in_chunks
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.fused import add_above, add_largest
 from mpicomp.kernels.host.merging import (
@@ -34,6 +33,7 @@ from mpicomp.kernels.host.merging import (
     scatter,
     scatter_add,
 )
+from mpicomp.kernels.host.segments import largest_in_segments
 from mpicomp.kernels.host.selection import (
     above,
     divide_largest,
@@ -43,8 +43,8 @@ from mpicomp.kernels.host.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, Sides, moments, sides, two_magnitudes
-from mpicomp.kernels.host.streaming import add, clear
+from mpicomp.kernels.host.statistics import Moments, Sides, magnitudes_in_segments, moments, sides, two_magnitudes
+from mpicomp.kernels.host.streaming import add, add_scaled, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_scaled",
     "clear",
     "consecutive",
     "divide",
@@ -70,8 +71,9 @@ __all__ = [
     "histogram",
     "inspect",
     "largest",
-    "largest_in_chunks",
+    "largest_in_segments",
     "magnitude_range",
+    "magnitudes_in_segments",
     "merge",
     "moments",
     "raise_not_finite",

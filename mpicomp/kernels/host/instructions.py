@@ -4,12 +4,13 @@ Each is a Python function that compiled kernels replace by LLVM's intrinsics; LL
 processor.
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic, overload
 
 WORD = 64  # values, or bits, that are processed together
@@ -53,6 +54,12 @@ def lowest(word):  # type: ignore[no-untyped-def]
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
 
 
+def array_at(other, address, size):  # type: ignore[no-untyped-def]
+    """Return the 1-d contiguous array of that many values, of the dtype of `other`, at an address of host memory."""
+    memory = (ctypes.c_char * (int(size) * other.itemsize)).from_address(int(address))
+    return np.frombuffer(memory, other.dtype)
+
+
 def _as_word(flags: Any) -> Any:
     return np.uint64(sum(1 << place for place in np.flatnonzero(flags).tolist()))
 
@@ -75,6 +82,11 @@ def _store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
 @overload(store_sum_reaching)
 def _store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
     return lambda a, b, out, first, mask, floor: _store_sum_reaching_in_vectors(a, b, out, first, mask, floor)
+
+
+@overload(array_at)
+def _array_at(other, address, size):  # type: ignore[no-untyped-def]
+    return lambda other, address, size: carray(_pointer(other, address), (size,))
 
 
 @overload(lowest)
@@ -119,6 +131,14 @@ def _store_sum_reaching_in_vectors(typing: Any, a: Any, b: Any, out: Any, first:
     key = types.Integer.from_bitwidth(out.dtype.bitwidth)
     contiguous = a.is_contig and b.is_contig and out.is_contig
     return (types.uint64(a, b, out, types.intp, key, key), code) if contiguous else None
+
+
+@intrinsic
+def _pointer(typing: Any, other: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[1], context.get_value_type(signature.return_type))
+
+    return types.CPointer(other.dtype)(other, types.intp), code
 
 
 @intrinsic

@@ -1,7 +1,7 @@
 """Sums over a gradient in one read, in float64 and in a fixed order: for estimators that need logarithms."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,6 +98,19 @@ def by_lloyd(sides_of: Callable[[float], Sides], mean: float, largest: float) ->
         if threshold == before:
             break
     return low, high, threshold
+
+
+def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
+    """Return the mean and the largest magnitude of each segment, and what `two_magnitudes` does: shape (segments, 5).
+
+    values: as for `moments`. bounds: the first position of each segment, and the length. two: False leaves out Lloyd's
+    rounds, and both magnitudes and the threshold are the mean. The bits are those of `moments` and `two_magnitudes` of
+    each segment; without a finite mean (NaN, infinities, sums out of range) the row is not defined.
+    """
+    wide = as_writable(values.astype(np.promote_types(values.dtype, np.float32), copy=False))
+    found = np.zeros((len(bounds) - 1, 5))
+    _magnitudes(wide, np.asarray(bounds, np.int64), LLOYD_ROUNDS if two else 0, np.empty((2, _LANES)), found)
+    return found
 
 
 def added_sides(size: int, sums: Array, above: Array) -> Sides:
@@ -241,10 +254,55 @@ def _add_sides(values, threshold, block_sums, block_above):  # type: ignore[no-u
 @jit
 def _add_sides_of_row(row, threshold, below, beyond):  # type: ignore[no-untyped-def]
     above = 0
-    for j in range(_LANES):
+    for j in range(row.size):
         x = abs(np.float64(row[j]))
         is_above = x > threshold
         below[j] += 0.0 if is_above else x
         beyond[j] += x if is_above else 0.0
         above += 1 if is_above else 0
     return above
+
+
+@jit
+def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped-def]
+    """Write the rows of `magnitudes_in_segments`. lanes: two buffers."""
+    for i in range(len(found)):
+        part = values[edges[i] : edges[i + 1]]
+        if part.size == 0:
+            continue
+        total, _, _ = _sides_of(part, np.inf, lanes)
+        largest = np.float64(0)
+        for j in range(part.size):
+            largest = max(largest, abs(np.float64(part[j])))
+        mean = total / part.size
+        mean = largest if mean > largest else mean  # NaN stays
+        low, high, threshold = mean, mean, mean
+        for _ in range(rounds):
+            below, beyond, above = _sides_of(part, threshold, lanes)
+            if above == 0 or above == part.size:
+                break
+            low, high = min(below / (part.size - above), threshold), min(beyond / above, largest)
+            before, threshold = threshold, (low + high) / 2
+            if threshold == before:
+                break
+        found[i, 0], found[i, 1], found[i, 2], found[i, 3], found[i, 4] = mean, largest, low, high, threshold
+
+
+@jit
+def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
+    """Return the sums of magnitudes up to the threshold and above it, in the order of `sides`, and the number above."""
+    below, beyond, above = np.float64(0), np.float64(0), 0
+    for first in range(0, values.size, _BLOCK):
+        for j in range(_LANES):
+            lanes[0, j] = lanes[1, j] = 0
+        for start in range(first, min(first + _BLOCK, values.size), _LANES):  # padding would add zeros
+            above += _add_sides_of_row(values[start : min(start + _LANES, values.size)], threshold, lanes[0], lanes[1])
+        half = _LANES // 2
+        while half:
+            for j in range(half):
+                lanes[0, j] += lanes[0, j + half]
+                lanes[1, j] += lanes[1, j + half]
+            half //= 2
+        below += lanes[0, 0]
+        beyond += lanes[1, 0]
+    return below, beyond, above

@@ -31,6 +31,20 @@ def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int
     in_pieces(add_piece, out.size, threads)
 
 
+def add_scaled(a: Array, scale: float, b: Array, out: Array, *, threads: int | None = None) -> None:
+    """Write ``scale * a + b`` to `out`; 1-d, of one dtype and length. The product is rounded before it is added.
+
+    scale: rounded to the dtype. threads: as for `add`.
+    """
+    factor = out.dtype.type(scale)
+    if out.dtype == np.float16 or not (_in_order(a) and _in_order(b) and _in_order(out)):
+        np.multiply(a, factor, out=out)
+        out += b
+        return
+    a, b = as_writable(a), as_writable(b)
+    in_pieces(lambda start, end: _add_scaled(a[start:end], factor, b[start:end], out[start:end]), out.size, threads)
+
+
 def clear(out: Array) -> None:
     """Make all values of `out` zero; a contiguous array as bytes, which NumPy clears twice as fast.
 
@@ -65,3 +79,9 @@ def _add(a, b, out, head):  # type: ignore[no-untyped-def]
         store_sum(a, b, out, head + i * step)
     for i in range(head + lines * step, out.size):
         out[i] = a[i] + b[i]
+
+
+@jit
+def _add_scaled(a, factor, b, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = factor * a[i] + b[i]

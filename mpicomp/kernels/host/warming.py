@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying
+from mpicomp.kernels.host import bits, coding, fused, merging, segments, selection, statistics, streaming, surveying
 
-MODULES = (bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying)
+MODULES = (bits, coding, fused, merging, segments, selection, statistics, streaming, surveying)
 
 
 class Step(NamedTuple):
@@ -45,13 +45,14 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.raise_not_finite(values),
         lambda: host.top_k(long, 9),
         lambda: host.top_k(values, 9),
-        lambda: host.largest_in_chunks(long, 9, 64, 9),
+        lambda: host.largest_in_segments(long, [0, 64, long.size], [9, 9], [64, long.size], [9, 9]),
         lambda: host.divide_largest(indices, values, 9),
         lambda: host.above(values, 1.0),
         lambda: host.exceeding(values, 1.0),
         lambda: host.histogram(values),
         lambda: host.moments(long),
         lambda: host.sides(long, 1.0),
+        lambda: host.magnitudes_in_segments(long, [0, 64, long.size], two=True),
         lambda: host.survey(long),
         lambda: host.sample(longest),
         lambda: host.first_disorder(indices, 64),
@@ -60,6 +61,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.accumulate([indices] * 3, [values] * 3, 64),
         lambda: host.divide(indices, values, np.arange(3)),
         lambda: host.add(long, long, np.empty_like(long), long=0),
+        lambda: host.add_scaled(long, 0.5, long, np.empty_like(long)),
         lambda: host.add_largest(long, long, np.empty_like(long), 9, long=0),
         lambda: host.add_above(long, long, np.empty_like(long), 9.0, long=0),
         lambda: host.clear(long.copy()),

@@ -1,0 +1,276 @@
+"""A bucket: the tensors that are one vector of an exchange, with its compressors, its feedback and their state.
+
+The vector has the tensors one after the other. A named tensor is a segment of its own: its entries compete with each
+other only. The arrays of a list, or one array, are one segment. A state is by segment, so it fits other buckets.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
+from mpicomp.compressors import Compressor
+from mpicomp.compressors.segments import Segments
+from mpicomp.feedback import Feedback, TwoWay
+from mpicomp.settings import OTHER_SETTINGS, check_table, to_table
+from mpicomp.tensors import ALONE, Tensor
+from mpicomp.vector import SparseVector
+
+Gradient = Array | list[Array]  # a vector, or its parts, one for each tensor
+
+_HOLDS = "holds"  # the key under which a state lists its other keys, so that a missing one is noticed
+_SETTINGS = "settings"  # the key of the table of the parts, as text
+SHARED = "exchange/settings"  # that of what all vectors have in common; no state of a segment has such a key
+
+
+class Bucket:
+    """Tensors that are one vector: constant, but for the state that outlives a step.
+
+    names: of the segments: [ALONE] for one, else those of the tensors. compressors, downlinks: one for each segment,
+    the latter of the mean; None for none. dense: the vector is sent as an array. root: the rank at which the downlink
+    compresses.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[Tensor],
+        compressors: Sequence[Compressor],
+        feedback: Feedback,
+        downlink: TwoWay | None = None,
+        downlinks: Sequence[Compressor] = (),
+        *,
+        dense: bool = False,
+    ) -> None:
+        self.names, self.tensors, self.feedback, self.downlink, self.dense = names, tensors, feedback, downlink, dense
+        self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
+        self.edges = self.bounds if list(names) != [ALONE] else [0, self.bounds[-1]]
+        shown = [None] if list(names) == [ALONE] else names
+        self.compressor = Segments(shown, self.edges, compressors)
+        self.feedback.bounds = self.edges
+        self.down = None if downlink is None else Segments(shown, self.edges, downlinks)
+        self.names_of_tensors = [tensor.name for tensor in tensors]
+        self._buffer: Array | None = None  # for gradients that have to be joined
+
+    @property
+    def length(self) -> int:
+        """Number of values."""
+        return self.bounds[-1]
+
+    @property
+    def root(self) -> int | None:
+        """The rank at which the downlink compresses; None without one."""
+        return None if self.downlink is None else self.downlink.root
+
+    def take(self, arrays: Mapping[str, Any]) -> Gradient:
+        """Return the gradients, by tensor name, as one vector or its parts; a tensor without an array counts as zero.
+
+        Arrays that lie one after the other in memory are one vector, without a copy; others stay parts if the feedback
+        can read these, and are joined in a buffer if not. Raises TypeError or ValueError for a bad gradient.
+        """
+        parts = [tensor.flatten(arrays.get(tensor.name)) for tensor in self.tensors]
+        if (whole := adjacent(parts)) is not None:
+            return whole
+        if self.feedback.takes_parts and not self.compressor.needs_gradient:
+            return parts
+        if self._buffer is None:
+            self._buffer = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
+        return np.concatenate(parts, out=self._buffer)
+
+    def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
+        """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
+        for tensor in self.tensors:
+            if (array := arrays.get(tensor.name)) is not None:
+                flat = tensor.flatten(array)
+                try:
+                    kernels_for(flat).raise_not_finite(flat)
+                except ValueError as error:
+                    where = "" if tensor.name == ALONE else f"in {tensor.name}: "
+                    raise kind(f"{where}{error}") from None
+
+    def compress_mean(self, mean: SparseVector) -> SparseVector:
+        """Return the mean as compressed by the downlink; on the root of a server exchange only."""
+        assert self.downlink is not None, "without a downlink there is no root"
+        return self.downlink.compress_mean(mean, self.down)
+
+    def ahead(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
+        given = [parameters[tensor.name] for tensor in self.tensors]
+        values = [to_values(each) for each in given]
+        whole = self.feedback.ahead(np.concatenate([each.reshape(-1) for each in values]))
+        rows = zip(self.tensors, np.split(whole, self.bounds[1:-1]), values, given, strict=True)
+        return {tensor.name: like(part.reshape(value.shape), original) for tensor, part, value, original in rows}
+
+    def reset(self) -> None:
+        """Clear the residuals, and the compressors' information about positions."""
+        for part in (self.compressor, self.feedback, self.downlink, self.down):
+            if part is not None:
+                part.reset()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals in gradient units by `factor`."""
+        self.feedback.rescale(factor)
+        if self.downlink is not None and self.feedback.sends_gradients:
+            self.downlink.rescale(factor)
+
+    def snapshot(self) -> list[tuple[Compressor, dict[str, Any]]]:
+        """Return the attributes of all compressors; `Compressor.restore` sets them again."""
+        return self.compressor.snapshot() + ([] if self.down is None else self.down.snapshot())
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of the states as "segment/part.name", for each segment with a list of these, and its parts."""
+        state: dict[str, Array] = {}
+        kept = {name: feedback.state_dict() for name, feedback in self._feedbacks.items()}
+        for place, name in enumerate(self.names):
+            held = {
+                f"{part}.{key}": array
+                for part, each in self._compressors(name)
+                for key, array in each.state_dict().items()
+            }
+            for part, arrays in kept.items():
+                held |= {f"{part}.{key}": self._of_segment(place, array) for key, array in arrays.items()}
+            held |= {_HOLDS: np.array(sorted(held), np.str_), _SETTINGS: to_table(self._parts(name))}
+            state |= {f"{name}/{key}": array for key, array in held.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
+        """Load copies of a `state_dict`, which may be of segments in other buckets.
+
+        same_settings: refuse the state of parts with other settings. Raises ValueError if it does not fit, or is
+        incomplete.
+        """
+        kept: dict[str, list[dict[str, Any]]] = {part: [] for part in self._feedbacks}
+        for name in self.names:
+            mine = {key.rpartition("/")[2]: state[key] for key in state if key.rpartition("/")[0] == name}
+            by_part = self._checked_parts(name, mine, same_settings=same_settings)
+            for part, compressor in self._compressors(name):
+                compressor.load_state_dict(by_part[part])
+            for part, held in kept.items():
+                held.append(by_part[part])
+        for part, feedback in self._feedbacks.items():
+            feedback.load_state_dict(self._joined(kept[part]))
+            dtype = self.tensors[0].dtype if self.tensors else None
+            if dtype is not None and not feedback.fits(self.length, dtype):
+                raise ValueError(
+                    f"the state of {', '.join(map(repr, self.names[:3]))} has {feedback.size} values: expected "
+                    f"{self.length}, of {dtype}"
+                )
+
+    def _checked_parts(self, name: str, mine: dict[str, Any], *, same_settings: bool) -> dict[str, dict[str, Any]]:
+        """Return the state of a segment by part; raises ValueError if it is incomplete, or of other parts."""
+        missing = {_HOLDS, _SETTINGS, *map(str, np.ravel(mine.get(_HOLDS, [])))} - mine.keys()
+        if missing:
+            raise ValueError(f"the state has no {sorted(missing)}: expected all that state_dict() returned")
+        parts = self._parts(name)
+        if same_settings:
+            check_table(f"the state of {name!r}", mine[_SETTINGS], parts, OTHER_SETTINGS)
+        mine = {key: array for key, array in mine.items() if key not in (_HOLDS, _SETTINGS)}
+        if {key.partition(".")[0] for key in mine} - parts.keys():
+            raise ValueError(f"the state has {sorted(mine)}: expected those of {sorted(parts)}")
+        by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        for key, array in mine.items():
+            by_part[key.partition(".")[0]][key.partition(".")[2]] = array
+        return by_part
+
+    def _joined(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of a feedback from those of its segments; raises ValueError if they do not fit together."""
+        if not self.tensors:
+            return dict(states[0])
+        for name, (first, end), state in zip(self.names, pairwise(self.edges), states, strict=True):
+            for size in {np.shape(array)[0] for array in state.values() if np.ndim(array)} - {end - first}:
+                dtype = self.tensors[0].dtype
+                raise ValueError(f"the state of {name!r} has {size} values: expected {end - first}, of {dtype}")
+        joined: dict[str, Any] = {}
+        for key in dict.fromkeys(key for state in states for key in state):
+            arrays = [np.asarray(state[key]) for state in states if key in state]
+            same = len(arrays) == len(states) and len({(each.dtype, each.ndim) for each in arrays}) == 1
+            if not same or (not arrays[0].ndim and len({each.item() for each in arrays}) > 1):
+                raise ValueError(f"the states of {list(self.names)} have different {key}: expected one step for all")
+            joined[key] = np.concatenate(arrays) if arrays[0].ndim else arrays[0]
+        return joined
+
+    def _of_segment(self, place: int, array: Array) -> Array:
+        """Return the part of a saved array that belongs to a segment; numbers as they are."""
+        return array[self.edges[place] : self.edges[place + 1]] if array.ndim and self.tensors else array
+
+    @property
+    def _feedbacks(self) -> dict[str, Feedback]:
+        return {"feedback": self.feedback} | ({} if self.downlink is None else {"downlink": self.downlink})
+
+    def _compressors(self, name: str) -> Iterator[tuple[str, Compressor]]:
+        """Yield the compressor of a segment, and that of its mean if there is one, with the names of the parts."""
+        key = None if name == ALONE and len(self.names) == 1 else name
+        yield "compressor", self.compressor.compressors[key]
+        if self.down is not None:
+            yield "down", self.down.compressors[key]
+
+    def _parts(self, name: str) -> dict[str, Any]:
+        selecting: dict[str, Any] = dict(self._compressors(name))
+        down = {"downlink": f"TwoWay({selecting['down']!r})"} if "down" in selecting else {}
+        return {"feedback": self.feedback} | down | selecting
+
+
+@contextmanager
+def set_back(snapshots: Sequence[tuple[Compressor, dict[str, Any]]]) -> Iterator[None]:
+    """Set compressors to their snapshots within a block; the last snapshot of a compressor counts."""
+    now = [(compressor, dict(vars(compressor))) for compressor, _ in snapshots]
+    restore(snapshots)
+    try:
+        yield
+    finally:
+        restore(now)
+
+
+def restore(snapshots: Sequence[tuple[Compressor, dict[str, Any]]]) -> None:
+    """Set the attributes of compressors to those of snapshots, in order."""
+    for compressor, before in snapshots:
+        vars(compressor).clear()
+        vars(compressor).update(before)
+
+
+@contextmanager
+def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Restore the states of buckets if the block raises."""
+    before = [bucket.state_dict() for bucket in buckets]
+    try:
+        yield
+    except Exception:
+        for bucket, state in zip(buckets, before, strict=True):
+            bucket.load_state_dict(state)
+        raise
+
+
+def whole_state(buckets: Sequence[Bucket], settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return copies of the states of buckets as "segment/part.name", with their common settings as a table.
+
+    settings: include "rank" and "ranks".
+    """
+    return {key: array for each in buckets for key, array in each.state_dict().items()} | {SHARED: to_table(settings)}
+
+
+def load_whole_state(
+    buckets: Sequence[Bucket], state: Mapping[str, Any], settings: Mapping[str, Any], *, same_settings: bool
+) -> None:
+    """Load copies of a `whole_state`, all or nothing.
+
+    same_settings: also refuse a state with other settings; a state of another rank, or number of ranks, is always
+    refused. Raises ValueError that names both settings, and ValueError for a state that does not fit or is incomplete.
+    """
+    state = dict(state)
+    table = state.pop(SHARED, None)
+    got, names = {key.rpartition("/")[0] for key in state}, {name for bucket in buckets for name in bucket.names}
+    if got != names:
+        raise ValueError(f"the state is of {sorted(got)}: expected {sorted(names)}; register named tensors first")
+    if table is None:
+        raise ValueError(f"the state has no {SHARED!r}: expected all that state_dict() returned")
+    place = {name: settings[name] for name in ("rank", "ranks")}
+    remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
+    check_table("the state", table, place, remedy)
+    if same_settings:
+        check_table("the state", table, settings, OTHER_SETTINGS)
+    with restored_on_error(buckets):
+        for bucket in buckets:
+            bucket.load_state_dict(state, same_settings=same_settings)

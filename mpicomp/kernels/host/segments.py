@@ -1,0 +1,233 @@
+"""The largest magnitudes of each segment of a vector, or of each chunk of each segment: exact, in one read from memory.
+
+A short chunk stays in the cache while it is selected from. The magnitudes at or above a floor are compacted, 64 values
+compared at a time, and the selection is among those. The floor is a little below the threshold of the chunk before, or
+in the first chunk of a segment, whose values may have another scale, that of a sample. If fewer values reach it than
+are wanted, the compaction is repeated with all values that are not zero. The result does not depend on the floor.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, jit
+from mpicomp.kernels.host.fused import _add_and_compact
+from mpicomp.kernels.host.instructions import LINE, WORD, array_at
+from mpicomp.kernels.host.selection import Found, compact, joined, keep_at
+from mpicomp.kernels.host.streaming import _add_scaled, add_scaled
+from mpicomp.threads import in_pieces
+
+_SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
+_SAMPLE = 1 << 12  # values at most: a quarter of the chunk
+_RUN = 16  # of them are consecutive: they are loaded together
+
+Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and a part of another vector for each segment
+
+
+def largest_in_segments(
+    values: Array,
+    bounds: Sequence[int],
+    k: Sequence[int],
+    chunk: Sequence[int],
+    last: Sequence[int],
+    *,
+    summands: Summands | None = None,
+    threads: int | None = None,
+) -> Found:
+    """Return the positions of the largest magnitudes of each chunk, in increasing order, and the values there.
+
+    values, ties, zeros, NaN and infinities: as for `largest`. bounds: the first position of each segment, and the
+    length. k, chunk, last: for each segment the number selected from a chunk of that many consecutive values, k <=
+    chunk, and the number selected from a shorter chunk at its end, at least 1. A segment of one chunk is selected from
+    as a whole. summands: (a, scale, parts), 1-d contiguous arrays of the dtype of `values`, which is first overwritten
+    by ``scale * a + b``, in the same pass, where the parts are b segment by segment; the product is rounded before it
+    is added. threads: as for `largest`; a segment of several chunks is divided among them.
+    """
+    form = FORMATS[values.dtype]
+    if summands is not None and values.dtype == np.float16:
+        a, scale, parts = summands
+        for part, (first, end) in zip(parts, pairwise(bounds), strict=True):
+            add_scaled(a[first:end], scale, part, values[first:end])
+        summands = None
+    bits = as_writable(values).view(form.signed)
+    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # of a floor: a quarter of a power of two
+    edges = np.asarray(bounds, np.int64)
+    each, size, rest = (np.asarray(given, np.int64) for given in (k, chunk, last))
+    lengths = np.diff(edges)
+    each, size = (
+        np.where(size > lengths, rest, each),
+        np.minimum(size, lengths).clip(1),
+    )  # a segment of one chunk is whole
+    most = int(size.max(initial=0)) + WORD
+    counts = np.append(0, np.cumsum(lengths // size * each + rest))  # at most so many, segment by segment
+    adding = _addresses(values, summands)
+
+    def selected(start: int, end: int) -> Found:
+        first, beyond = np.searchsorted(edges[:-1], (start, end), side="right") - (1, 0)
+        room = int(counts[beyond] - counts[max(first, 0)]) + 1  # one more element, for `keep_at`
+        positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
+        places, keys = np.empty(most, np.intp), np.empty(most, form.signed)
+        some, candidates = np.empty(_SAMPLE, adding[0].dtype), np.empty(most, adding[0].dtype)
+        rows = edges, each, size, rest
+        work = some, bits_of(some, form), places, candidates, bits_of(candidates, form), keys
+        span = start, end, slack
+        count = int(_largest(bits, form.mask, form.width, *span, *adding, *rows, *work, positions, kept))
+        return positions[:count], kept[:count]
+
+    step = int(size[0]) if len(each) == 1 else 1
+    positions, found = joined(in_pieces(selected, bits.size, threads, step=step))
+    return positions, found.view(values.dtype)
+
+
+def bits_of(values: Array, form: Format) -> Array:
+    """Return the bits of a buffer; of float16, for which kernels take no values, a buffer of its own."""
+    return (
+        values.view(form.signed)
+        if values.dtype.itemsize == form.signed.itemsize
+        else np.empty(values.size, form.signed)
+    )
+
+
+def _addresses(values: Array, summands: Summands | None) -> tuple[Array, Array, Any, Array, int]:
+    """Return the sum's vector, its first summand, the factor, the addresses of the parts, and that of the sum.
+
+    Without summands there are no addresses.
+    """
+    if summands is None:
+        floats = as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
+        return floats, floats, floats.dtype.type(1), np.empty(0, np.int64), 0
+    a, scale, parts = summands
+    addresses = np.array([part.__array_interface__["data"][0] for part in parts], np.int64)
+    return values, as_writable(a), values.dtype.type(scale), addresses, values.__array_interface__["data"][0]
+
+
+@jit
+def _largest(  # type: ignore[no-untyped-def]
+    bits,
+    mask,
+    width,
+    start,
+    end,
+    slack,
+    values,
+    a,
+    factor,
+    addresses,
+    output,
+    edges,
+    ks,
+    chunks,
+    lasts,
+    some,
+    sample,
+    places,
+    candidate_values,
+    candidates,
+    keys,
+    positions,
+    kept,
+):
+    """Select from the chunks that begin in [start, end), and return the number of entries.
+
+    output: the address of `values`. sample, candidates: the bits of `some`, `candidate_values`. places, candidates,
+    keys: buffers for 64 values more than a chunk has.
+    """
+    integer = bits.dtype.type
+    count = np.uint64(0)
+    for row in range(ks.size):
+        low, high, chunk = edges[row], edges[row + 1], chunks[row]
+        if high <= start or low >= end:
+            continue
+        floor = integer(1)
+        address = addresses[row] if addresses.size else np.int64(0)
+        skipped = max(0, -(-(start - low) // chunk))  # chunks of an earlier piece
+        for first in range(low + skipped * chunk, min(high, end), chunk):
+            beyond = min(first + chunk, high)
+            size = beyond - first
+            wanted = ks[row] if size == chunk else lasts[row]
+            if floor == integer(1) and size >= _SAMPLED:
+                taken = min(_SAMPLE, size // 4)
+                if address != 0:
+                    b = array_at(values, address, high - low)
+                    _sample_sums(a[first:beyond], factor, b[first - low : beyond - low], some[:taken])
+                else:
+                    _sample(bits[first:beyond], sample[:taken])
+                floor = _foreseen(sample[:taken], mask, width, wanted, size, keys)
+            if address == 0:
+                found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
+            else:
+                b = array_at(values, address, high - low)[first - low : beyond - low]
+                piece, out = bits[first:beyond], values[first:beyond]
+                if factor == 1:
+                    head = min(size, -(output + first * values.itemsize) % LINE // values.itemsize)
+                    kinds = mask, floor, first
+                    found = np.int64(
+                        _add_and_compact(a[first:beyond], b, out, piece, head, *kinds, places, candidate_values)[0]
+                    )
+                else:
+                    _add_scaled(a[first:beyond], factor, b, out)
+                    found = np.int64(compact(piece, mask, floor, first, places, candidates)[0])
+            if found < wanted and floor > 1:
+                found = np.int64(compact(bits[first:beyond], mask, integer(1), first, places, candidates)[0])
+            threshold, ties = integer(0), 0
+            if found > wanted:
+                threshold, ties = _kth_largest(candidates[:found], mask, width, wanted, keys[:found])
+            count, _ = keep_at(places[:found], candidates[:found], mask, threshold, ties, positions, kept, count)
+            floor = integer(max(1, np.int64(threshold) - slack))
+    return count
+
+
+@jit
+def _sample(bits, sample):  # type: ignore[no-untyped-def]
+    stride = bits.size // sample.size
+    for i in range(0, sample.size, _RUN):
+        for j in range(min(_RUN, sample.size - i)):
+            sample[i + j] = bits[i * stride + j]
+
+
+@jit
+def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
+    stride = a.size // some.size
+    for i in range(0, some.size, _RUN):
+        for j in range(min(_RUN, some.size - i)):
+            some[i + j] = factor * a[i * stride + j] + b[i * stride + j]
+
+
+@jit
+def _foreseen(sample, mask, width, k, size, keys):  # type: ignore[no-untyped-def]
+    """Return a magnitude that a few more than `k` of `size` are expected to reach; 1 if that would be nearly all."""
+    share = sample.size * k / size
+    rank = np.int64(share + 4 * (1 + np.sqrt(share))) + 1
+    if 2 * rank > sample.size:
+        return sample.dtype.type(1)
+    threshold, _ = _kth_largest(sample, mask, width, rank, keys[: sample.size])
+    return sample.dtype.type(max(1, np.int64(threshold)))
+
+
+@jit
+def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
+    """Return the k-th largest magnitude, and how many ties with it are among the `k` largest.
+
+    One bit is found in each pass, the highest first: for few values in the cache, no branch is faster than few passes.
+    """
+    for i in range(bits.size):
+        keys[i] = bits[i] & mask
+    threshold, above = keys.dtype.type(0), 0
+    for bit in range(width - 1, -1, -1):
+        raised = keys.dtype.type(threshold | keys.dtype.type(1 << bit))
+        reached = _count_reaching(keys, raised)
+        if reached >= k:
+            threshold = raised
+        else:
+            above = reached  # in the end: the keys above the threshold
+    return threshold, k - above
+
+
+@jit
+def _count_reaching(keys, floor):  # type: ignore[no-untyped-def]
+    count = np.int32(0)
+    for i in range(keys.size):
+        count = np.int32(count + np.int32(keys[i] >= floor))
+    return count
