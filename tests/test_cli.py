@@ -61,7 +61,7 @@ def test_torchrun_is_noticed(monkeypatch):
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
     assert "warning: torchrun says WORLD_SIZE=2, and MPI sees 1" in out.getvalue()
-    assert "start with mpirun -n 2 or srun" in out.getvalue()
+    assert "start with: mpirun -n 2 python -m collectives.torch train.py" in out.getvalue()
     with pytest.raises(RuntimeError, match="each process would train alone"):
         GradientExchange(MPI.COMM_SELF.Dup(), TopK(0.1))(np.ones(9))
 

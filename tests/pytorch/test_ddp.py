@@ -374,7 +374,7 @@ def test_a_process_group_of_another_size(world):
 
 def test_torchrun_is_refused(world, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world.size + 1))
-    with pytest.raises(RuntimeError, match=r"torchrun says WORLD_SIZE=.* mpirun -n \d or srun in place of torchrun"):
+    with pytest.raises(RuntimeError, match=r"torchrun says WORLD_SIZE=.* mpirun -n \d python -m collectives.torch"):
         attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
 
 

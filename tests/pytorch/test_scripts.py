@@ -113,4 +113,4 @@ def test_under_torchrun_it_says_how_to_start(tmp_path):
     done = run(TORCHRUN, tmp_path)
     assert done.returncode != 0
     assert "torchrun says WORLD_SIZE=2, and MPI sees 1" in done.stderr
-    assert "mpirun -n 2 or srun in place of torchrun" in done.stderr
+    assert "start with: mpirun -n 2 python -m collectives.torch train.py" in done.stderr
