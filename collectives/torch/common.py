@@ -21,9 +21,14 @@ class Handle:
     """The handle that `attach` and `attach_fsdp` return: a model's parameters in an exchange, and their state."""
 
     def __init__(
-        self, exchange: GradientExchange, parameters: Mapping[str, torch.Tensor], dense_steps: int = 0
+        self,
+        exchange: GradientExchange,
+        parameters: Mapping[str, torch.Tensor],
+        scaler: Any = None,
+        dense_steps: int = 0,
     ) -> None:
         self.exchange, self._dense_steps = exchange, dense_steps
+        self._scaler, self._scale = scaler, 1.0  # of the loss in the step under way
         self._failed: Exception | None = None  # what failed in the step under way, before its end
         self._names = {parameter: name for name, parameter in parameters.items()}
         local = {name: local_shard(parameter.detach()) for name, parameter in parameters.items()}
@@ -45,14 +50,51 @@ class Handle:
         Names of parameters may begin with `module.`, as in a loop over the parameters of the DDP model. same_settings:
         False also accepts a state with other settings, such as another density or decay.
 
-        Raises ValueError for a state that does not fit, and RuntimeError within a step.
+        Raises ValueError for a state that does not fit, for example of another number of ranks (`load_state_dicts`
+        loads these), and RuntimeError within a step.
         """
+        arrays, left = self._arrays(state)
+        self.exchange.load_state_dict(arrays, same_settings=same_settings)
+        self._dense_steps = left
+
+    def load_state_dicts(
+        self,
+        ranks: int,
+        load: Callable[[int], Mapping[str, Any]],
+        *,
+        same_settings: bool = True,
+        conserve: str = "sum",
+    ) -> None:
+        """Load the states that `ranks` ranks saved, in a job of any size; if it raises, nothing changes.
+
+        load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of P calls it for the ranks r, r +
+        P, r + 2P, ..., and adds up their residuals; conserve: "sum" or "mean" of them (see
+        `GradientExchange.load_state_dicts`, also for the errors). With `attach_fsdp` `ranks` counts replicas, and the
+        ranks inside a replica must be as many as before.
+
+            handle.load_state_dicts(8, lambda rank: torch.load(f"exchange-{rank}.pt"))  # saved by 8 ranks
+        """
+        left = self._dense_steps
+
+        def arrays(rank: int) -> dict[str, Any]:
+            nonlocal left
+            found, left = self._arrays(load(rank))
+            return found
+
+        self.exchange.load_state_dicts(ranks, arrays, same_settings=same_settings, conserve=conserve)
+        self._dense_steps = left
+
+    def _arrays(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return the exchange's part of a state, and the number of dense steps left."""
         arrays = to_arrays(state)
         left = int(arrays.pop(_DENSE_STEPS, self._dense_steps))
         if not any(name.startswith("module.") for name in self._names.values()):
             arrays = {_without_module(key): array for key, array in arrays.items()}
-        self.exchange.load_state_dict(arrays, same_settings=same_settings)
-        self._dense_steps = left
+        return arrays, left
+
+    def _read_scale(self) -> None:
+        """Store the scale of the loss of the step that begins."""
+        self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _try(self, start: Callable[..., None], *arguments: Any) -> None:
         """Start a part of the step, unless an earlier one failed: errors are raised at the end of the step."""
@@ -122,6 +164,12 @@ def on_all_ranks(exchange: Any, operation: str, compared: dict[str, str] | None 
         gather_objects(error, exchange.comm, operation)
         raise
     check_same("shard", gather_objects(compared or {}, exchange.comm, operation))
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise TypeError unless this is a scaler of the loss, or None."""
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise TypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler, or None")
 
 
 def trainable(model: Any) -> Iterator[tuple[str, Any]]:

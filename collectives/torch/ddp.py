@@ -13,6 +13,7 @@ mean.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.dense import dense_iallreduce
 from collectives.exchange import GradientExchange
-from collectives.torch.common import Handle, after_backward, on_all_ranks, trainable
+from collectives.torch.common import Handle, after_backward, check_scaler, on_all_ranks, trainable
 from collectives.torch.start import check_launcher
 from mpicomp.compressors.common import check_number
 from mpicomp.settings import refuse_bools
@@ -45,10 +46,14 @@ def attach(
 
     warmup_steps: this many steps are dense first; residuals are not touched. clip: before it is compressed, this rank's
     gradient is scaled to a Euclidean norm of at most clip / sqrt(P). The norm is that of all parameters, so with `clip`
-    the exchange starts when the last bucket is ready: it does not overlap with the backward pass. scaler: the
+    the exchange starts when the last bucket is ready: it does not overlap with the backward pass. The handle's `norm`
+    is that of this rank's last gradient before it was clipped, for a log. scaler: the
     `torch.amp.GradScaler` that scaled the loss. They are divided by the scale before the exchange and multiplied after
-    it, so that `clip` and residuals do not depend on it. Use `nonfinite="skip"` for the exchange: a step with
-    infinities writes NaN to `.grad` on all ranks, and the scaler skips it.
+    it, so that `clip` and residuals do not depend on it.
+
+    With `nonfinite="skip"` in the exchange, a step with NaN or infinities on any rank is skipped on all. With a scaler
+    `.grad` is then NaN, so that the scaler skips the step and lowers the scale; without one it is None, so that the
+    optimiser passes over all parameters.
 
     Returns a handle for checkpoints. If the exchange raises in a step, `backward()` raises on all ranks, with NaN in
     `.grad`; training can continue. Raises TypeError or ValueError for bad arguments; RuntimeError under torchrun, and
@@ -65,8 +70,7 @@ def attach(
         refuse_bools(clip=clip)
         if clip is not None and not 0 < clip < math.inf:
             raise ValueError(f"clip is {clip!r}: expected the largest norm of a gradient, a number above 0, or None")
-        if scaler is not None and not hasattr(scaler, "get_scale"):
-            raise TypeError(f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler, or None")
+        check_scaler(scaler)
     handle = DDPHandle(model, exchange, warmup_steps, clip, scaler)
     model.register_comm_hook(handle, _bucket_hook)
     return handle
@@ -92,10 +96,10 @@ class DDPHandle(Handle):
     ) -> None:
         ignored = model.parameters_to_ignore
         parameters = {name: each for name, each in trainable(model.module) if name not in ignored}
-        super().__init__(exchange, parameters, warmup_steps)
+        super().__init__(exchange, parameters, scaler, warmup_steps)
         self._views, self._may_skip = model.gradient_as_bucket_view, model.find_unused_parameters or model.static_graph
-        self._clip, self._scaler, self._scale = clip, scaler, 1.0
-        self._detached = False
+        self._clip, self._detached = clip, False
+        self.norm: float | None = None  # with `clip`: of this rank's last gradient, before it was clipped
         self._buckets: list[_Bucket] = []  # of the step under way
         self._sums: list[Any] = []  # the requests of a dense step
 
@@ -114,7 +118,7 @@ class DDPHandle(Handle):
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
         if not self._buckets:
-            self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+            self._read_scale()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
         taken = _Bucket(torch.futures.Future(), bucket.buffer(), parts)
         self._buckets.append(taken)
@@ -143,8 +147,9 @@ class DDPHandle(Handle):
     def _end_step(self, buckets: list[_Bucket]) -> None:
         """Wait for the means, and write them to DDP's buckets and to unused parameters."""
         failed: Exception | None = None
+        skipped = False
         try:
-            self._receive(buckets)
+            skipped = self._receive(buckets)
         except Exception as error:  # on all ranks; DDP needs its futures to go on after it
             failed = error
             for bucket in buckets:
@@ -157,9 +162,15 @@ class DDPHandle(Handle):
             bucket.future.set_result(bucket.buffer)
         if failed is not None:
             _raise_after_backward(failed)
+        elif skipped and self._scaler is None:
+            _after_ddp(self._drop_gradients)
 
-    def _receive(self, buckets: list[_Bucket]) -> None:
-        """Write the means over the gradients."""
+    def _drop_gradients(self) -> None:
+        for parameter in self._names:
+            parameter.grad = None
+
+    def _receive(self, buckets: list[_Bucket]) -> bool:
+        """Write the means over the gradients; return whether the exchange skipped the step."""
         sums, self._sums = self._sums, []
         self._raise_failed()
         if self.is_dense:
@@ -167,11 +178,12 @@ class DDPHandle(Handle):
             for bucket, request in zip(buckets, sums, strict=True):
                 bucket.buffer.copy_(request.wait().div_(ranks))
             self._dense_steps = max(0, self._dense_steps - 1)
-            return
+            return False
         means = self.exchange.finish()
         for parameter, part in [part for bucket in buckets for part in bucket.parts]:
             if part.dtype == torch.bfloat16:
                 part.copy_(means[self._names[parameter]])
+        return not self.exchange.finite
 
     def _set_unused(self, bucket: _Bucket) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
@@ -187,7 +199,7 @@ class DDPHandle(Handle):
         assert self._clip is not None
         parts = dict(part for bucket in buckets for part in bucket.parts)
         norms = [torch.linalg.vector_norm(parts[each], dtype=torch.float64) for each in self._names if each in parts]
-        norm = math.hypot(*map(float, norms))
+        self.norm = norm = math.hypot(*map(float, norms))
         limit = self._clip / math.sqrt(self.exchange.comm.size)
         if limit < norm < math.inf:  # what is not finite is left for the exchange to find
             for bucket in buckets:
@@ -204,10 +216,15 @@ def _raise_after_backward(error: Exception) -> None:
     def fail() -> None:
         raise error
 
+    _after_ddp(fail)
+
+
+def _after_ddp(call: Callable[[], None]) -> None:
+    """Call a function once DDP has ended its step, which it does after the backward pass."""
     try:
-        after_backward(partial(after_backward, fail))  # DDP queues its own end in between
+        after_backward(partial(after_backward, call))  # DDP queues its own end in between
     except RuntimeError:  # on a rank that has joined: there is no backward pass
-        raise error from None
+        call()
 
 
 def _check_ddp(model: Any, comm: Any) -> None:

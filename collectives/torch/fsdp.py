@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from collectives.exchange import GradientExchange
-from collectives.torch.common import Handle, after_backward, local_shard, on_all_ranks, trainable
+from collectives.torch.common import Handle, after_backward, check_scaler, local_shard, on_all_ranks, trainable
 from collectives.torch.start import check_launcher
 
 
-def attach_fsdp(model: FSDPModule, exchange: GradientExchange) -> "FSDPHandle":
+def attach_fsdp(model: FSDPModule, exchange: GradientExchange, *, scaler: Any = None) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
     model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch itself would average densely
@@ -31,9 +31,11 @@ def attach_fsdp(model: FSDPModule, exchange: GradientExchange) -> "FSDPHandle":
     The replicas must start with the same parameters.
 
     A backward pass writes the means to `.grad`. With `set_requires_gradient_sync(False)` gradients accumulate, and
-    nothing is exchanged. Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and for an
-    exchange with registered tensors; CollectiveError on the other ranks, and if the ranks of the exchange have
-    different shards.
+    nothing is exchanged. scaler: as in `attach`, and so is a skipped step, of the ranks with one shard: an infinity in
+    another shard skips that alone.
+
+    Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and for an exchange with registered
+    tensors; CollectiveError on the other ranks, and if the ranks of the exchange have different shards.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     >>> model = fully_shard(model, mesh=mesh["shard"])
@@ -42,16 +44,17 @@ def attach_fsdp(model: FSDPModule, exchange: GradientExchange) -> "FSDPHandle":
     """
     shard: dict[str, str] = {}
     with on_all_ranks(exchange, "attach_fsdp", shard):
-        shard |= _check_fsdp(model, exchange.comm)
-    return FSDPHandle(model, exchange)
+        check_scaler(scaler)
+        shard |= check_fsdp(model, exchange.comm)
+    return FSDPHandle(model, exchange, scaler)
 
 
 class FSDPHandle(Handle):
     """The hooks of the sharded parameters of an FSDP2 model; made by `attach_fsdp`."""
 
-    def __init__(self, model: FSDPModule, exchange: GradientExchange) -> None:
+    def __init__(self, model: FSDPModule, exchange: GradientExchange, scaler: Any) -> None:
         self._parameters = dict(trainable(model))
-        super().__init__(exchange, self._parameters)
+        super().__init__(exchange, self._parameters, scaler)
         self._finishing = False  # the end of the backward pass will call `_finish`
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._take) for parameter in self._parameters.values()
@@ -67,7 +70,11 @@ class FSDPHandle(Handle):
         if not self._finishing:
             after_backward(self._finish)
             self._finishing = True
-        self._try(self._start, parameter, local_shard(parameter.grad))
+            self._read_scale()
+        gradient = local_shard(parameter.grad)
+        if self._scale != 1:
+            gradient.div_(self._scale)
+        self._try(self._start, parameter, gradient)
 
     def _finish(self) -> None:
         """Wait for the means, and write them to `.grad`; NaN if the step fails, which it does on all ranks."""
@@ -80,9 +87,12 @@ class FSDPHandle(Handle):
                 if parameter.grad is not None:
                     local_shard(parameter.grad).fill_(math.nan)
             raise
+        drops = self._scaler is None and not self.exchange.finite
         for name, parameter in self._parameters.items():
-            mean = means[name]
-            if parameter.grad is None:
+            mean = means[name] if self._scale == 1 else means[name].mul_(self._scale)
+            if drops:
+                parameter.grad = None
+            elif parameter.grad is None:
                 if mean.any():
                     layout = {"shape": parameter.shape, "stride": parameter.stride()}
                     parameter.grad = DTensor.from_local(mean, parameter.device_mesh, parameter.placements, **layout)
@@ -90,7 +100,7 @@ class FSDPHandle(Handle):
                 local_shard(parameter.grad).copy_(mean)
 
 
-def _check_fsdp(model: Any, comm: Any) -> dict[str, str]:
+def check_fsdp(model: Any, comm: Any) -> dict[str, str]:
     """Raise unless this is an FSDP2 model of one replica, and `comm` has a rank of each; return which shard it is."""
     check_launcher()
     if not isinstance(model, FSDPModule):
