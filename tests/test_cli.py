@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -300,3 +301,15 @@ def test_rows_say_how_they_were_measured(tmp_path):
     asked_for = {"tensors": 3, "compute": 0.001, "repeats": 1, "density": [0.1], "link": 1e9, "length": 400}
     assert about["options"] == {"subject": "overlap", **asked_for}
     assert [row["name"] for row in about["rows"]] == ["0.1 overlapped, a bucket a tensor"]
+
+
+@pytest.mark.parametrize("command", [["info"], ["info", "--json"], QUICK])
+def test_without_an_mpi_it_says_how_to_get_one(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)  # importing it raises ImportError
+    monkeypatch.delattr("mpi4py.MPI")
+    assert main(command) == 1
+    said = "".join(capsys.readouterr())
+    assert "mpi4py finds no MPI library" in said
+    assert "module load openmpi" in said
+    assert "pip install" in said
+    assert "Traceback" not in said
