@@ -172,3 +172,12 @@ def test_under_torchrun_it_says_how_to_start(tmp_path):
     assert done.returncode != 0
     assert "torchrun says WORLD_SIZE=2, and MPI sees 1" in done.stderr
     assert "start with: mpirun -n 2 python -m collectives.torch train.py" in done.stderr
+
+
+def test_our_lines_for_those_who_come_from_another_library_run(tmp_path):
+    lines = blocks((ROOT / "docs" / "coming_from.md").read_text())
+    assert len(lines) == 6
+    (tmp_path / "train.py").write_text("\n".join(lines) + '\nprint(f"steps: {exchange.steps}", flush=True)\n')
+    done = run(LAUNCHED, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("steps: 1") == 2
