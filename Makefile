@@ -25,15 +25,17 @@ test: $(READY)
 	tests/launch.sh 8 tests/mpi -q
 	MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
 
-# The lowest versions that setup.cfg accepts, in an environment of their own; mpi4py is compiled where it has no wheel.
+# The lowest versions that setup.cfg accepts, in an environment of their own; mpi4py is compiled, as that has no wheel.
+# OLDEST, OLDEST_MPI: which tests, by default all.
+OLDEST_MPI ?= tests/mpi
 test-oldest:
 	mkdir -p build
 	$(PYTHON) tests/oldest.py > build/oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet $(MPI)
-	$(MAKE) VENV=.venv-oldest CONSTRAINTS=build/oldest.txt .venv-oldest/.ready
+	CFLAGS="-O0 -g0" $(MAKE) VENV=.venv-oldest CONSTRAINTS=build/oldest.txt .venv-oldest/.ready
 	PATH="$(abspath .venv-oldest)/bin:$$PATH" python -m pytest --ignore tests/mpi -n 2 $(OLDEST)
-	PATH="$(abspath .venv-oldest)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-oldest tests/launch.sh 4 tests/mpi -q
+	PATH="$(abspath .venv-oldest)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-oldest tests/launch.sh 4 $(OLDEST_MPI) -q
 
 # The share of lines that the tests execute, without those of compiled kernels; COVERED: which tests. Ranks count as well.
 COVERED ?= tests

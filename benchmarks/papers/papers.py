@@ -6,9 +6,8 @@
     python benchmarks/papers/papers.py E3 --list       # prints the commands
     python benchmarks/papers/papers.py --figures       # the figures of all files
 
-Each run is a command of `mpicomp`. Those that the file has are not run again, so an interrupted experiment continues; the
-rows of all experiments are committed, so to repeat one takes --again.
-README.md beside this file has the experiments.
+Each run is a command of `mpicomp`. Those that the file has are not run again, so an interrupted experiment continues. The
+rows of all experiments are committed: --again repeats one. README.md beside this file has the experiments.
 """
 
 import argparse
