@@ -6,7 +6,7 @@
     python benchmarks/papers/papers.py E3 --list       # prints the commands
     python benchmarks/papers/papers.py --figures       # the figures of all files
 
-Each run is a command of `mpicomp`. Those that the file has are not run again, so an interrupted experiment continues. The
+Each run is a command of `mpicomp`. Those that the file has are not run again: an interrupted experiment continues. The
 rows of all experiments are committed: --again repeats one. README.md beside this file has the experiments.
 """
 
