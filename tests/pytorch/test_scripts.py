@@ -181,3 +181,46 @@ def test_our_lines_for_those_who_come_from_another_library_run(tmp_path):
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("steps: 1") == 2
+
+
+FIT = """
+import pytorch_lightning as pl
+import torch
+from mpi4py import MPI
+
+from collectives import GradientExchange
+from collectives.torch import attach
+from mpicomp import TopK
+
+comm = MPI.COMM_WORLD
+exchange = GradientExchange(comm, TopK(0.5), small=0)
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+
+{block}
+module = Module()
+trainer.fit_loop.max_epochs = 1
+trainer.fit(module, torch.utils.data.DataLoader(torch.randn(32, 4), 4))
+bits = module.layer.weight.detach().numpy().tobytes()
+print(f"steps: {{exchange.steps}}, same bits: {{len(set(comm.allgather(bits))) == 1}}", flush=True)
+"""
+
+
+def test_lightning_trains_with_the_callback_of_the_page(tmp_path):
+    pytest.importorskip("pytorch_lightning")
+    (block,) = (found for found in blocks(PAGE) if "Accelerator(" in found)
+    (tmp_path / "train.py").write_text(FIT.format(block=block[block.index("class Compressed") :]))
+    done = run(LAUNCHED, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("steps: 4, same bits: True") == 2, done.stdout
