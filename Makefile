@@ -8,9 +8,13 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 include tests/openmpi.env
 export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
+# Versions that pip is held to: make test CONSTRAINTS=tests/locked.txt installs those of the last release's tests.
+CONSTRAINTS ?=
+
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release clean gpu-evidence
+.PHONY: demo test test-oldest test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release \
+  clean gpu-evidence coverage lock
 
 demo: $(READY)
 	mkdir -p build
@@ -20,6 +24,34 @@ test: $(READY)
 	python -m pytest --ignore tests/mpi -n 2
 	tests/launch.sh 8 tests/mpi -q
 	MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
+
+# The lowest versions that setup.cfg accepts, in an environment of their own; mpi4py is compiled, as that has no wheel.
+# OLDEST, OLDEST_MPI: which tests, by default all.
+OLDEST_MPI ?= tests/mpi
+test-oldest:
+	mkdir -p build
+	$(PYTHON) tests/oldest.py > build/oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet $(MPI)
+	CFLAGS="-O0 -g0" $(MAKE) VENV=.venv-oldest CONSTRAINTS=build/oldest.txt .venv-oldest/.ready
+	PATH="$(abspath .venv-oldest)/bin:$$PATH" python -m pytest --ignore tests/mpi -n 2 $(OLDEST)
+	PATH="$(abspath .venv-oldest)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-oldest tests/launch.sh 4 $(OLDEST_MPI) -q
+
+# The share of lines that the tests execute, without those of compiled kernels; COVERED: which tests. Ranks count as well.
+COVERED ?= tests
+COVERED_MPI ?= tests/mpi
+coverage: $(READY)
+	python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	COVERAGE_PROCESS_START="$(CURDIR)/setup.cfg" python -m pytest --ignore tests/mpi -q $(COVERED)
+	COVERAGE_PROCESS_START="$(CURDIR)/setup.cfg" tests/launch.sh 4 $(COVERED_MPI) -q
+	coverage combine --quiet
+	coverage report --format=total
+
+# Write the versions of the test environment to tests/locked.txt.
+lock: $(READY)
+	{ echo "# The versions that the tests last passed with; written by make lock."; \
+	  python -m pip freeze --exclude-editable; } > tests/locked.txt
 
 # The collectives under MPICH and Intel MPI as well, in environments of their own. Their ranks poll while they wait: on few
 # cores it takes three times as long, so a test may take longer before it counts as one that hangs.
@@ -48,7 +80,7 @@ test-torch:
 	.venv-torch/bin/python -m pip install --quiet $(TORCH)
 	.venv-torch/bin/python -m pip install --quiet accelerate jax pytorch-lightning
 	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_examples.py tests/test_docstrings.py \
-	  -q -k "scripts or torch_ or jax"
+	  -q -k "scripts or launch or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
 	  tests/launch.sh $$size tests/pytorch -q || exit 1; done
 
@@ -100,9 +132,9 @@ release: $(READY)
 	twine check --strict dist/*
 
 clean:
-	rm -rf build dist .venv .venv-cupy .venv-mpich .venv-impi-rt .venv-torch *.egg-info
+	rm -rf build dist .venv .venv-cupy .venv-mpich .venv-impi-rt .venv-oldest .venv-torch *.egg-info
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	python -m pip install --quiet --editable ".[test,examples,dev]" $(MPI)
+	python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) --editable ".[test,examples,dev]" $(MPI)
 	touch $@

@@ -10,17 +10,24 @@ Differences from the paper: parts may differ in size and be empty; headers conta
 them, and several parts are sent as one message.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-from collectives.collective import Call, collective
+from collectives.collective import Call, Codec, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 
 @collective(gives_sum=True)
 def sparse_allgather(
-    vector: SparseVector, comm: Any, *, algorithm: str = "auto", codec: str = "auto"
+    vector: SparseVector,
+    comm: "MPI.Comm",
+    *,
+    algorithm: Literal["auto", "dissemination"] = "auto",
+    codec: Codec = "auto",
 ) -> Call[list[SparseVector]]:
     """Gather the vectors of all ranks on all ranks.
 

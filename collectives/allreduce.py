@@ -14,12 +14,12 @@ comes first.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from collectives.choice import Case
-from collectives.collective import Call, collective, sound
+from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Blocks, Ranges, equal_ranges
 from collectives.patterns import add, doubling, folded, hand_down, reduce_up
@@ -32,17 +32,33 @@ from mpicomp.arrays import Array, beside, kernels_for, on_device, to_numpy
 from mpicomp.codec import encoded_nbytes
 from mpicomp.vector import SparseVector, add_up, count_up
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SumAlgorithm = Literal[
+    "auto",
+    "allgather",
+    "recursive_doubling",
+    "split_allgather",
+    "recursive_halving",
+    "dense",
+    "dense_mpi",
+    "node_leaders",
+    "node_lanes",
+]
+Partition = Literal["auto", "equal", "sampled", "hashed"]
+
 
 @collective(gives_sum=True)
 def sparse_allreduce(
     vector: SparseVector,
-    comm: Any,
+    comm: "MPI.Comm",
     *,
-    algorithm: str = "auto",
-    partition: str = "auto",
-    codec: str = "auto",
+    algorithm: SumAlgorithm = "auto",
+    partition: Partition = "auto",
+    codec: Codec = "auto",
     votes: bool = False,
-) -> Call[Any]:
+) -> Call[SparseVector]:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
@@ -60,7 +76,7 @@ def sparse_allreduce(
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero are kept;
     "dense" and "dense_mpi" return an entry for every position. The sum may share memory with `vector`. With votes
-    returns (sum, counts): counts is int64, one for each entry.
+    returns (sum, counts), of which type checkers see the sum alone: counts is int64, one for each entry.
 
     >>> vector = TopK(k=2).compress(gradient)
     >>> sparse_allreduce(vector, comm).to_dense().tolist()

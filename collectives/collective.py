@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from inspect import cleandoc, signature
 from operator import index
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, get_origin, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ Algorithm = Callable[..., Steps[Any]]  # (vector, group, and the collective's ow
 Promise = Callable[[Any], tuple[list[Any], list[Any]]]
 Meet = Callable[[Group], Steps[None]]
 Prepare = Callable[["Call[Any]", int], SparseVector]
+
+Codec = Literal["auto", "plain", "quick", "smallest"]
 
 NOTHING = SparseVector.empty(0)
 COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
@@ -135,7 +137,7 @@ class Collective(Generic[P, T]):
             return self._start(call(*args, **kwargs))
 
         head, _, tail = self.name.partition("_")
-        self.nonblocking = update_wrapper(nonblocking, call)
+        self.nonblocking: Callable[P, Request[T]] = update_wrapper(nonblocking, call)
         vars(nonblocking)["__signature__"] = signature(call).replace(return_annotation=Request)
         vars(nonblocking)["collective"] = self
         nonblocking.__name__ = nonblocking.__qualname__ = f"{head}_i{tail}"

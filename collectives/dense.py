@@ -5,7 +5,7 @@ mismatch, but corrupts memory or hangs. Bytes sent by a rank: at least 2 (P-1)/P
 """
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,12 @@ from collectives.runtime.messages import Steps
 from mpicomp.arrays import like, namespace, on_device, to_array
 from mpicomp.vector import SparseVector
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 
 @collective()
-def dense_allreduce(array: Any, comm: Any) -> Call[Any]:
+def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce.
 
     array: any shape, float16, float32 or float64 (float16 is sent as float32, MPI has no type for it), of one size and

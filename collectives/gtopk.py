@@ -23,17 +23,20 @@ large.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.collective import Call, collective, sound
+from collectives.collective import Call, Codec, collective, sound
 from collectives.partition import equal_ranges, likely
 from collectives.patterns import Combine, add, agreed, doubling, folded, hand_down, reduce_up
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up, count_up, join, merge, parted, top_k, within, without_zeros
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Result = tuple[SparseVector, SparseVector]
 
@@ -43,9 +46,17 @@ def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
+TopKAlgorithm = Literal["auto", "recursive_doubling", "tree", "exact", "exact_doubling", "node_leaders"]
+
+
 @collective(result_and_rejected, meet=agreed, gives_sum=True)
 def gtopk_allreduce(
-    vector: SparseVector, comm: Any, k: int | None = None, *, algorithm: str = "auto", codec: str = "auto"
+    vector: SparseVector,
+    comm: "MPI.Comm",
+    k: int | None = None,
+    *,
+    algorithm: TopKAlgorithm = "auto",
+    codec: Codec = "auto",
 ) -> Call[Result]:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 

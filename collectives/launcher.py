@@ -1,10 +1,10 @@
-"""Check that the launcher started as many ranks as MPI sees: pure functions of the environment.
+"""What launchers tell the ranks through environment variables: pure functions.
 
 A launcher of another MPI, or torchrun, starts P processes that are each rank 0 of 1: the job runs P times, and
-succeeds.
+succeeds. The warnings detect that. `torchrun_variables` are what a script written for torchrun reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # Where launchers say how many ranks they started, the innermost one first: inside a batch job Open MPI's mpirun starts
 # its daemons through srun, and the ranks see both.
@@ -28,6 +28,27 @@ def torchrun_warning(size: int, environment: Mapping[str, str]) -> str | None:
     if not stated.isdigit() or int(stated) == size:
         return None
     return (
-        f"torchrun says WORLD_SIZE={stated}, and MPI sees {size}: each process would train alone; start with "
-        f"mpirun -n {stated} or srun in place of torchrun (or unset WORLD_SIZE, if something else has set it)"
+        f"torchrun says WORLD_SIZE={stated}, and MPI sees {size}: each process would train alone; in place of "
+        f"torchrun start with: mpirun -n {stated} python -m collectives.torch train.py (or srun python -m ...); "
+        "or unset WORLD_SIZE, if something else has set it"
     )
+
+
+def torchrun_variables(rank: int, first_on_node: Sequence[int], address: str, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank as torchrun would set them, by name.
+
+    first_on_node: for each rank, the lowest rank on its node. address, port: where rank 0 will listen for torch's
+    `env://`. Ranks on a node need not be consecutive. TORCHELASTIC_RUN_ID is what Lightning recognises torchrun by,
+    before it looks at Slurm's variables.
+
+    >>> torchrun_variables(3, [0, 0, 2, 2], "node7", 29500)["LOCAL_RANK"]
+    '1'
+    """
+    first, nodes = first_on_node[rank], sorted(set(first_on_node))
+    numbers = {"RANK": rank, "WORLD_SIZE": len(first_on_node)}
+    numbers |= {"LOCAL_RANK": first_on_node[:rank].count(first), "LOCAL_WORLD_SIZE": first_on_node.count(first)}
+    numbers |= {"GROUP_RANK": nodes.index(first), "GROUP_WORLD_SIZE": len(nodes)}
+    numbers |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": len(first_on_node), "MASTER_PORT": port}
+    numbers |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    texts = {"MASTER_ADDR": address, "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": f"mpi-{address}-{port}"}
+    return {name: str(number) for name, number in numbers.items()} | texts

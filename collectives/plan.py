@@ -17,7 +17,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ from mpicomp.arrays import Array, beside, kernels_for, like, read_only, to_array
 from mpicomp.compressors import TopK, expect_integer
 from mpicomp.compressors.common import Density, all_at, finite_vector
 from mpicomp.vector import SparseVector
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def bare(call: Call[Any], size: int) -> SparseVector:
@@ -181,7 +184,7 @@ class SupportPlan:
 
 
 @collective(gives_sum=True)
-def aligned_allreduce(vector: SparseVector, comm: Any) -> Call[SparseVector]:
+def aligned_allreduce(vector: SparseVector, comm: "MPI.Comm") -> Call[SparseVector]:
     """Sum vectors with the same support on all ranks by MPI's own allreduce: no index is sent.
 
     vector: of numbers or of rows, of one support, length, width and dtype on all ranks, for example from `CyclicLeader`

@@ -10,13 +10,16 @@ the shares are ranges of equal length, hashed blocks, or the caller's own ranges
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from collectives.collective import Call, collective, sound
+from collectives.collective import Call, Codec, collective, sound
 from collectives.partition import Blocks, Ranges, equal_ranges, given_ranges, hashed_blocks
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def shares_of_the_sum(share: SparseVector) -> tuple[list[Any], list[Any]]:
@@ -27,11 +30,11 @@ def shares_of_the_sum(share: SparseVector) -> tuple[list[Any], list[Any]]:
 @collective(shares_of_the_sum)
 def sparse_reduce_scatter(
     vector: SparseVector,
-    comm: Any,
+    comm: "MPI.Comm",
     *,
-    algorithm: str = "auto",
-    partition: str | Sequence[int] = "equal",
-    codec: str = "auto",
+    algorithm: Literal["auto", "split"] = "auto",
+    partition: Literal["equal", "hashed"] | Sequence[int] = "equal",
+    codec: Codec = "auto",
 ) -> Call[SparseVector]:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 

@@ -11,15 +11,18 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.collective import Call, collective
+from collectives.collective import Call, Codec, collective
 from collectives.patterns import add, hand_down, reduce_up
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, count_up
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def sum_at_the_root(outcome: Any) -> tuple[list[Any], list[Any]]:
@@ -30,13 +33,13 @@ def sum_at_the_root(outcome: Any) -> tuple[list[Any], list[Any]]:
 @collective(sum_at_the_root)
 def sparse_reduce(
     vector: SparseVector,
-    comm: Any,
+    comm: "MPI.Comm",
     root: int = 0,
     *,
-    algorithm: str = "auto",
-    codec: str = "auto",
+    algorithm: Literal["auto", "tree"] = "auto",
+    codec: Codec = "auto",
     votes: bool = False,
-) -> Call[Any]:
+) -> Call[SparseVector | None]:
     """Sum the vectors of all ranks on the root, exactly.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none. root:
@@ -58,7 +61,12 @@ sparse_ireduce = sparse_reduce.nonblocking
 
 @collective()
 def sparse_bcast(
-    vector: SparseVector | None, comm: Any, root: int = 0, *, algorithm: str = "auto", codec: str = "auto"
+    vector: SparseVector | None,
+    comm: "MPI.Comm",
+    root: int = 0,
+    *,
+    algorithm: Literal["auto", "tree"] = "auto",
+    codec: Codec = "auto",
 ) -> Call[SparseVector]:
     """Broadcast the root's vector to all ranks.
 

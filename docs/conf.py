@@ -13,9 +13,19 @@ author = "The mpicomp developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "docstrings", "pages"]
 exclude_patterns = ["figures", "results"]
 contents = {  # the pages in their order; those that are not here come last
-    "Start": ["concepts", "choosing", "performance", "slow_links", "frameworks", "slurm"],
+    "Start": ["concepts", "choosing", "performance", "slow_links", "frameworks", "coming_from", "slurm"],
     "Use": ["exchange", "compressors", "own_compressor", "feedback", "collectives", "reliability", "devices"],
-    "Look up": ["api/index", "environment", "wire_format", "accuracy", "papers", "glossary", "architecture"],
+    "Look up": [
+        "api/index",
+        "environment",
+        "mpi",
+        "versions",
+        "wire_format",
+        "accuracy",
+        "papers",
+        "glossary",
+        "architecture",
+    ],
 }
 
 html_theme = "furo"

@@ -238,8 +238,17 @@ def to_values(array: Any) -> Array:
     """Return `to_array(array)`; raises TypeError unless the values are float16, float32 or float64."""
     values = to_array(array)
     if values.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values are {values.dtype}: expected float16, float32 or float64; convert them with astype")
+        raise TypeError(f"values are {values.dtype}: expected float16, float32 or float64{_remedy(values.dtype)}")
     return values
+
+
+def _remedy(dtype: Any) -> str:
+    """Return how to send values of another dtype, and what a conversion would lose."""
+    if dtype.kind == "c":
+        return "; pass array.real and array.imag as two arrays: astype would drop the imaginary part"
+    if dtype.kind in "iu":
+        return "; astype(np.float64) keeps whole numbers up to 2**53, float32 up to 2**24, float16 up to 2**11"
+    return "; astype(np.float64) converts them, and may round"
 
 
 def contiguous(array: Array) -> Array:

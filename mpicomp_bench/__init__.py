@@ -19,6 +19,9 @@ mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     options = parser(COMMANDS.values()).parse_args(arguments)
+    if options.command not in ("info", "explain") and (missing := info.missing_mpi()):
+        sys.stderr.write(f"{options.parser.prog}: {missing}\n")
+        return 1
     try:
         status: int = COMMANDS[options.command].run(options, sys.stdout)
     except MemoryError as error:

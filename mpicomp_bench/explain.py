@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,9 @@ mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network hdr --per-node
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
 NETWORKS = {"100mbit": (100e-6, 11.8e6), "1gbit": (40e-6, 118e6), "10gbit": (20e-6, 1.18e9), "hdr": (1.5e-6, 24e9)}
+NETWORK = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit(?::(\d+(?:\.\d+)?)(ns|us|ms|s))?")
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+PAYLOAD = 0.944  # of the bits on a link; the rest are headers and gaps of TCP over Ethernet
 OWN_LATENCY = 10e-6  # seconds that this library spends on a message
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
@@ -75,7 +79,8 @@ def add_to(commands: Any) -> None:
     )
     coded = "bits of a value as coded, such as 1 for signs (those of floats selected by magnitude)"
     explain.add_argument("--value-bits", type=above_zero, metavar="B", help=coded)
-    explain.add_argument("--network", choices=list(NETWORKS), default="1gbit", help="links between nodes (%(default)s)")
+    about = f"links between nodes: {', '.join(NETWORKS)}, or such as 25gbit or 10gbit:50us (%(default)s)"
+    explain.add_argument("--network", type=network, default="1gbit", metavar="X", help=about)
     explain.add_argument(
         "--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)"
     )
@@ -88,6 +93,37 @@ def ranks(text: str) -> int:
     if number > MOST_RANKS:
         raise argparse.ArgumentTypeError(f"got {text!r}: expected 1 to {MOST_RANKS} ranks")
     return number
+
+
+def network(text: str) -> str:
+    """Return an option's text if it describes a network."""
+    try:
+        network_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def network_of(text: str) -> tuple[float, float]:
+    """Return the delay in seconds, and the bytes a second, of a network by name, or of a rate and a delay.
+
+    Without a delay: that of the fastest named network with TCP that is not faster, or of the slowest one.
+
+    >>> network_of("10gbit:50us")
+    (5e-05, 1180000000.0)
+    """
+    if text in NETWORKS:
+        return NETWORKS[text]
+    found = NETWORK.fullmatch(text.lower())
+    if found is None or not float(found[1]) > 0:
+        raise ValueError(
+            f"got {text!r}: expected one of {', '.join(NETWORKS)}, or a rate, with or without a delay: 10gbit:50us"
+        )
+    rate = float(found[1]) * UNITS[found[2]] / 8 * PAYLOAD
+    if found[3]:
+        return float(found[3]) * UNITS[found[4]], rate
+    known = [each for name, each in NETWORKS.items() if name.endswith("bit")]
+    return next((delay for delay, least in reversed(known) if least <= rate), known[0][0]), rate
 
 
 overlap = number("-1 <= overlap <= 1 (0: independent)", lambda found: -1 <= found <= 1)
@@ -173,7 +209,7 @@ def ranked(collective: str, taken: dict[str, tuple[float, Cost]], dense: float) 
 
 def constants_of(nodes: int, per_node: int, network: str) -> Cost:
     """Return the constants of algorithms that ignore nodes; the ranks of a node share its link."""
-    latency, rate = NETWORKS[network]
+    latency, rate = network_of(network)
     between = (latency + OWN_LATENCY, choice.BETWEEN[1], per_node / rate, choice.BETWEEN[3])
     return choice.INSIDE if nodes == 1 else between
 

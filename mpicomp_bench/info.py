@@ -34,23 +34,43 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     if options.recovery:
         out.write(ulfm.FLAGS + "\n")
         return 0
+    versions = {"python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
+    if missing := missing_mpi():
+        out.write(shown({**versions, "MPI": None}, missing, as_json=options.json))
+        return 1
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
     warning = singleton_warning(world.size, os.environ)
     if world.rank == 0:
-        found = {"python": platform.python_version()}
-        found |= {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
-        found["MPI"] = library_and_version(MPI.Get_library_version())
+        found: dict[str, str | None] = {**versions, "MPI": library_and_version(MPI.Get_library_version())}
         found |= {"ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}", **device()}
         found["recovery"] = recovery(hosts)
-        if options.json:
-            out.write(json.dumps({**found, "warning": warning}, indent=1) + "\n")
-        else:
-            out.writelines(f"{name:8} {value}\n" for name, value in found.items())
-            out.write(f"warning: {warning}\n" if warning else "")
+        out.write(shown(found, warning, as_json=options.json))
     return 1 if warning else 0
+
+
+def shown(found: dict[str, str | None], warning: str | None, *, as_json: bool) -> str:
+    """Return the report as text."""
+    if as_json:
+        return json.dumps({**found, "warning": warning}, indent=1) + "\n"
+    lines = [f"{name:8} {value or 'none'}\n" for name, value in found.items()]
+    return "".join(lines) + (f"warning: {warning}\n" if warning else "")
+
+
+def missing_mpi() -> str | None:
+    """Return why there is no MPI, and the remedy; None where there is one."""
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        why = ": ".join(str(error).splitlines()[:2])
+        return (
+            f'mpi4py finds no MPI library ({why}): on a cluster load the site\'s, such as by "module load openmpi" or '
+            '"module load mpich"; elsewhere pip install "mpicomp[mpi]" (in a checkout: pip install ".[mpi]")'
+        )
+    return None
 
 
 def recovery(hosts: int) -> str:

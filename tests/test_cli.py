@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import sys
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_torchrun_is_noticed(monkeypatch):
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
     assert "warning: torchrun says WORLD_SIZE=2, and MPI sees 1" in out.getvalue()
-    assert "start with mpirun -n 2 or srun" in out.getvalue()
+    assert "start with: mpirun -n 2 python -m collectives.torch train.py" in out.getvalue()
     with pytest.raises(RuntimeError, match="each process would train alone"):
         GradientExchange(MPI.COMM_SELF.Dup(), TopK(0.1))(np.ones(9))
 
@@ -300,3 +301,15 @@ def test_rows_say_how_they_were_measured(tmp_path):
     asked_for = {"tensors": 3, "compute": 0.001, "repeats": 1, "density": [0.1], "link": 1e9, "length": 400}
     assert about["options"] == {"subject": "overlap", **asked_for}
     assert [row["name"] for row in about["rows"]] == ["0.1 overlapped, a bucket a tensor"]
+
+
+@pytest.mark.parametrize("command", [["info"], ["info", "--json"], QUICK])
+def test_without_an_mpi_it_says_how_to_get_one(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)  # importing it raises ImportError
+    monkeypatch.delattr("mpi4py.MPI")
+    assert main(command) == 1
+    said = "".join(capsys.readouterr())
+    assert "mpi4py finds no MPI library" in said
+    assert "module load openmpi" in said
+    assert "pip install" in said
+    assert "Traceback" not in said

@@ -10,7 +10,7 @@ from commands import left
 from collectives import choice, gtopk_allreduce
 from collectives.choice import winners
 from mpicomp_bench import main, tune
-from mpicomp_bench.explain import NETWORKS, PASSES
+from mpicomp_bench.explain import NETWORKS, PASSES, network_of
 
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
@@ -145,3 +145,34 @@ def test_the_verdict_counts_places():
     found = tune.verdict([*rows(1, 1.1, 1.05), *rows(2, 1.2, 1.05), *rows(3, 1.0, 2.0), *rows(4, 1.14, 0.5)])
     assert (found["best"], found["dense"], found["gtopk"]) == (0.75, 0.5, 1)
     assert (found["rule_best"], found["rule_dense"], found["rule_gtopk"]) == (0, 0.25, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "delay", "rate"),
+    [
+        ("10gbit:50us", 50e-6, 1.18e9),
+        ("25gbit", 20e-6, 2.95e9),
+        ("50mbit:20ms", 20e-3, 5.9e6),
+        ("50mbit", 100e-6, 5.9e6),
+    ],
+)
+def test_a_network_of_ones_own_has_a_rate_and_a_delay(text, delay, rate):
+    assert network_of(text) == pytest.approx((delay, rate))
+    assert network_of("10gbit")[1] == network_of("10gbit:1us")[1] == NETWORKS["10gbit"][1]
+
+
+def test_a_faster_network_of_ones_own_makes_every_sum_faster(capsys):
+    def taken(network):
+        assert main([*SOME, "--network", network, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        return {(row["operation"], row["algorithm"]): row["seconds"] for row in rows if row["seconds"] and row["bytes"]}
+
+    fast, slow = taken("25gbit:20us"), taken("10gbit:20us")
+    assert len(fast) > 10
+    assert all(fast[each] < slow[each] for each in fast if each[1] != "auto")
+
+
+def test_what_is_no_network_is_refused(capsys):
+    status, line = left([*SOME, "--network", "25gb"], capsys)
+    assert status == 2
+    assert "expected one of 100mbit, 1gbit, 10gbit, hdr, or a rate" in line

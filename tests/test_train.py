@@ -251,8 +251,36 @@ def test_settings_are_behind_a_colon():
         with_settings("a:b")
 
 
+OWN = """
+from mpicomp import TopK
+
+class Half(TopK):
+    def __init__(self, density, *, share=1.0):
+        super().__init__(density * share)
+"""
+
+
+def test_a_compressor_of_ones_own_is_compared_with_the_others(tmp_path, monkeypatch, trained):
+    (tmp_path / "my_own_module.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    names = "TopK", "my_own_module:Half", "my_own_module:Half:share=0.5"
+    rows = trained("--density", "0.1", "--without-dense", "--compressor", *names)
+    same, mine, half = (row["trainings"][0]["curve"] for row in rows)
+    assert [row["name"].split(",")[0] for row in rows] == [*names]
+    assert [point[:2] for point in mine] == [point[:2] for point in same] != [point[:2] for point in half]
+
+
 @pytest.mark.parametrize(
-    ("compressor", "reason"), [("SIDCo-pareto:phases=1", "phases"), ("TopX", "SIDCo-pareto"), ("SIDCo-pareto:1", "=")]
+    ("compressor", "reason"),
+    [
+        ("SIDCo-pareto:phases=1", "phases"),
+        ("TopX", "SIDCo-pareto"),
+        ("SIDCo-pareto:1", "="),
+        ("no_such_module:Class", "no_such_module"),
+        ("mpicomp:NoSuchClass", "has no 'NoSuchClass'"),
+        ("mpicomp:WarmUp", "mpicomp:WarmUp cannot be constructed"),
+        ("mpicomp:SparseVector", "cannot be constructed"),
+    ],
 )
 def test_unknown_names_and_settings_are_refused(compressor, reason, capsys):
     try:

@@ -54,8 +54,12 @@ ONE = np.ones(1)
             "values have shape (1, 1, 1): expected (entries,), or (entries, width) for rows",
         ),
         (([0.0], ONE, 4), TypeError, "indices are float64: expected integers"),
-        (([0], [1], 4), TypeError, "values are int64: expected float16, float32 or float64; convert them with astype"),
-        (([0], [1j], 4), TypeError, "values are complex128"),
+        (
+            ([0], [1], 4),
+            TypeError,
+            "values are int64: expected float16, float32 or float64; astype(np.float64) keeps whole",
+        ),
+        (([0], [1j], 4), TypeError, "complex128: expected float16, float32 or float64; pass array.real and array.imag"),
         (([4], ONE, 4), ValueError, "index 4 is out of range: expected 0 <= index < length = 4"),
         (([-1], ONE, 4), ValueError, "index -1 is out of range"),
         (([0, 2**32 + 1, 3], np.ones(3), 4), ValueError, "index 4294967297 is out of range"),  # would wrap to 1

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Run an experiment on the claims of the papers: its rows go to docs/results/papers, its figure to docs/figures.
 
-    python benchmarks/papers/papers.py E3              # runs what the file of rows has not; then the figure
+    python benchmarks/papers/papers.py E3              # runs what the file of rows has not; then its table
+    python benchmarks/papers/papers.py E3 --again      # runs all of it, into build/papers; then both tables
     python benchmarks/papers/papers.py E3 --list       # prints the commands
     python benchmarks/papers/papers.py --figures       # the figures of all files
 
-Each run is a command of `mpicomp`. Those that the file has are not run again, so an interrupted experiment continues.
-README.md beside this file has the experiments.
+Each run is a command of `mpicomp`. Those that the file has are not run again: an interrupted experiment continues. The
+rows of all experiments are committed: --again repeats one. README.md beside this file has the experiments.
 """
 
 import argparse
@@ -15,12 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from experiments import EXPERIMENTS, Run
 from figures import FIGURES
+from tables import TABLES
 
 from mpicomp_bench.bench import machine
 from mpicomp_bench.measuring import Row
@@ -91,6 +93,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("experiments", nargs="*", metavar="E", help=f"some of {', '.join(EXPERIMENTS)}")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument("--again", action="store_true", help="run all commands, and leave the committed rows alone")
     parser.add_argument("--figures", action="store_true", help="run nothing, and draw what there is; all by default")
     options = parser.parse_args()
     if unknown := [name for name in options.experiments if name not in EXPERIMENTS]:
@@ -103,10 +106,35 @@ def main() -> int:
             print("\n".join(run.command for run in EXPERIMENTS[name]()))
             continue
         path = RESULTS / f"{name}.json"
-        rows = rows_in(path) if options.figures else complete(name, path)
-        if rows:
+        before = rows_in(path)
+        if options.again:
+            again(name, before)
+            continue
+        rows = before if options.figures else complete(name, path)
+        if rows and (options.figures or len(rows) > len(before)):
             FIGURES[name](rows, DRAWN / f"papers-{name.lower()}.svg")
+        if not options.figures:
+            show(
+                name,
+                rows,
+                f"{path.relative_to(ROOT)}; --again runs its {len({row['command'] for row in rows})} commands",
+            )
     return 0
+
+
+def again(name: str, committed: Sequence[Row]) -> None:
+    """Run all of an experiment, into build/papers, and print its table below the committed one."""
+    folder = ROOT / "build" / "papers"
+    path = folder / f"{name}.json"
+    rows = complete(name, path)
+    FIGURES[name](rows, folder / f"papers-{name.lower()}.svg")
+    show(name, committed, "committed")
+    show(name, rows, f"{path.relative_to(ROOT)}: delete it to run once more")
+
+
+def show(name: str, rows: Sequence[Row], source: str) -> None:
+    """Print the table that docs/papers.md reads a claim from."""
+    print(f"{name} ({source})", *TABLES[name](rows), "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from mpicomp_bench.train.methods import (
     FEEDBACKS,
     METHODS,
     MOMENTUM,
+    OWN,
     TRAINED,
     Method,
     exchange_of,
@@ -44,7 +45,7 @@ __all__ = ["add_to", "run"]
 
 EXAMPLES = """
 mpirun -n 4 mpicomp train --task images --methods dense gtopk --density 0.01 --json images.json
-mpirun -n 4 mpicomp train --compressor SIDCo-pareto:stages=1 --plot curves.png
+mpirun -n 4 mpicomp train --compressor SIDCo-pareto:stages=1 my_module:MyOwn --plot curves.png
 """
 
 
@@ -62,11 +63,11 @@ def add_to(commands: Any) -> None:
     about = "custom methods, beside dense: every combination of the parts given; settings behind a colon"
     own = parser.add_argument_group(about)
     for option, default, known, what in (
-        ("--compressor", "TopK", TRAINED, "what is sent: "),
+        ("--compressor", "TopK", TRAINED, "what is sent; or module:Class of your own, called with the density: "),
         ("--feedback", "error-feedback", FEEDBACKS, "what happens to the entries that are not sent: "),
         ("--collective", "allgather", COLLECTIVES, "how it is sent: "),
     ):
-        add_list(own, option, [default], f"{what}{', '.join(known)} ", type=one_of(known))
+        add_list(own, option, [default], f"{what}{', '.join(known)} ", type=one_of(known, own=option == "--compressor"))
     ways = "; ".join(f"{name}: {what}" for name, what in DOWNLINKS.items())
     about = f"a server exchange in place of a collective: {ways} (none)"
     own.add_argument("--downlink", choices=DOWNLINKS, metavar="X", help=about)
@@ -135,12 +136,15 @@ def store(arrays: Mapping[str, Floats], path: Path) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def one_of(known: Collection[str]) -> Callable[[str], str]:
-    """Return the type of an option whose value is one of several names, with or without settings."""
+def one_of(known: Collection[str], *, own: bool = False) -> Callable[[str], str]:
+    """Return the type of an option whose value is one of several names, with or without settings.
+
+    own: or a class, as module:Class; it is imported later.
+    """
 
     def parse(text: str) -> str:
         try:
-            if with_settings(text)[0] in known:
+            if (own and OWN.fullmatch(text)) or with_settings(text)[0] in known:
                 return text
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None

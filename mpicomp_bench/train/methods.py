@@ -1,11 +1,16 @@
 """The methods by name: a compressor, a feedback and a collective each; and their updates.
 
-A name may be followed by a colon and settings, as Python keyword arguments: "SIDCo-pareto:stages=1,adaptation=None".
+A name may be followed by a colon and settings, as Python keyword arguments: "SIDCo-pareto:stages=1,adaptation=None". A
+compressor may also be a class of the user's: "module:Class", or "module:Class:settings".
 """
 
 import ast
+import os
+import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +87,8 @@ class Method(NamedTuple):
         return self.compressor not in ("dense", *WITHOUT_TARGET)
 
 
+OWN = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?")  # module:Class, and settings
+
 METHODS = {
     name: Method(name, *parts)
     for name, *parts in (
@@ -121,9 +128,28 @@ def with_settings(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def made(known: Mapping[str, Callable[..., Any]], text: str, *arguments: Any) -> Any:
-    """Return the object that a name with settings constructs from the arguments."""
+    """Return the object that a name with settings, or a class of the user's, constructs from the arguments."""
+    if text.partition(":")[0] not in known and (own := OWN.fullmatch(text)):
+        return own_object(text, own, *arguments)
     name, settings = with_settings(text)
     return known[name](*arguments, **settings)
+
+
+def own_object(text: str, own: re.Match[str], *arguments: Any) -> Any:
+    """Return an object of a class that is imported, also from the folder where the command was started."""
+    module, kind, rest = own.groups()
+    _, settings = with_settings(f"{kind}:{rest or ''}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found = getattr(import_module(module), kind, None)
+    if found is None:
+        raise ImportError(f"the module {module!r} has no {kind!r}: expected module:Class in {text!r}")
+    try:
+        return found(*arguments, **settings)
+    except TypeError as error:
+        raise TypeError(
+            f"{text} cannot be constructed: {error}; it is called with the density and the settings behind it"
+        ) from error
 
 
 class Recorder(Wrapper):

@@ -15,7 +15,7 @@ class PyMpicomp(PythonPackage):
         depends_on("py-setuptools@69:")
 
     with default_args(type=("build", "run")):
-        depends_on("python@3.10:")
+        depends_on("python@3.11:")
         depends_on("py-mpi4py@4.0:")
         depends_on("py-numba@0.59:")
         depends_on("py-numpy@1.26:")

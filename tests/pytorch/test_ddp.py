@@ -205,7 +205,7 @@ def test_the_first_steps_are_dense(world, dtype):
 
 
 def test_a_gradient_is_clipped_by_its_norm_over_all_parameters(world):
-    model, _ = attached(world, compressor=Dense(), clip=5.0)
+    model, handle = attached(world, compressor=Dense(), clip=5.0)
     for step in range(2):
         backward(model, world, step)
     limit, expected = 5 / math.sqrt(world.size), dict.fromkeys(SIZES, 0)
@@ -215,6 +215,8 @@ def test_a_gradient_is_clipped_by_its_norm_over_all_parameters(world):
         expected = {name: expected[name] + mine[name] * limit / norm / world.size for name in SIZES}
     for name, mean in gradients(model.module).items():
         np.testing.assert_allclose(mean, expected[name], rtol=1e-5, atol=1e-7)
+    mine = np.concatenate([values.numpy() for values in inputs_of(1, world.rank).values()])
+    assert handle.norm == pytest.approx(np.linalg.norm(mine.astype(np.float64)))
 
 
 def test_a_small_gradient_is_not_clipped(world):
@@ -271,6 +273,26 @@ def test_the_scaler_skips_a_step_with_infinities_on_all_ranks(world):
         same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
         assert (same, exchange.finite) == (bad, not bad)
     assert (scaler.get_scale(), exchange.steps) == (2.0, 2)
+    assert have_same_bits(model, world)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world, views):
+    """AdamW with weight decay and momentum passes over the parameters, and the next step is a usual one."""
+    model = wrapped(Weighted(), gradient_as_bucket_view=views)
+    exchange = GradientExchange(world, TopK(0.1), nonfinite="skip")
+    attach(model, exchange)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for step, bad in enumerate([False, True, False]):
+        optimizer.zero_grad()
+        before = [each.detach().clone() for each in model.parameters()]
+        (model(inputs_of(step, world.rank)) * (math.inf if bad and world.rank == 1 else 1)).backward()
+        assert [each.grad is None for each in model.parameters()] == [bad] * len(SIZES)
+        optimizer.step()
+        same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        assert (same, exchange.finite) == (bad, not bad)
+    assert exchange.skipped == 1
+    assert all(each.isfinite().all() for each in model.parameters())
     assert have_same_bits(model, world)
 
 
@@ -342,6 +364,27 @@ def test_text_and_numbers_of_a_state_survive():
         assert back[key].dtype == value.dtype
 
 
+def test_a_run_continues_on_another_number_of_ranks(world):
+    """Saved by all ranks, continued by half of them: the sum of the residuals stays, and so do the dense steps left."""
+    model, handle = attached(world, warmup_steps=1)
+    for step in range(2):
+        backward(model, world, step)
+    states = world.allgather(handle.state_dict())
+    with pytest.raises(ValueError, match="load_state_dicts"):
+        attached(world, warmup_steps=1)[1].load_state_dict(states[(world.rank + 1) % world.size])
+    before = residuals(handle, world)
+    half = world.Split(world.rank % 2, world.rank)
+    group, *_ = torch.distributed.new_subgroups_by_enumeration([[*range(0, world.size, 2)], [*range(1, world.size, 2)]])
+    model = wrapped(Weighted(), process_group=group)
+    handle = attach(model, GradientExchange(half, TopK(0.1)), warmup_steps=1)
+    handle.load_state_dicts(world.size, lambda rank: saved(states[rank]))
+    assert not handle.is_dense
+    for name, left in residuals(handle, half).items():
+        np.testing.assert_array_equal(left, before[name])
+    backward(model, half, 2)
+    assert handle.exchange.steps == 1
+
+
 @pytest.mark.parametrize(
     ("terms", "words"),
     [
@@ -374,7 +417,7 @@ def test_a_process_group_of_another_size(world):
 
 def test_torchrun_is_refused(world, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world.size + 1))
-    with pytest.raises(RuntimeError, match=r"torchrun says WORLD_SIZE=.* mpirun -n \d or srun in place of torchrun"):
+    with pytest.raises(RuntimeError, match=r"torchrun says WORLD_SIZE=.* mpirun -n \d python -m collectives.torch"):
         attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
 
 
@@ -412,5 +455,30 @@ def test_local_steps_of_a_module(world):
     for _ in range(2):
         network.weight.data = network.weight.data - world.rank  # in other memory
         outer.step()
+    assert have_same_bits(network, world)
+    assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)
+
+
+def test_local_steps_of_a_model_that_averages_gradients_are_refused(world):
+    with pytest.raises(ValueError, match="again: pass the module without DistributedDataParallel"):
+        outer_loop(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
+
+
+def test_local_steps_between_nodes_with_ddp_inside(world):
+    """The ranks of a node, two in a row, hold the same parameters; after a round all ranks do."""
+    groups = [[first, first + 1] for first in range(0, world.size, 2)]
+    inside, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+    network = nn.Linear(40, 100, bias=False)
+    with torch.no_grad():
+        network.weight.fill_(1)
+    model = DistributedDataParallel(network, process_group=inside)
+    between = world.Split(world.rank % 2, world.rank)
+    outer = outer_loop(model, GradientExchange(between, Dense(), NoFeedback()), every=2)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 40), float(world.rank))).sum().backward()
+        optimizer.step()
+        assert outer.step() == (step == 1)
     assert have_same_bits(network, world)
     assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)

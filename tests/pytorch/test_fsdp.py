@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 
 from collectives import GradientExchange, sparse_allreduce  # noqa: E402
-from collectives.torch import attach_fsdp  # noqa: E402
+from collectives.torch import attach_fsdp, outer_loop  # noqa: E402
 from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
 from mpicomp.errors import CollectiveError  # noqa: E402
 
@@ -138,6 +138,69 @@ def test_a_step_that_is_refused_leaves_nan_and_the_model_goes_on(world, mesh, co
         model(batch(world, step)).square().mean().backward()
         assert all(np.isfinite(each).all() for each in shards(model).values())
     assert exchange.steps == 2
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_skipped_step_changes_no_parameter(world, mesh, scaled):
+    """Without a scaler there are no gradients; with one they are NaN, which it looks for."""
+    model, scaler = sharded(mesh["shard"]), torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1), nonfinite="skip")
+    attach_fsdp(model, exchange, scaler=scaler)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for step, bad in enumerate([False, True, False]):
+        optimizer.zero_grad()
+        before = [each.to_local().detach().clone() for each in model.parameters()]
+        loss = model(batch(world, step)).square().mean() * (float("inf") if bad else 1)
+        (scaler.scale(loss) if scaler else loss).backward()
+        if bad:
+            assert all((each.grad is None) != scaled for each in model.parameters())
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        same = [
+            torch.equal(*pair) for pair in zip(before, (each.to_local() for each in model.parameters()), strict=True)
+        ]
+        assert all(same) == bad == (not exchange.finite)
+    assert scaler is None or scaler.get_scale() == 2.0
+
+
+def test_residuals_of_shards_do_not_depend_on_the_scale_of_the_loss(world, mesh):
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
+        model = sharded(mesh["shard"])
+        handle = attach_fsdp(model, GradientExchange(between_replicas(world, mesh), TopK(0.1), small=0), scaler=scaler)
+        loss = model(batch(world, 0)).square().mean()
+        (scaler.scale(loss) if scaler else loss).backward()
+        found.append(([each / (scaler.get_scale() if scaler else 1) for each in shards(model).values()], handle))
+    for mine, other in zip(found[0][0], found[1][0], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    (_, first), (_, second) = found
+    for name, left in first.state_dict().items():
+        assert torch.equal(left, second.state_dict()[name]), name
+
+
+def test_local_steps_between_nodes_with_fsdp_inside(world, mesh):
+    model = sharded(mesh["shard"])
+    outer = outer_loop(model, GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback()), every=2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    replica = mesh.get_local_rank("replica")
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(world, 2 * step + replica)).square().mean().backward()
+        optimizer.step()
+        if step == 0:
+            apart = [each.detach().full_tensor().numpy() for each in model.parameters()]
+        assert outer.step() == (step == 1)
+    whole = [each.detach().full_tensor().numpy() for each in model.parameters()]
+    assert len(set(world.allgather(b"".join(each.tobytes() for each in whole)))) == 1
+    assert world.size == 2 or len(set(world.allgather(b"".join(each.tobytes() for each in apart)))) == world.size // 2
+
+
+def test_local_steps_of_a_model_sharded_over_ranks_of_the_exchange_are_refused(world, mesh):
+    with pytest.raises(ValueError, match=r"expected comm.Split\(mesh.get_local_rank"):
+        outer_loop(sharded(mesh["shard"]), GradientExchange(world, TopK(0.1)))
 
 
 def test_bad_meshes_models_and_communicators(world, mesh):

@@ -220,7 +220,8 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
     count = _merge_rest(pair, out, a, half, b, start, done)
     total = _merge_rest(pair, out, upper_a, end_a, upper_b, end_b, middle + done)
     if count < middle:
-        for i in range(total - middle):
+        for step in range(total - middle):
+            i = np.uint64(step)  # before NumPy 2 an integer of Python and np.uint64 make a float
             indices[count + i], values[count + i] = indices[middle + i], values[middle + i]
     return count + total - middle
 

@@ -1,0 +1,51 @@
+"""Local steps of a PyTorch module: `OuterLoop` over its trainable parameters, or over the shards of FSDP2."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.agreement import gather_objects
+from collectives.exchange import GradientExchange
+from collectives.outer import OuterLoop
+from collectives.torch.common import local_shard, on_all_ranks, trainable
+from collectives.torch.fsdp import check_fsdp
+
+
+def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any) -> OuterLoop:
+    """Return an `OuterLoop` (local steps) of a module's trainable parameters.
+
+    model: a plain module, whose ranks take their steps separately. Or one whose gradients are averaged inside a node in
+    every step, with an exchange between the nodes: sharded by `fully_shard` over the ranks of the node, so that each
+    rank exchanges its shard; or in DistributedDataParallel with the process group of the node, where each rank
+    exchanges all parameters. terms: keyword arguments of `OuterLoop`.
+
+    Raises ValueError if DistributedDataParallel or FSDP2 averages over ranks of the exchange: the gradients would be
+    sent dense in every step, and the parameters averaged once more. The errors of `OuterLoop`.
+
+    >>> outer = outer_loop(network, exchange, every=30)
+    """
+    parameters = dict(trainable(model))
+    if isinstance(model, FSDPModule):
+        shard: dict[str, str] = {}
+        with on_all_ranks(exchange, "outer_loop", shard):
+            shard |= check_fsdp(model, exchange.comm)
+        parameters = {name: local_shard(parameter.detach()) for name, parameter in parameters.items()}
+    elif isinstance(model, DistributedDataParallel):
+        _check_groups(model, exchange.comm)
+        parameters = dict(trainable(model.module))
+    return OuterLoop(exchange, parameters, **terms)
+
+
+def _check_groups(model: DistributedDataParallel, comm: Any) -> None:
+    """Raise ValueError on all ranks of `comm` if DDP averages over two of them."""
+    between = gather_objects(dist.get_rank(), comm, "outer_loop")
+    inside = dist.get_process_group_ranks(model.process_group)
+    if len({*between} & {*inside}) > 1:
+        raise ValueError(
+            f"DistributedDataParallel averages the gradients of ranks {inside} in every step, and the exchange would "
+            f"average the parameters of ranks {between} again: pass the module without DistributedDataParallel; or "
+            "give it the process group of one node, and the exchange a communicator with one rank of each node"
+        )

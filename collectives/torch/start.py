@@ -1,0 +1,53 @@
+"""Connect torch.distributed to the ranks of MPI."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from collectives.agreement import gather_objects
+from collectives.launcher import torchrun_warning
+
+
+def init_process_group(comm: Any, backend: str = "gloo") -> None:
+    """Initialise torch.distributed with the ranks of an MPI communicator; all of them call it.
+
+    comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends its host and the port to all. backend:
+    for torch's own messages; with `attach` only the small ones of DDP. Raises RuntimeError under torchrun, whose
+    processes MPI does not connect, and if there is a process group already; torch's error if rank 0 cannot listen, and
+    CollectiveError on the other ranks.
+
+    >>> init_process_group(MPI.COMM_WORLD)
+    """
+    from mpi4py import MPI
+
+    check_launcher()
+    server: dist.TCPStore | None = None
+    address: Any = None
+    try:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed has a process group already: expected init_process_group(comm) in place of torch's, "
+                "once, or after torch.distributed.destroy_process_group()"
+            )
+        if comm.rank == 0:
+            host = MPI.Get_processor_name()
+            server = dist.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
+            address = host, server.port
+    except Exception as error:  # whatever it is: the other ranks wait for the address
+        address = error
+    try:
+        host, port = gather_objects(address, comm, "init_process_group")[0]
+    finally:
+        del address  # else an error, its traceback and this frame hold each other
+    store = server or dist.TCPStore(host, port, comm.size, is_master=False)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
+
+
+def check_launcher() -> None:
+    """Raise RuntimeError under torchrun, whose processes MPI does not connect."""
+    from mpi4py import MPI
+
+    warning = torchrun_warning(MPI.COMM_WORLD.size, os.environ)
+    if warning:
+        raise RuntimeError(warning)
