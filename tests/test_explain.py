@@ -7,10 +7,13 @@ import sys
 import pytest
 from commands import left
 
-from collectives import choice, gtopk_allreduce
+from collectives import gtopk_allreduce
 from collectives.choice import winners
+from collectives.choice.formulas import FORMULAS
+from collectives.choice.links import NETWORKS
+from collectives.choice.predictions import ON_NODES
 from mpicomp_bench import main, tune
-from mpicomp_bench.explain import NETWORKS, PASSES
+from mpicomp_bench.explain import PASSES
 
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
@@ -27,7 +30,7 @@ def by_name(found):
 def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(capsys):
     rows = by_name(explained(capsys, "--per-node", "8", "--step", "0.2"))
     known = {("gtopk_allreduce", name) for name in gtopk_allreduce.algorithms}
-    known |= {("sparse_allreduce", name) for name in (*choice.FORMULAS["sparse_allreduce"], *choice.ON_NODES)}
+    known |= {("sparse_allreduce", name) for name in (*FORMULAS["sparse_allreduce"], *ON_NODES["sparse_allreduce"])}
     known |= {("sparse_reduce", "tree"), ("sparse_bcast", "tree"), ("sparse_reduce_scatter", "split")}
     known |= {("GradientExchange", name) for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")}
     known |= {("step of 0.2 s", name) for name in ("by sparse_allreduce", "by gtopk_allreduce", "dense allreduce")}
@@ -44,7 +47,7 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
     assert main(SOME) == 0
     table = capsys.readouterr().out
     assert table.startswith("64 ranks on 64 nodes; 1000 of 1000000 entries each; their union: ")
-    assert not any(name in table for name in (*choice.ON_NODES, "step of"))
+    assert not any(name in table for name in (*ON_NODES["sparse_allreduce"], "step of"))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -103,9 +106,7 @@ def test_tune_writes_a_table_and_checks_it(capsys, tmp_path, monkeypatch):
     assert main(["tune", *grid]) == 0
     path = winners.default_path(1, 1)
     assert f"written to {path}" in capsys.readouterr().out
-    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(
-        choice.FORMULAS, 2
-    )
+    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(FORMULAS, 2)
     assert main(["tune", "--profile", str(path), "--check", *grid, "--json", str(tmp_path / "rows.json")]) == 0
     said, found = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
     assert f"within 15 % of the best algorithm in {found['best']:.0%} of the grid" in said

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
-Agree = Callable[["MPI.Intracomm", tuple[int, ...]], Any]  # (comm, first rank of each rank's node), collective
+Agree = Callable[["MPI.Intracomm", tuple[int, ...], float], Any]  # (comm, each rank's node, crowding), collective
 
 _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
@@ -77,10 +77,10 @@ class Link:
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
         warn_of_detector(self.nodes, comm.rank)
-        self.backs_off, sharers = waiting.backoff_and_sharers(duplicate, self.nodes)
+        self.backs_off, sharers, crowding = waiting.of_the_ranks(duplicate, self.nodes)
         threads.share(sharers)
         self.direct = cuda_aware.agreed(duplicate)
-        self.choice = agree(duplicate, self.nodes)
+        self.choice = agree(duplicate, self.nodes, crowding)
         self.checked = _checked(duplicate)  # the debug mode: see `collectives.faults.debug`
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
