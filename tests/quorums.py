@@ -13,7 +13,7 @@ from mpicomp import CollectiveError
 
 def main():
     comm, said = MPI.COMM_WORLD.Dup(), ""
-    comm.Barrier()  # Open MPI crashes where a communicator is revoked that another rank is still making
+    MPI.COMM_WORLD.Barrier()  # Open MPI crashes where a communicator is revoked that another rank is still making
     try:
         collectives.shrink(comm, quorum=3 if comm.rank == 1 else 2)
     except CollectiveError as error:
