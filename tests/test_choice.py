@@ -57,7 +57,7 @@ def counted(vectors, steps_of, nodes=None):
     return max(link.traffic.nbytes for link in network.links), rounds
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_auto_sends_little_more_than_the_best_algorithm(size):
     """Supports and values in all combinations, densities in turn; what is far from the least is not counted."""
     for place, pattern in enumerate(("independent", "overlapping", "disjoint")):
@@ -76,7 +76,13 @@ def test_auto_sends_little_more_than_the_best_algorithm(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "coded"), [*((size, True) for size in (1, 2, 3, 5, 8, 13, 64)), (4, False), (13, False)]
+    ("size", "coded"),
+    [
+        *((size, True) for size in (1, 2, 3, 5, 8, 13)),
+        (4, False),
+        (13, False),
+        pytest.param(64, True, marks=pytest.mark.slow),
+    ],
 )
 def test_formulas_against_counted_bytes_and_rounds(size, coded):
     for length, entries, pattern in (400_000, 3000, "equal"), (60_000, 4000, "independent"):
