@@ -214,11 +214,11 @@ def link_of(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None
     from mpi4py import MPI
 
     check_communicator(comm)
-    first = attached(comm, _first_key(), lambda: FirstCall(comm))
 
     def make() -> Link:
         if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
             raise RuntimeError(wrong)
+        first = attached(comm, _first_key(), lambda: FirstCall(comm))
         if first.faults.finished:
             raise first.faults.error()
         first.operation = operation + FIRST
