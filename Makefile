@@ -13,17 +13,23 @@ CONSTRAINTS ?=
 
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-oldest test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release \
+.PHONY: demo test test-all test-oldest test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release \
   clean gpu-evidence coverage lock
 
 demo: $(READY)
 	mkdir -p build
 	timeout 600 mpirun -n 4 python -m mpi4py examples/numpy_digits.py --assert-claims --plot build/numpy_digits.png
 
+# What a change must pass, within 6 minutes on 2 cores. test-all has what takes longest as well, and all numbers of ranks.
 test: $(READY)
+	python -m pytest --ignore tests/mpi -m "not slow" -n 2
+	tests/launch.sh 8 tests/mpi -m "not slow" -q
+
+test-all: $(READY)
 	python -m pytest --ignore tests/mpi -n 2
-	tests/launch.sh 8 tests/mpi -q
-	MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
+	MPI_TEST_ALL=1 MPI_TEST_TIMEOUT=1800 tests/launch.sh 8 tests/mpi -q
+	MPI_TEST_ALL=1 MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
+	python tests/mutants.py
 
 # The lowest versions that setup.cfg accepts, in an environment of their own; mpi4py is compiled, as that has no wheel.
 # OLDEST, OLDEST_MPI: which tests, by default all.
@@ -63,7 +69,7 @@ test-impi:
 
 define under
 $(MAKE) VENV=.venv-$(1) MPI=$(1) .venv-$(1)/.ready
-PATH="$(abspath .venv-$(1))/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-$(1) MPI_TEST_TIMEOUT=3600 MPI_TEST_HANG=300 \
+PATH="$(abspath .venv-$(1))/bin:$$PATH" MPI_TEST_ALL=1 MPI_TEST_OUT=build/mpi-tests-$(1) MPI_TEST_TIMEOUT=3600 MPI_TEST_HANG=300 \
   MPI_TEST_LIMIT=400 tests/launch.sh 8 tests/mpi -q
 endef
 

@@ -20,7 +20,8 @@ import sys
 from functools import partial
 from typing import Any
 
-from collectives.choice import Case
+from collectives.choice.formulas import Case
+from collectives.choice.links import NETWORKS
 from mpicomp_bench.explain import explained
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -77,7 +78,7 @@ def gains() -> list[str]:
         cells = []
         for length, computing, ranks, density in TRAININGS:
             case = Case(ranks, int(float(length)), float(length) * density)
-            found = explained(case, ranks, network, computing)
+            found = explained(case, ranks, NETWORKS[network], computing)
             cells += [f"{row['speedup']:.3g}" for row in found if row["algorithm"] == "by sparse_allreduce"]
         rows.append([name, *cells])
     return table(["link of a rank", *heads], rows)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.choice import Case
+from collectives.choice.formulas import Case
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Blocks, Ranges, equal_ranges

@@ -183,7 +183,7 @@ class Collective(Generic[P, T]):
         return function
 
     def _start(self, call: Call[T]) -> Request[T]:
-        link = link_of(call.comm)
+        link = link_of(call.comm, call.operation or self.name)
         vector, error = NOTHING, call.contribution if isinstance(call.contribution, Exception) else None
         name, codec = call.algorithm, call.codec
         try:
@@ -299,9 +299,9 @@ def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, Spar
     return add_up(parts), sum(part.nnz for part in parts), rejected, votes
 
 
-def link_of(comm: Any) -> Link:
+def link_of(comm: Any, operation: str = "an operation") -> Link:
     """Return the link of a communicator; the first call creates it, and is collective. See `runtime.link.link_of`."""
-    return runtime_link.link_of(comm, engine.wait_for, agreed_choice)
+    return runtime_link.link_of(comm, operation, engine.meet, agreed_choice)
 
 
 def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:

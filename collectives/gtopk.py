@@ -65,7 +65,7 @@ def gtopk_allreduce(
     the end, by any rank).
     algorithm: "recursive_doubling", "tree", or one that returns the exact k largest of the sum: "exact", which sends
     the least, "exact_doubling", which computes the whole sum first, or "node_leaders", for several ranks on each of
-    several nodes. "auto" takes the fastest of these, except the tree, by k, length, ranks and nodes
+    several nodes. "auto" takes the fastest of these by k, length, ranks, nodes, links and the number of ranks to a core
     (`collectives.choice`); without k it assumes a thousandth of the length.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: the entries that this

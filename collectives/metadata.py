@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.choice import LONG_NBYTES
+from collectives.choice.formulas import LONG_NBYTES
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.partition import (
     Blocks,

@@ -23,7 +23,7 @@ def warm_up(comm: Any, dtypes: Sequence[DTypeLike] = ("float32",), *, long: bool
     comm: an mpi4py intracommunicator; all of its ranks call. dtypes: of the values. long: also for vectors longer than
     2^31 - 1. Returns the number of kernels compiled on this rank: 0 with a warm cache.
     """
-    link = link_of(comm)
+    link = link_of(comm, "warm_up")
     first = link.nodes[link.rank] == link.rank
     compiled = _run(dtypes, long, say=link.rank == 0) if first else 0
     wait_for(Sending(link.comm.Ibarrier()), "called warm_up")

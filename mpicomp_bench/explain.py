@@ -2,18 +2,17 @@
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
 
-from collectives import choice
-from collectives.choice import Case, Choice, Cost, seconds
+from collectives.choice import Choice, formulas
+from collectives.choice.formulas import Case, Cost, seconds
+from collectives.choice.links import NETWORKS, Links, links_of
+from collectives.choice.predictions import Taken, constants_of, predicted, upper
 from collectives.collective import COLLECTIVES, Collective
-from collectives.partition import likely
 from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench.bounds import least_nbytes
 from mpicomp_bench.files import look
@@ -22,8 +21,9 @@ from mpicomp_bench.options import above_zero, number, positive, share
 
 ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
-entropy of what has to be sent. The formulas are those of algorithm="auto"; no MPI is started. Where
-ranks share a node, algorithms that ignore nodes count its link as shared by all of them.
+entropy of what has to be sent. The formulas are those of algorithm="auto"; no MPI is started. Every
+rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its link as
+shared by all of them. The bytes of gTop-k's tree include those that rank 0 receives first.
 
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
 keeps the residual and writes the mean, and smaller again for a training step (--step).
@@ -31,15 +31,10 @@ keeps the residual and writes the mean, and smaller again for a training step (-
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network hdr --per-node 8 --overlap 0.5
+mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network 1.5e-6,24e9 --per-node 8
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
-NETWORKS = {"100mbit": (100e-6, 11.8e6), "1gbit": (40e-6, 118e6), "10gbit": (20e-6, 1.18e9), "hdr": (1.5e-6, 24e9)}
-NETWORK = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit(?::(\d+(?:\.\d+)?)(ns|us|ms|s))?")
-UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-PAYLOAD = 0.944  # of the bits on a link; the rest are headers and gaps of TCP over Ethernet
-OWN_LATENCY = 10e-6  # seconds that this library spends on a message
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
 
@@ -79,8 +74,13 @@ def add_to(commands: Any) -> None:
     )
     coded = "bits of a value as coded, such as 1 for signs (those of floats selected by magnitude)"
     explain.add_argument("--value-bits", type=above_zero, metavar="B", help=coded)
-    about = f"links between nodes: {', '.join(NETWORKS)}, or such as 25gbit or 10gbit:50us (%(default)s)"
-    explain.add_argument("--network", type=network, default="1gbit", metavar="X", help=about)
+    explain.add_argument(
+        "--network",
+        type=links,
+        default="1gbit",
+        metavar="NAME",
+        help=f"links between nodes: {', '.join(NETWORKS)}, or such as 50mbit or 10gbit:50us (%(default)s)",
+    )
     explain.add_argument(
         "--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)"
     )
@@ -95,35 +95,12 @@ def ranks(text: str) -> int:
     return number
 
 
-def network(text: str) -> str:
-    """Return an option's text if it describes a network."""
+def links(text: str) -> Links:
+    """Return the links in an option's text."""
     try:
-        network_of(text)
+        return links_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def network_of(text: str) -> tuple[float, float]:
-    """Return the delay in seconds, and the bytes a second, of a network by name, or of a rate and a delay.
-
-    Without a delay: that of the fastest named network with TCP that is not faster, or of the slowest one.
-
-    >>> network_of("10gbit:50us")
-    (5e-05, 1180000000.0)
-    """
-    if text in NETWORKS:
-        return NETWORKS[text]
-    found = NETWORK.fullmatch(text.lower())
-    if found is None or not float(found[1]) > 0:
-        raise ValueError(
-            f"got {text!r}: expected one of {', '.join(NETWORKS)}, or a rate, with or without a delay: 10gbit:50us"
-        )
-    rate = float(found[1]) * UNITS[found[2]] / 8 * PAYLOAD
-    if found[3]:
-        return float(found[3]) * UNITS[found[4]], rate
-    known = [each for name, each in NETWORKS.items() if name.endswith("bit")]
-    return next((delay for delay, least in reversed(known) if least <= rate), known[0][0]), rate
 
 
 overlap = number("-1 <= overlap <= 1 (0: independent)", lambda found: -1 <= found <= 1)
@@ -147,51 +124,40 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
 
 def explained(
-    case: Case, nodes: int, network: str, step: float | None = None, *, most_counted: int = MOST_COUNTED
+    case: Case, nodes: int, links: Links, step: float | None = None, *, most_counted: int = MOST_COUNTED
 ) -> Iterator[Row]:
     """Yield a row for each algorithm of each collective, the fastest first, for an exchange, and for a step.
 
     most_counted: the most ranks for which algorithms without a formula are counted on the simulated network.
     """
     per_node = -(-case.ranks // nodes)
-    formulas: dict[str, dict[str, Callable[[Case], Cost]]] = {**choice.FORMULAS}
-    formulas["sparse_reduce_scatter"] = {"split": choice.split}
-    formulas["sparse_allgather"] = {"dissemination": choice.allgather}
-    formulas["dense_allreduce"] = {"mpi": dense_allreduce}
-    constants = constants_of(nodes, per_node, network)
+    constants = constants_of(nodes, per_node, links, case.crowding)
     dense = seconds(dense_allreduce(case), constants)
     chosen: dict[str, float] = {}
     rows: list[Row] = []
     for collective, declared in COLLECTIVES.items():
-        costs = {name: formula(case) for name, formula in formulas.get(collective, {}).items()}
-        taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}
-        if 1 < nodes < case.ranks and collective in ON_NODES:
-            taken |= ON_NODES[collective](case, nodes, per_node, network)
+        taken: dict[str, Taken] = {}
+        if collective in formulas.FORMULAS:
+            taken = predicted(collective, case, nodes, links)
+        elif collective in OTHERS:
+            name, formula = OTHERS[collective]
+            taken[name] = seconds(cost := formula(case), constants), cost
         if case.ranks <= most_counted:
             for name in declared.algorithms.keys() - taken.keys() - NOT_COUNTED:
                 taken[name] = (seconds(cost := counted(declared, name, case), constants), cost)
-        if collective == "sparse_allreduce":
-            for name, (its_own, cost) in taken.items():
-                first = choice.metadata_cost(case, name)
-                taken[name] = seconds(first, constants) + its_own, choice.both(first, cost)
         rows += ranked(collective, taken, dense)
-        if collective in formulas:
+        if collective in formulas.FORMULAS or collective in OTHERS:
             union = case.union(case.ranks)
             nbytes = least_nbytes(collective, case.ranks, case.length, case.entries, union, case.value_nbytes)
             least = upper(case.ranks), 0, nbytes, 0
             rows.append(row(collective, "least bytes", None, least, dense))
-        if collective in choice.FORMULAS:
+        if collective in formulas.FORMULAS:
             several = [*[per_node] * (nodes - 1), case.ranks - per_node * (nodes - 1)]
-            name = Choice().algorithm(collective, case, several)
+            name = Choice(links=links, crowding=case.crowding).algorithm(collective, case, several)
             chosen[collective] = taken[name][0]
             rows.append({**row(collective, "auto", *taken[name], dense), "by": name})
     yield from rows
     yield from whole_steps(case, chosen, dense, constants[0] * upper(case.ranks), step)
-
-
-def upper(ranks: int) -> int:
-    """Return ceil(lg ranks)."""
-    return (ranks - 1).bit_length()
 
 
 def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float) -> Row:
@@ -201,64 +167,23 @@ def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense:
     return {"operation": collective, "algorithm": algorithm, **figures}
 
 
-def ranked(collective: str, taken: dict[str, tuple[float, Cost]], dense: float) -> list[Row]:
+def ranked(collective: str, taken: dict[str, Taken], dense: float) -> list[Row]:
     """Return the rows of a collective, the fastest first."""
     names = sorted(taken, key=lambda name: taken[name][0])
     return [row(collective, name, *taken[name], dense) for name in names]
 
 
-def constants_of(nodes: int, per_node: int, network: str) -> Cost:
-    """Return the constants of algorithms that ignore nodes; the ranks of a node share its link."""
-    latency, rate = network_of(network)
-    between = (latency + OWN_LATENCY, choice.BETWEEN[1], per_node / rate, choice.BETWEEN[3])
-    return choice.INSIDE if nodes == 1 else between
-
-
-def on_nodes(case: Case, nodes: int, per_node: int, network: str) -> dict[str, tuple[float, Cost]]:
-    """Return seconds and costs of the algorithms that use nodes; the fastest exact sum runs between the nodes."""
-    node = replace(case, ranks=per_node, coded=False)
-    found = {}
-    for name, lanes in ("node_lanes", per_node), ("node_leaders", 1):
-        length, union = max(1, case.length // lanes), case.union(per_node)
-        between = replace(case, ranks=nodes, length=length, entries=min(length, union / lanes), bits=None)
-        constants = constants_of(nodes, lanes, network)
-        sums = [choice.FORMULAS["sparse_allreduce"][each](between) for each in choice.FORMULAS["sparse_allreduce"]]
-        outer = min(sums, key=lambda cost: seconds(cost, constants))
-        rounds, all_of_it = upper(per_node), case.union(case.ranks)
-        if lanes == 1:  # up a tree and down again
-            nbytes, merged = rounds * node.message(all_of_it), 2 * rounds * union
-            inner: Cost = (2 * rounds, 2 * rounds, nbytes, merged)
-        else:
-            rounds_split, messages, nbytes, merged = choice.split(node)
-            shares = (per_node - 1) * node.message(all_of_it / per_node, 1 / per_node)
-            inner = (rounds_split + rounds, messages + rounds, nbytes + shares, merged + all_of_it)
-        found[name] = seconds(inner, choice.INSIDE) + seconds(outer, constants), choice.both(inner, outer)
-    return found
-
-
-def gtopk_on_nodes(case: Case, nodes: int, per_node: int, network: str) -> dict[str, tuple[float, Cost]]:
-    """Return seconds and cost of gTop-k's `node_leaders`, in which the first ranks of the nodes gather once."""
-    union, constants, rounds = case.union(per_node), constants_of(nodes, 1, network), upper(per_node)
-    between = replace(case, ranks=nodes, entries=union, bits=None)
-    several = union + between.union(nodes - 1) - between.union(nodes)  # entries of a node that others have as well
-    sent = min(likely(case.entries / nodes, nodes), between.union(nodes) / nodes)
-    outer = choice.gather(between, between.message(sent, summed=True), 2 * nodes * sent)
-    for entries, bits in (union, 0.0), (several, 0.0), (several, None):
-        outer = choice.both(outer, choice.split(replace(between, entries=entries, bits=bits)))
-    up_and_down = rounds * replace(case, coded=False).message(case.entries)
-    inner: Cost = (2 * rounds, 2 * rounds, up_and_down, 2 * rounds * union)
-    agreeing = upper(case.ranks)
-    outer = choice.both(outer, (agreeing, agreeing, choice.LINE * agreeing, 0))
-    return {"node_leaders": (seconds(inner, choice.INSIDE) + seconds(outer, constants), choice.both(inner, outer))}
-
-
-ON_NODES = {"sparse_allreduce": on_nodes, "gtopk_allreduce": gtopk_on_nodes}  # what knows of nodes
-
-
 def dense_allreduce(case: Case) -> Cost:
     """The cost of `collectives.dense`: the call signatures, and MPI's own allreduce."""
-    rounds, nbytes = upper(case.ranks), choice.dense_mpi(case)[2]
+    rounds, nbytes = upper(case.ranks), formulas.dense_mpi(case)[2]
     return 2 * rounds, 2 * rounds, nbytes, 0
+
+
+OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {  # collectives of one algorithm
+    "sparse_reduce_scatter": ("split", formulas.split),
+    "sparse_allgather": ("dissemination", formulas.allgather),
+    "dense_allreduce": ("mpi", dense_allreduce),
+}
 
 
 def whole_steps(

@@ -82,7 +82,7 @@ class Link:
     def __init__(self, network: Network, rank: int, size: int, nodes: Sequence[int]) -> None:
         self.network, self.rank, self.size, self.nodes = network, rank, size, nodes
         self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
-        self.choice, self.checked = Choice(network.choice.table), False
+        self.choice, self.checked = Choice(network.choice.table, network.choice.links, network.choice.crowding), False
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
 
     def end_step(self) -> None:

@@ -13,8 +13,9 @@ from typing import Any, TextIO
 import numpy as np
 
 import collectives
-from collectives import choice, gtopk_allreduce, sparse_allreduce, warm_up
+from collectives import gtopk_allreduce, sparse_allreduce, warm_up
 from collectives.choice import Choice, winners
+from collectives.choice.formulas import FORMULAS
 from collectives.collective import link_of
 from mpicomp import SparseVector
 from mpicomp_bench.files import a_profile, look, new_file, write
@@ -110,7 +111,8 @@ def measured(comm: Any, options: argparse.Namespace, out: TextIO, table: Row | N
     warm_up(comm)
     fixed, rows = comm.Dup(), []
     by_table, by_rule = (link_of(each) for each in (comm, fixed))
-    by_table.choice, by_rule.choice, nodes = Choice(table), Choice(), len(set(by_table.nodes))
+    nodes, rule = len(set(by_table.nodes)), by_rule.choice
+    by_table.choice, by_rule.choice = (Choice(each, rule.links, rule.crowding) for each in (table, None))
     for length, density, signs in product(options.lengths, options.densities, (False, True)[: min(2, nodes)]):
         vector = random_vector(length, max(1, round(length * density)), comm.rank, signs=signs)
         bits = comm.bcast(8 * by_rule.choice.coding(vector, apart=nodes > 1).values.nbytes(vector.nnz) / vector.nnz)
@@ -157,7 +159,7 @@ def fastest(comm: Any, rows: Sequence[Row]) -> Row:
     host, mpi = winners.host_and_library()
     found: dict[str, list[Any]] = {}
     for (length, density, bits), place in by_place(rows).items():
-        for collective in choice.FORMULAS:
+        for collective in FORMULAS:
             own = {name: seconds for (of, name), seconds in place.items() if of == collective and name != "tree"}
             found.setdefault(collective, []).append([length, density, bits, min(own, key=own.__getitem__)])
     nodes = len(set(link_of(comm).nodes))

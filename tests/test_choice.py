@@ -3,18 +3,22 @@
 import json
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.choice import FORMULAS, INSIDE, ON_NODES, Case, Choice, seconds, split, winners
+from collectives.choice import Choice, winners
+from collectives.choice.formulas import FORMULAS, Case, seconds, split
+from collectives.choice.links import NETWORKS, Links, inside, links_of
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.metadata import Metadata
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 from mpicomp.compressors.quantised import quantise
 from mpicomp.errors import ProfileError
+from mpicomp_bench.explain import explained
 from mpicomp_bench.network import Network
 
 ENTRIES = 5000
@@ -43,14 +47,17 @@ def values(kind, rank, entries=ENTRIES):
 
 
 def counted(vectors, steps_of, nodes=None):
-    """Return the bytes of the busiest rank, and the rounds. nodes: each rank on one of its own, unless given."""
-    network = Network(len(vectors), nodes or range(len(vectors)))
+    """Return the bytes of the busiest rank, and the rounds. nodes: each rank on one of its own, unless given.
+
+    "auto" takes the links for so slow that bytes are all that counts.
+    """
+    network = Network(len(vectors), nodes or range(len(vectors)), choice=Choice(links=Links(1e-6, 1e6)))
     signature = {"length": vectors[0].length, "dtype": "float32", "width": None}
     _, rounds = network.run(lambda rank, group: steps_of(vectors[rank], group), **signature)
     return max(link.traffic.nbytes for link in network.links), rounds
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_auto_sends_little_more_than_the_best_algorithm(size):
     """Supports and values in all combinations, densities in turn; what is far from the least is not counted."""
     for place, pattern in enumerate(("independent", "overlapping", "disjoint")):
@@ -69,7 +76,13 @@ def test_auto_sends_little_more_than_the_best_algorithm(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "coded"), [*((size, True) for size in (1, 2, 3, 5, 8, 13, 64)), (4, False), (13, False)]
+    ("size", "coded"),
+    [
+        *((size, True) for size in (1, 2, 3, 5, 8, 13)),
+        (4, False),
+        (13, False),
+        pytest.param(64, True, marks=pytest.mark.slow),
+    ],
 )
 def test_formulas_against_counted_bytes_and_rounds(size, coded):
     for length, entries, pattern in (400_000, 3000, "equal"), (60_000, 4000, "independent"):
@@ -93,8 +106,8 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             for name, formula in FORMULAS["gtopk_allreduce"].items():
                 nbytes, rounds = counted(vectors, partial(gtopk_allreduce.algorithms[name], k=entries), nodes)
                 cost = formula(case)
-                assert cost[2] == pytest.approx(nbytes, rel=0.15), name
-                assert cost[0] == rounds, name
+                assert cost[2] == pytest.approx((1 + (name == "tree")) * nbytes, rel=0.15), name  # received, then sent
+                assert cost[0] == rounds or (name == "tree" and abs(cost[1] - rounds) <= 1), name  # its calls compared
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -136,11 +149,46 @@ def test_small_vectors_are_summed_in_the_metadata_exchange():
         assert counted(vectors, AUTO)[1] == (size - 1).bit_length()
 
 
-@pytest.mark.parametrize("nodes", [[4, 4], [3, 1]])
+@pytest.mark.parametrize("nodes", [[8, 8], [7, 6, 8]])
 def test_several_ranks_on_several_nodes_take_an_algorithm_for_nodes(nodes):
-    for entries, name in (1, "node_leaders"), (10_000, "node_lanes"):
-        assert Choice().algorithm("sparse_allreduce", Case(sum(nodes), 10**6, entries), nodes) == name
-        assert (Choice().gtopk(10**6, entries, 4, nodes) == "node_leaders") == (entries == 10_000)
+    assert Choice().algorithm("sparse_allreduce", Case(sum(nodes), 10**6, 10_000), nodes) == "node_lanes"
+    assert Choice().gtopk(10**6, 10_000, 4, nodes) == "node_leaders"
+    assert Choice().gtopk(10**6, 1, 4, nodes) == "recursive_doubling"
+
+
+def test_over_fast_links_several_ranks_on_a_node_take_the_algorithms_that_ignore_nodes():
+    fast, case, nodes = Choice(links=NETWORKS["hdr"]), Case(64, 25_000_000, 25_000), [8] * 8
+    assert fast.algorithm("sparse_allreduce", case, nodes) == "split_allgather"
+    assert fast.gtopk(case.length, 25_000, 4, nodes) == "exact"
+
+
+@pytest.mark.parametrize("crowding", [1.0, 4.0])
+@pytest.mark.parametrize("network", [*NETWORKS, "20mbit:20us", "1gbit:10ms"])
+def test_auto_is_predicted_within_a_tenth_of_the_fastest(network, crowding):
+    """Among the rows of `mpicomp explain`, from 20 Mbit/s to 200 Gbit/s, and in one node."""
+    grid = product((2, 5, 8, 64), (1, 4, 64), (1000, 10**6, 25_000_000, 10**9), (1e-4, 1e-3, 0.01, 0.1, 0.5))
+    for ranks, per_node, length, density in grid:
+        nodes = -(-ranks // per_node)
+        case = Case(ranks, length, max(1, density * length), coded=nodes > 1, crowding=crowding)
+        rows = list(explained(case, nodes, links_of(network), most_counted=0))
+        for collective in FORMULAS:
+            taken = {row["algorithm"]: row["seconds"] for row in rows if row["operation"] == collective}
+            auto, _ = taken.pop("auto"), taken.pop("least bytes")
+            assert auto <= 1.1 * min(taken.values()), (collective, case, nodes, taken)
+
+
+def test_measured_links_are_rounded_so_that_two_runs_agree():
+    near = NETWORKS["1gbit"]
+    for latency, rate in (0.6, 1.6), (1.0, 1.0), (1.7, 0.6):
+        assert Links(latency * near.latency, rate * near.rate).rounded() == near
+    assert NETWORKS["hdr"].rounded() == Links(near.latency / 10, 100 * near.rate)
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 8])
+def test_gtopk_takes_the_tree_where_ranks_share_cores_and_entries_are_many(sharing):
+    found = {k: Choice(crowding=sharing).gtopk(25_000_000, k, 4, [8]) for k in (100, 1_000_000)}
+    assert found[100] == "recursive_doubling"
+    assert (found[1_000_000] == "tree") == (sharing > 1)
 
 
 def test_the_extremes_have_an_answer():
@@ -148,11 +196,10 @@ def test_the_extremes_have_an_answer():
     for case in (Case(1, 0, 0), Case(8, 0, 0.0), Case(5, 1, 1), Case(3, 2**63 - 1, 1e6), bare):
         for collective, formulas in FORMULAS.items():
             assert Choice().algorithm(collective, case, [case.ranks]) in formulas
-            assert all(seconds(formula(case), INSIDE) >= 0 for formula in formulas.values())
+            assert all(seconds(formula(case), inside(2)) >= 0 for formula in formulas.values())
     assert not Choice().algorithm("sparse_allreduce", bare, [7]).startswith("dense")
     few = Choice().algorithm("sparse_allreduce", Case(2, 100, 100, coded=False), [2], whole=False)
-    assert few != "dense_mpi"
-    assert few not in ON_NODES
+    assert few in FORMULAS["sparse_allreduce"].keys() - {"dense_mpi"}
 
 
 @pytest.mark.parametrize(("bits", "most"), [(1, 128), (2, 128), (None, 8)])

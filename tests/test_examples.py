@@ -33,6 +33,7 @@ def test_numpy_digits(tmp_path):
     assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_numpy_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
     pytest.importorskip("sklearn")
     done = run(1, "numpy_digits.py", "--steps", "1", "--assert-claims", cwd=tmp_path)
@@ -41,6 +42,7 @@ def test_numpy_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
     assert "FAILED" in done.stdout
 
 
+@pytest.mark.slow
 def test_step_ahead():
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "step_ahead.py")],
@@ -88,10 +90,12 @@ def test_jax(tmp_path):
     checked("jax_digits.py", "--steps", "30", cwd=tmp_path, checks=3)
 
 
+@pytest.mark.slow
 def test_sharded_optimizer(tmp_path):
     checked("sharded_optimizer.py", "--steps", "40", size=3, cwd=tmp_path, checks=5)
 
 
+@pytest.mark.slow
 def test_embedding_rows(tmp_path):
     checked("embedding_rows.py", "--steps", "60", cwd=tmp_path, checks=4)
 
@@ -128,6 +132,7 @@ def train(*arguments, cwd, size=2):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_training_continues_bit_for_bit(tmp_path):
     whole = train("--folder", "whole", cwd=tmp_path)
     assert whole[0] == 0, whole
@@ -145,6 +150,7 @@ def test_a_training_continues_bit_for_bit(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_a_training_continues_on_another_number_of_ranks(tmp_path):
     """It compares the residuals with those that were saved, and raises where some are missing."""
     assert train("--stop-after", "5", cwd=tmp_path, size=4)[0] == 75
@@ -154,6 +160,7 @@ def test_a_training_continues_on_another_number_of_ranks(tmp_path):
     assert printed.count("check: ") == printed.count(": ok") == 1
 
 
+@pytest.mark.slow
 def test_a_training_does_not_continue_what_is_another_one(tmp_path):
     assert train("--stop-after", "5", cwd=tmp_path, size=1)[0] == 75
     status, printed, _ = train("--steps", "4", cwd=tmp_path, size=1)
@@ -161,6 +168,7 @@ def test_a_training_does_not_continue_what_is_another_one(tmp_path):
     assert "trained with --seed 0: expected 1" in train("--seed", "1", cwd=tmp_path, size=1)[2]
 
 
+@pytest.mark.slow
 def test_what_ranks_saved_when_one_was_lost_is_a_whole_step_and_continues(tmp_path):
     done = run(2, "save_on_failure.py", "--stop", "1", cwd=tmp_path)
     assert done.returncode != 0

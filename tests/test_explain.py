@@ -7,10 +7,13 @@ import sys
 import pytest
 from commands import left
 
-from collectives import choice, gtopk_allreduce
+from collectives import gtopk_allreduce
 from collectives.choice import winners
+from collectives.choice.formulas import FORMULAS
+from collectives.choice.links import NETWORKS, links_of
+from collectives.choice.predictions import ON_NODES
 from mpicomp_bench import main, tune
-from mpicomp_bench.explain import NETWORKS, PASSES, network_of
+from mpicomp_bench.explain import PASSES
 
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
@@ -27,7 +30,7 @@ def by_name(found):
 def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(capsys):
     rows = by_name(explained(capsys, "--per-node", "8", "--step", "0.2"))
     known = {("gtopk_allreduce", name) for name in gtopk_allreduce.algorithms}
-    known |= {("sparse_allreduce", name) for name in (*choice.FORMULAS["sparse_allreduce"], *choice.ON_NODES)}
+    known |= {("sparse_allreduce", name) for name in (*FORMULAS["sparse_allreduce"], *ON_NODES["sparse_allreduce"])}
     known |= {("sparse_reduce", "tree"), ("sparse_bcast", "tree"), ("sparse_reduce_scatter", "split")}
     known |= {("GradientExchange", name) for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")}
     known |= {("step of 0.2 s", name) for name in ("by sparse_allreduce", "by gtopk_allreduce", "dense allreduce")}
@@ -44,7 +47,7 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
     assert main(SOME) == 0
     table = capsys.readouterr().out
     assert table.startswith("64 ranks on 64 nodes; 1000 of 1000000 entries each; their union: ")
-    assert not any(name in table for name in (*choice.ON_NODES, "step of"))
+    assert not any(name in table for name in (*ON_NODES["sparse_allreduce"], "step of"))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -103,9 +106,7 @@ def test_tune_writes_a_table_and_checks_it(capsys, tmp_path, monkeypatch):
     assert main(["tune", *grid]) == 0
     path = winners.default_path(1, 1)
     assert f"written to {path}" in capsys.readouterr().out
-    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(
-        choice.FORMULAS, 2
-    )
+    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(FORMULAS, 2)
     assert main(["tune", "--profile", str(path), "--check", *grid, "--json", str(tmp_path / "rows.json")]) == 0
     said, found = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
     assert f"within 15 % of the best algorithm in {found['best']:.0%} of the grid" in said
@@ -151,14 +152,15 @@ def test_the_verdict_counts_places():
     ("text", "delay", "rate"),
     [
         ("10gbit:50us", 50e-6, 1.18e9),
-        ("25gbit", 20e-6, 2.95e9),
+        ("40gbit", 10e-6, 4.72e9),
         ("50mbit:20ms", 20e-3, 5.9e6),
         ("50mbit", 100e-6, 5.9e6),
     ],
 )
 def test_a_network_of_ones_own_has_a_rate_and_a_delay(text, delay, rate):
-    assert network_of(text) == pytest.approx((delay, rate))
-    assert network_of("10gbit")[1] == network_of("10gbit:1us")[1] == NETWORKS["10gbit"][1]
+    found = links_of(text)
+    assert (found.latency, found.rate) == pytest.approx((delay, rate))
+    assert links_of("10gbit").rate == links_of("10gbit:1us").rate == NETWORKS["10gbit"].rate
 
 
 def test_a_faster_network_of_ones_own_makes_every_sum_faster(capsys):
@@ -175,4 +177,4 @@ def test_a_faster_network_of_ones_own_makes_every_sum_faster(capsys):
 def test_what_is_no_network_is_refused(capsys):
     status, line = left([*SOME, "--network", "25gb"], capsys)
     assert status == 2
-    assert "expected one of 100mbit, 1gbit, 10gbit, hdr, or a rate" in line
+    assert "expected one of 100mbit, 1gbit, 10gbit, 25gbit, 100gbit, hdr, or a rate" in line

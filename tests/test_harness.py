@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow  # it tests what runs the tests, and changes seldom
 HERE = pathlib.Path(__file__).parent
 HEAD = """
 import os, signal, sys, time

@@ -161,6 +161,7 @@ def first_example():
     return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(wheel, tmp_path):
     venv.create(tmp_path / "venv")
     executable = str(tmp_path / "venv" / "bin" / "python")

@@ -151,6 +151,7 @@ def test_a_transfer_arrives_intact_over_links_that_lose_double_reorder_and_delay
     assert not (command and command.exists() and command.read_text())  # of a process that has ended nothing is left
 
 
+@pytest.mark.slow
 def test_every_collective_has_the_same_bits_over_links_with_all_faults():
     if reason := refusal("--relay"):
         pytest.skip(reason)

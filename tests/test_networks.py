@@ -59,6 +59,7 @@ def test_the_gradient_of_a_pool_goes_to_the_largest_in_equal_parts():
     np.testing.assert_allclose(inner[0, :, :, 0], [[0, 3, 1, 1], [0, 0, 0, 1]])
 
 
+@pytest.mark.slow
 def test_both_networks_have_the_sizes_of_the_papers_and_learn():
     raw = np.zeros((200, 28, 28), np.uint8)
     labels = np.arange(200) % 10

@@ -41,6 +41,7 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
     assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
 
 
+@pytest.mark.slow
 def test_the_characters_are_trained(tmp_path):
     curves = trained(tmp_path, "--model=characters", "--steps=40", "--methods", "topk-0.05", "local-sparse-5")
     for _, _, _, losses in curves.values():

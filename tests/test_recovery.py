@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.skipif("(Open MPI) 5" not in kills.launcher(), reason="needs the mpirun of Open MPI 5")
 
 
-@pytest.mark.parametrize("collective", ["gtopk_allreduce", "sparse_iallreduce"])
+@pytest.mark.parametrize("collective", ["gtopk_allreduce", pytest.param("sparse_iallreduce", marks=pytest.mark.slow)])
 def test_an_exchange_goes_on_without_those_that_died_and_nothing_is_missing(collective, tmp_path):
     """One rank dies before a collective, one in the middle of it, one after it."""
     script = pathlib.Path(__file__).with_name("survivors.py")
@@ -41,6 +41,14 @@ def test_ranks_that_hear_of_a_fault_in_different_operations_shrink_together():
     assert done.stdout.count("all shrank together") == 4, done.stdout + done.stderr
 
 
+def test_ranks_with_different_quorums_raise_and_may_call_again():
+    script = pathlib.Path(__file__).with_name("quorums.py")
+    command = ["mpirun", "--with-ft", "ulfm", "-n", "3", sys.executable, "-m", "mpi4py", str(script)]
+    done = subprocess.run(command, env=kills.environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.count("refused, and shrank") == 3, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2, 3], ids=["kill, ulfm", "kill, plain", "stop, plain"])
 def test_a_job_that_loses_a_rank_ends_as_documented(number):
     """The script runs hundreds, and looks at how long they took."""

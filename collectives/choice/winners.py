@@ -13,7 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collectives.choice import FORMULAS, ON_NODES, Choice
+from collectives.choice import Choice
+from collectives.choice.formulas import FORMULAS
+from collectives.choice.links import NETWORKS, asked_links, measured
+from collectives.choice.predictions import ON_NODES
 from mpicomp.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -22,20 +25,25 @@ if TYPE_CHECKING:
 VARIABLE, VERSION, LARGEST_FILE = "MPICOMP_PROFILE", 2, 1 << 20  # bytes
 
 
-def agreed_choice(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Choice:
+def agreed_choice(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 1.0) -> Choice:
     """Return the choice for a communicator, from rank 0's table, if there is one. Collective, blocks.
 
-    nodes: the first rank of each rank's node. Raises ProfileError on all ranks if rank 0's file is not a valid table.
+    The links between nodes are measured, unless MPICOMP_NETWORK is set on rank 0.
+    nodes: the first rank of each rank's node. crowding: see `Choice`. Raises on all ranks: ProfileError if rank 0's
+    file is not a valid table, ValueError for a bad MPICOMP_NETWORK there.
     """
-    table: Any = None
+    asked: Any = None
     try:
-        table = found(len(nodes), len(set(nodes))) if comm.rank == 0 else None
-    except ProfileError as error:
-        table = error
-    table = comm.bcast(table)
-    if isinstance(table, ProfileError):
-        raise table
-    return Choice(table)
+        asked = (found(len(nodes), len(set(nodes))), asked_links()) if comm.rank == 0 else None
+    except ValueError as error:
+        asked = error
+    asked = comm.bcast(asked)
+    if isinstance(asked, Exception):
+        raise asked
+    table, links = asked
+    if links is None and len(set(nodes)) > 1:
+        links = measured(comm, nodes)
+    return Choice(table, links or NETWORKS["1gbit"], crowding)
 
 
 def found(ranks: int, nodes: int) -> dict[str, Any] | None:
@@ -79,7 +87,7 @@ def parse(text: str) -> dict[str, Any]:
             raise ProfileError("checksum mismatch: the file was edited or truncated")
         for collective, place in [(name, place) for name, places in table["winners"].items() for place in places]:
             length, density, bits, algorithm = place
-            known = (*FORMULAS[collective], *ON_NODES[collective == "gtopk_allreduce" :])
+            known = (*FORMULAS[collective], *ON_NODES[collective])
             if not (1 <= length < 2**63 and 0 < density <= 1 and 0 <= bits < 2**20 and algorithm in known):
                 raise ProfileError(f"it has a place {str(place)[:80]}: expected length, density, bits and algorithm")
         return {name: table[name] for name in ("host", "mpi", "ranks", "nodes", "winners")}

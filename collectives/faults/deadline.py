@@ -7,17 +7,21 @@ So the error names the ranks that did not respond. If all did, as in a deadlock 
 rank waits for which (`state.Faults`).
 
 Then the library no longer uses the communicator: all later calls on it raise at once. Other communicators stay usable.
-A late rank may have received all its messages, and return a result although the others raised.
+A late rank may have received all its messages, and return a result although the others raised. In the first call on a
+communicator the notices are sent on that communicator (`runtime.link.FirstCall`).
 """
 
 import math
 import time
+from typing import TypeAlias
 
 import numpy as np
 
 from collectives.faults import ulfm
-from collectives.runtime.link import Link
+from collectives.runtime.link import FirstCall, Link
 from collectives.runtime.messages import LINE, Pending, new_status
+
+Ranks: TypeAlias = Link | FirstCall
 
 GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
 _PAUSE = 0.1  # seconds between two looks at a clock, at most, where ranks share cores
@@ -47,7 +51,7 @@ class Clock:
         return now - self._began
 
 
-def exchange_notices(link: Link, notice: str, timeout: float | None, abandoned: list[Pending]) -> None:
+def exchange_notices(link: Ranks, notice: str, timeout: float | None, abandoned: list[Pending]) -> None:
     """Send a notice to all other ranks, and receive theirs, until all awaited ones have arrived or the time is up.
 
     abandoned: the messages are appended to it, as MPI may own them while their receivers are absent.
@@ -68,7 +72,7 @@ def exchange_notices(link: Link, notice: str, timeout: float | None, abandoned: 
             time.sleep(1e-3)
 
 
-def has_notice(link: Link) -> bool:
+def has_notice(link: Ranks) -> bool:
     """Return whether another rank's notice has arrived."""
     from mpi4py import MPI
 
@@ -80,7 +84,7 @@ def has_notice(link: Link) -> bool:
         return False
 
 
-def receive_notice(link: Link) -> bool:
+def receive_notice(link: Ranks) -> bool:
     """Receive another rank's notice, if one has arrived; return whether it has."""
     from mpi4py import MPI
 

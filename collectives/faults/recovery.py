@@ -20,7 +20,8 @@ the n-th of the others, whatever its purpose. But ranks learn of a death in diff
 exchange next agrees on the step, while a rank in another operation calls `shrink` at once. If `shrink` were MPI's, its
 agreements would match the agreement on the step, the ranks would be out of step by one, and one of them would finally
 hang in MPI's Shrink. Therefore each rank contributes bits for its purpose, and MPI returns the bitwise AND: ranks that
-called `shrink` repeat the agreement until all have called it, and only then call MPI's Shrink.
+called `shrink` repeat the agreement until all have called it, and only then call MPI's Shrink. The same bits compare
+their quorums: each rank contributes its quorum and the complement, of which a bit is left in neither if ranks differ.
 
 Invariant: every living rank gets the same bits from the n-th agreement. So all count the same number of consecutive
 agreements in which all called `shrink`; for a rank that took part for another purpose, or joins later, the count is 0.
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collectives.faults import ulfm
-from collectives.faults.state import too_few
+from collectives.faults.state import different_quorum, too_few
 from collectives.runtime.engine import end_all, wait_for
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
@@ -40,7 +41,9 @@ from collectives.runtime.messages import Sending
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_SOUND, _SHRINK = 1, 2  # bits
+_SOUND, _SHRINK = 1, 2  # bits; above them _WIDTH bits of the quorum, and as many of its complement
+_WIDTH = 14
+_ONES = (1 << _WIDTH) - 1
 
 
 def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracomm":
@@ -54,8 +57,9 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     of the new communicator were alive when it was created.
 
     Raises RankFailedError that names the missing ranks if fewer than `quorum` are left: end the job, and restart it
-    from a checkpoint. CollectiveTimeoutError if a living rank is absent (`configure`): `comm` does not change, and a
-    rank may call again. ValueError for a bad `quorum`. RuntimeError without ULFM.
+    from a checkpoint. CollectiveError on all ranks if their quorums differ. CollectiveTimeoutError if a living rank is
+    absent (`configure`). After these two `comm` does not change, and a rank may call again. ValueError for a bad
+    `quorum`. RuntimeError without ULFM.
 
     On one host, where no link can be cut, `shrink(comm, quorum=1)` lets any number of ranks continue.
     """
@@ -74,7 +78,8 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
         end_all(link)
         ulfm.revoke(link.faults, link.comm)
     comm.Revoke()
-    agreements_on(comm).meet()
+    if not agreements_on(comm).meet(needed):
+        raise different_quorum(comm.rank, needed)
     survivors = _survivors(comm)
     if survivors.size < needed:
         raise too_few(_missing(comm, survivors), comm.size, needed)
@@ -133,18 +138,20 @@ class Agreements:
         failed = self._finish(self._start(_SOUND if sound else 0), call)
         return bool(self._bits[0] & _SOUND) and not failed
 
-    def meet(self) -> None:
-        """Return when all living ranks have called `shrink`.
+    def meet(self, quorum: int) -> bool:
+        """Return when all living ranks have called `shrink`: whether with the same quorum, modulo 2^14.
 
         Needs two agreements: MPI counts the bits of a rank that timed out in the first one, but that rank is absent
         from the second one, so the others detect it. A rank that timed out may call again, and continues.
         """
         while self._met < 2:
-            self._unfinished = self._unfinished or self._start(_SHRINK)
+            self._unfinished = self._unfinished or self._start(_SHRINK | _quorum_bits(quorum))
             self._finish(self._unfinished, "called shrink")
             self._unfinished = None
             self._met = self._met + 1 if self._bits[0] & _SHRINK else 0
         self._met = 0
+        quorums = int(self._bits[0]) >> 2
+        return (quorums | quorums >> _WIDTH) & _ONES == _ONES
 
     def _start(self, bits: int) -> Sending:
         self._bits, self._unfinished = np.array([bits], np.int32), None
@@ -159,6 +166,12 @@ class Agreements:
                 raise
             return True
         return False
+
+
+def _quorum_bits(quorum: int) -> int:
+    """Return a rank's bits for its quorum; see the module."""
+    low = quorum & _ONES
+    return (low | (_ONES - low) << _WIDTH) << 2
 
 
 def agreements_on(comm: "MPI.Intracomm") -> Agreements:

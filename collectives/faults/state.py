@@ -133,7 +133,7 @@ class Faults:
         mine = self._notices[self._rank]
         operation, where = mine["operation"], f"in round {mine['round']}, waiting for {_named(mine['for'])}"
         if mine["waited"]:
-            return f"{operation} timed out after {mine['waited']:.3g} s {where}"
+            return f"{operation} timed out after {mine['waited']:.3g} s" + (f" {where}" if mine["round"] else "")
         expired = [rank for rank, each in self._notices.items() if each["waited"]]
         for_this = [rank for rank in expired if self._rank in self._notices[rank]["for"]]
         others = (named_ranks(for_this or expired) if expired else "another rank") + f" timed out{self._after('after')}"
@@ -208,6 +208,14 @@ def too_few(missing: Sequence[int], size: int, quorum: int) -> RankFailedError:
         f"{size - len(missing)} of {size} ranks are left, and {named_ranks(missing)} died or cannot be reached: "
         f"expected at least {quorum} (quorum=). The others may continue without this rank: end the job, and restart "
         "it from a checkpoint"
+    )
+
+
+def different_quorum(rank: int, quorum: int) -> CollectiveError:
+    """Return the error of `shrink` on a rank if other ranks have another quorum."""
+    return CollectiveError(
+        f"shrink: quorum must be the same on all ranks, got {quorum} on rank {rank} and another on others (quorum=): "
+        "no communicator was made, call again with one quorum"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from collectives.faults import deadline, ulfm
 from collectives.faults.state import absence, interruption
 from collectives.runtime.group import Group, Notifications
-from collectives.runtime.link import Link, attached
+from collectives.runtime.link import FirstCall, Link, attached
 from collectives.runtime.messages import Arrival, Pending, Steps
 from collectives.runtime.waiting import asked_timeout, seconds
 from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError
@@ -178,7 +178,22 @@ class Engine:
             self.abandon([pending])
             raise
 
-    def poll_until(self, reached: Callable[[], bool], where: Link | str) -> None:
+    def meet(self, pending: Pending, first: FirstCall) -> None:
+        """Return when all ranks have made their first call on a communicator; raises on all that wait if one is absent.
+
+        A rank that comes after the others gave up raises as well: their notices are there.
+        """
+        if not self._in_flight and self.timeout is None:
+            pending.wait()
+            return
+        self.poll_until(lambda: first.faults.finished or pending.test(), first)
+        if not first.faults.finished and deadline.has_notice(first):
+            self._watch(first, 0.0)
+        if first.faults.finished:
+            self.abandon([pending])
+            raise first.faults.error()
+
+    def poll_until(self, reached: Callable[[], bool], where: Link | FirstCall | str) -> None:
         """Poll, and yield the core after every round in which no message moved; give up after the timeout.
 
         where: the communicator; or the call that all ranks have to make, in the past tense. It first yields the core
@@ -198,21 +213,24 @@ class Engine:
                     time.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _listens(self, link: Link) -> bool:
+    def _listens(self, link: Link | FirstCall) -> bool:
         """Return whether this rank polls, and so detects notices of other ranks."""
-        return self.timeout is not None or link.checked
+        return self.timeout is not None or (isinstance(link, Link) and link.checked)
 
-    def _watch(self, where: Link | str, waited: float) -> None:
+    def _watch(self, where: Link | FirstCall | str, waited: float) -> None:
         """Give up if a deadline has passed, or another rank has given up."""
         late = self.timeout is not None and waited > self.timeout
         if isinstance(where, str):
             if late:
                 raise absence(where, waited)
         elif late or (self._listens(where) and deadline.has_notice(where)):
-            first = next(request for request in self._in_flight if request.link is where)
-            self.give_up(where, first.waits(), waited=waited if late else 0.0)
+            if isinstance(where, FirstCall):
+                waits: tuple[str, int, set[int]] = where.operation, 0, set()
+            else:
+                waits = next(request for request in self._in_flight if request.link is where).waits()
+            self.give_up(where, waits, waited=waited if late else 0.0)
 
-    def give_up(self, link: Link, waits: tuple[str, int, set[int]], **why: Any) -> None:
+    def give_up(self, link: Link | FirstCall, waits: tuple[str, int, set[int]], **why: Any) -> None:
         """Notify the other ranks, receive their notices, and end all operations on a communicator; see `Faults`."""
         notice = link.faults.give_up(*waits, **why)
         try:
@@ -225,7 +243,7 @@ class Engine:
         """Keep references to abandoned messages, as MPI may still own their buffers."""
         self._abandoned += pending
 
-    def end_all(self, link: Link) -> None:
+    def end_all(self, link: Link | FirstCall) -> None:
         """End all operations on a communicator that is finished."""
         for request in [request for request in self._in_flight if request.link is link]:
             request.fail(link.faults.error())
@@ -271,7 +289,12 @@ def start(steps: Steps[T], group: Group) -> Request[T]:
     return _engine().start(steps, group)
 
 
-def wait_for(pending: Pending, call: str = "made their first call on the communicator") -> None:
+def meet(pending: Pending, first: FirstCall) -> None:
+    """Wait for all ranks in the first call on a communicator; see `Engine.meet`."""
+    _engine().meet(pending, first)
+
+
+def wait_for(pending: Pending, call: str) -> None:
     """Wait for a pending MPI operation while the operations of this process advance.
 
     call: the call that all ranks have to make, for the text of `CollectiveTimeoutError`.

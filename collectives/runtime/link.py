@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
-Agree = Callable[["MPI.Intracomm", tuple[int, ...]], Any]  # (comm, first rank of each rank's node), collective
+FIRST = ", the first call on the communicator,"
+Agree = Callable[["MPI.Intracomm", tuple[int, ...], float], Any]  # (comm, each rank's node, crowding), collective
 
 _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
@@ -77,10 +78,10 @@ class Link:
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
         warn_of_detector(self.nodes, comm.rank)
-        self.backs_off, sharers = waiting.backoff_and_sharers(duplicate, self.nodes)
+        self.backs_off, sharers, crowding = waiting.of_the_ranks(duplicate, self.nodes)
         threads.share(sharers)
         self.direct = cuda_aware.agreed(duplicate)
-        self.choice = agree(duplicate, self.nodes)
+        self.choice = agree(duplicate, self.nodes, crowding)
         self.checked = _checked(duplicate)  # the debug mode: see `collectives.faults.debug`
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()
@@ -132,6 +133,29 @@ class Link:
         return Sending(*requests, keeping=(array, total))
 
 
+class FirstCall:
+    """The ranks of a communicator that has no link yet, as `faults.deadline` needs them; cached on it.
+
+    Its notices are the only messages that the library sends on the caller's own communicator, with the highest tag, and
+    only after a deadline: MPI does not tell which ranks a duplication waits for.
+    """
+
+    def __init__(self, comm: "MPI.Intracomm") -> None:
+        from mpi4py import MPI
+
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.notice_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.faults, self.operation = Faults(comm.rank, comm.size), ""
+
+    def send(self, buffer: Buffer, dest: int, tag: int) -> Sending:
+        """Start to send a notice."""
+        return Sending(*messages.send_pieces(self.comm, buffer, dest, tag))
+
+    def receive(self, source: int, tag: int) -> Arrival:
+        """Start to receive a notice."""
+        return Arrival(self.comm, source, tag)
+
+
 def _keep_pages() -> None:
     """Have malloc keep the pages of freed message buffers, up to 64 MiB.
 
@@ -179,12 +203,13 @@ def check_communicator(comm: Any) -> None:
         raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
 
 
-def link_of(comm: Any, wait_for: Callable[[Pending], None], agree: Agree) -> Link:
-    """Return the link of a communicator. The first call is collective, waits by `wait_for`, and calls `agree`.
+def link_of(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None], agree: Agree) -> Link:
+    """Return the link of a communicator. The first call is collective, waits by `meet`, and calls `agree`.
 
-    Raises TypeError if `comm` is not an mpi4py intracommunicator, ValueError if it is null; ValueError on all ranks for
-    a bad environment variable on one (`waiting`, `checking`); the errors of `agree`; RuntimeError under torchrun, whose
-    processes MPI does not connect.
+    operation: of the caller, for the text of errors. Raises TypeError if `comm` is not an mpi4py intracommunicator,
+    ValueError if it is null; ValueError on all ranks for a bad environment variable on one (`waiting`, `checking`); the
+    errors of `agree`; RuntimeError under torchrun, whose processes MPI does not connect. CollectiveTimeoutError if a
+    rank is absent and there is a timeout: then all later calls on the communicator raise the same.
     """
     from mpi4py import MPI
 
@@ -193,10 +218,14 @@ def link_of(comm: Any, wait_for: Callable[[Pending], None], agree: Agree) -> Lin
     def make() -> Link:
         if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
             raise RuntimeError(wrong)
+        first = attached(comm, _first_key(), lambda: FirstCall(comm))
+        if first.faults.finished:
+            raise first.faults.error()
+        first.operation = operation + FIRST
         duplicate = comm  # until there is one
         try:
             unmade, request = comm.Idup()
-            wait_for(Sending(request))  # now all ranks of `comm` are in here, and may block: nobody waits for a reply
+            meet(Sending(request), first)  # now all ranks of `comm` are in here, and may block: none waits for a reply
             duplicate = unmade  # to revoke it before would crash Open MPI
             return _made(comm, duplicate, agree)
         except MPI.Exception as error:
@@ -244,6 +273,13 @@ def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
         there = make()
         comm.Set_attr(key, there)
     return there
+
+
+@cache
+def _first_key() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()
 
 
 @cache

@@ -19,11 +19,12 @@ SETTINGS = ("auto", "backoff", "block")
 TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
-def backoff_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int]:
-    """Return whether this rank polls with backoff, and the number of ranks, including itself, that share its cores.
+def of_the_ranks(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int, float]:
+    """Return whether this rank polls with backoff, how many ranks share its cores, and the crowding of all nodes.
 
-    nodes: for each rank, the first rank that shares its memory. Collective, blocks; ValueError on all ranks for a bad
-    variable.
+    The number of ranks includes this one. The crowding, the same on all ranks, is the number of ranks to a core on the
+    node with the most, at least 1. nodes: for each rank, the first rank that shares its memory. Collective, blocks;
+    ValueError on all ranks for a bad variable.
     """
     said = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
     for rank, (setting, time, _) in enumerate(said):
@@ -31,10 +32,12 @@ def backoff_and_sharers(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bo
             said_by = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
             raise ValueError(f"{said_by}: expected one of {list(SETTINGS)}")
         seconds(time or None, f"the environment variable {TIMEOUT} on rank {rank}")
-    here = [mask for (_, _, mask), node in zip(said, nodes, strict=True) if node == nodes[comm.rank]]
-    setting, _, mine = said[comm.rank]
-    backs_off = crowded(here) and not gives_the_core_away() if setting == "auto" else setting == "backoff"
-    return backs_off, sum(1 for mask in here if mask & mine)
+    masks: dict[int, list[int]] = {}
+    for (_, _, mask), node in zip(said, nodes, strict=True):
+        masks.setdefault(node, []).append(mask)
+    here, (setting, _, mine) = masks[nodes[comm.rank]], said[comm.rank]
+    backs_off = crowding(here) > 1 and not gives_the_core_away() if setting == "auto" else setting == "backoff"
+    return backs_off, sum(1 for mask in here if mask & mine), max(map(crowding, masks.values()))
 
 
 def asked_timeout() -> float | None:
@@ -64,12 +67,12 @@ def gives_the_core_away() -> bool:
     return MPI.Get_library_version().startswith("Open MPI")
 
 
-def crowded(masks: list[int]) -> bool:
-    """Return whether there are fewer cores than ranks, given the affinity mask of each rank."""
+def crowding(masks: list[int]) -> float:
+    """Return the number of ranks of a node to each of its cores, at least 1. masks: the affinity mask of each rank."""
     together = 0
     for mask in masks:
         together |= mask
-    return together.bit_count() < len(masks)
+    return max(1.0, len(masks) / together.bit_count())
 
 
 def cores() -> int:

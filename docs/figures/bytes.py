@@ -11,22 +11,22 @@ from pathlib import Path
 from style import target
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from collectives import choice
-from collectives.choice import Case
+from collectives.choice import formulas
+from collectives.choice.formulas import Case
 from mpicomp_bench.explain import dense_allreduce
 from mpicomp_bench.output import draw
 
 LENGTH, DENSITY = 25_000_000, 0.001
 RANKS = [2**power for power in range(1, 11)]
 FORMULAS = {
-    f"{collective}, {name}": choice.FORMULAS[collective][name]
+    f"{collective}, {name}": formulas.FORMULAS[collective][name]
     for collective, names in (
         ("sparse_allreduce", ("allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense")),
         ("gtopk_allreduce", ("recursive_doubling", "exact")),
     )
     for name in names
 }
-CURVES = {"dense_allreduce": dense_allreduce, **FORMULAS, "sparse_reduce_scatter": choice.split}
+CURVES = {"dense_allreduce": dense_allreduce, **FORMULAS, "sparse_reduce_scatter": formulas.split}
 
 if __name__ == "__main__":
     cases = [Case(ranks, LENGTH, DENSITY * LENGTH) for ranks in RANKS]

@@ -18,7 +18,8 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-from collectives.choice import Case
+from collectives.choice.formulas import Case
+from collectives.choice.links import NETWORKS
 from mpicomp_bench import explain
 
 PAGE = ROOT / "docs" / "choosing.md"
@@ -95,7 +96,7 @@ def draw_losses() -> None:
 
 def predicted(network: str, ranks: int, length: int, density: float) -> tuple[float, float]:
     """Return the seconds of a dense allreduce, and of a whole exchange by `sparse_allreduce`."""
-    rows = list(explain.explained(Case(ranks, length, length * density), ranks, network, most_counted=0))
+    rows = list(explain.explained(Case(ranks, length, length * density), ranks, NETWORKS[network], most_counted=0))
     (dense,) = (row["seconds"] for row in rows if row["operation"] == "dense_allreduce" and row["algorithm"] == "mpi")
     (whole,) = (
         row["seconds"]

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 from style import save
 
-from collectives.choice import Case, Choice
+from collectives.choice import Choice
+from collectives.choice.formulas import Case
+from collectives.choice.links import Links
 from collectives.metadata import WHOLE_NBYTES
 from mpicomp_bench import explain
 
@@ -45,7 +47,10 @@ GAINS = [
     (64, 0.001, "sparse_allreduce", "#c0622a", "-"),
     (64, 0.01, "sparse_allreduce", "#e8ae80", "-"),
 ]
-LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent: as in `explain.NETWORKS`
+LATENCY, FRAMES = (
+    40e-6,
+    1.06,
+)  # seconds of a message; bytes on the link over those sent: as in `collectives.choice.links.NETWORKS`
 
 RANKS = [2**power for power in range(1, 11)]
 DENSITIES = np.geomspace(1e-5, 0.5, 80)
@@ -126,8 +131,8 @@ def draw_gain() -> None:
 
 def gain(ranks: int, density: float, collective: str, rate: float) -> float:
     """Return the seconds of a dense allreduce over those of an exchange, both as `mpicomp explain` predicts them."""
-    explain.NETWORKS["drawn"] = LATENCY, rate / 8 / FRAMES
-    rows = explain.explained(Case(ranks, LENGTH, density * LENGTH), ranks, "drawn")
+    links = Links(LATENCY, rate / 8 / FRAMES)
+    rows = explain.explained(Case(ranks, LENGTH, density * LENGTH), ranks, links)
     return next(
         row["speedup"] for row in rows if row["operation"] == "GradientExchange" and row["algorithm"] == collective
     )

@@ -14,6 +14,7 @@ THE_WHEEL = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make te
     "architecture", [*(pytest.param(each, marks=THE_WHEEL) for each in ("sm_80", "sm_90")), "sm_100"]
 )
 @pytest.mark.skipif(not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed")
+@pytest.mark.slow
 def test_no_kernel_spills_registers(architecture):
     cupy_for_tests()
     source = importlib.import_module("mpicomp.kernels.device.compiling").source()
@@ -24,6 +25,7 @@ def test_no_kernel_spills_registers(architecture):
 
 
 @pytest.mark.skipif(not nvrtc_libraries(), reason="the wheel nvidia-cuda-nvrtc is not installed")
+@pytest.mark.slow
 def test_no_instruction_takes_a_subnormal_number_for_zero():
     """Most halves below 2^-14 are added up as subnormal floats times 2^112: with .ftz they would be lost."""
     cupy_for_tests()

@@ -91,6 +91,7 @@ def test_what_mutants_are_made_of_passes(device, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("name", "number"), [pytest.param(*b[:2], id=f"{b[2]}-{b[1]}") for b in BARRIERS])
+@pytest.mark.slow
 def test_a_deleted_barrier_is_found(device, monkeypatch, name, number):
     text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
     mutants.use(source_of(name, text), monkeypatch, deleted_barrier=number)

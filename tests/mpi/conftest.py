@@ -1,14 +1,17 @@
 """Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P.
 
-Groups that fit into the world beside each other run a test at the same time: of 8 ranks, P = 5 and P = 3. P = 16 is
-there in a world of 16 only. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others, and
-`small_groups`, of files about what is built on the collectives, those of more than 5 ranks: two runs in place of four.
+P is 1, 2, 5 or 8, with one, two and many ranks, powers of two and others; with MPI_TEST_ALL=1, as in `make test-all`,
+also 3, 4 and 7, and 16 in a world of 16. Groups that fit into the world beside each other run a test at the same time:
+of 8 ranks, P = 5, 2 and 1. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others, and
+`small_groups`, of files about what is built on the collectives, those of more than 5 ranks: half as many runs.
 """
+
+import os
 
 import pytest
 from mpi4py import MPI
 
-SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16) if os.environ.get("MPI_TEST_ALL") else (1, 2, 5, 8)
 SMALL = 5
 WORLD = MPI.COMM_WORLD
 

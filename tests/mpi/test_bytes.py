@@ -17,7 +17,7 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from collectives.choice import Case
+from collectives.choice.formulas import Case
 from collectives.partition import likely
 from mpicomp import SparseVector
 

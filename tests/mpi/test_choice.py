@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.allreduce import ALGORITHMS
-from collectives.choice import winners
+from collectives.choice import links, winners
 from collectives.choice.winners import agreed_choice
 from collectives.collective import link_of
 from mpicomp import CollectiveError, SparseVector
@@ -142,6 +142,36 @@ def test_the_default_path_is_found_and_none_does_without(fresh, told, monkeypatc
     assert agreed_choice(fresh, [0] * fresh.size).table is not None
     monkeypatch.setenv(winners.VARIABLE, "none")
     assert agreed_choice(fresh, [0] * fresh.size).table is None
+
+
+@pytest.mark.at_least(2)
+def test_links_between_nodes_are_measured_and_all_ranks_get_the_same_figures(fresh):
+    """As if each rank were on a node of its own, and with two on each."""
+    for nodes in list(range(fresh.size)), [rank // 2 * 2 for rank in range(fresh.size)]:
+        if len(set(nodes)) > 1:
+            found = links.measured(fresh, nodes)
+            assert found == found.rounded()
+            assert set(fresh.allgather(found)) == {found}
+            assert agreed_choice(fresh, nodes).links.rate > 0
+    fresh.Barrier()
+    assert not fresh.Iprobe()
+
+
+def test_in_one_node_and_where_a_variable_names_the_links_nothing_is_measured(fresh, monkeypatch):
+    monkeypatch.setattr(links, "_trip", None)
+    assert agreed_choice(fresh, [0] * fresh.size).links == links.NETWORKS["1gbit"]
+    if fresh.rank == 0:
+        monkeypatch.setenv(links.VARIABLE, "hdr")
+    assert agreed_choice(fresh, range(fresh.size), 2.0).links == links.NETWORKS["hdr"]
+
+
+def test_a_bad_name_of_the_links_on_rank_0_raises_on_all_ranks(fresh, monkeypatch):
+    if fresh.rank == 0:
+        monkeypatch.setenv(links.VARIABLE, "2gbit")
+    with pytest.raises(ValueError, match=r"MPICOMP_NETWORK is not a network: got '2gbit': expected one of"):
+        sparse_allreduce(contributed(fresh.rank, 10), fresh)
+    monkeypatch.delenv(links.VARIABLE, raising=False)
+    check_sums(fresh, (40,))
 
 
 @pytest.mark.at_least(2)

@@ -1,0 +1,177 @@
+"""Mutants: faults put into a copy of the code one at a time, each of which the tests beside it have to catch.
+
+    python tests/mutants.py                 # all of them: minutes, as some run on several ranks of MPI
+    python tests/mutants.py sign schedule   # some of them
+
+Prints a table. A mutant is caught if its tests fail with it, or do not end in time, and pass without it. Exit status 1
+if one is not caught, its tests fail without it, or the line that it changes is gone: then change the mutant, too.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).parents[1]
+LIMIT = 400  # seconds of one run
+ON_RANKS = "tests/launch.sh 2 -q -x -k P2"
+ARGUMENTS = f"{ON_RANKS} tests/mpi/test_arguments.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: in `file` the text `old`, which is there once, becomes `new`; the command runs tests that catch it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    command: str
+
+
+MUTANTS = [
+    Mutant(
+        "sign: two entries are subtracted",
+        "mpicomp/kernels/host/merging.py",
+        "values[place] = value_a + value_b if",
+        "values[place] = value_a - value_b if",
+        "tests/test_vector.py",
+    ),
+    Mutant(
+        "rejected: half of what a block rejects is dropped",
+        "collectives/gtopk.py",
+        "collected.append(dropped.every(block, group.rank % block))",
+        "collected.append(dropped.every(2 * block, group.rank % block))",
+        "tests/test_simulated.py -k gtopk",
+    ),
+    Mutant(
+        "order: gathered vectors are not in rank order",
+        "collectives/runtime/group.py",
+        "return held[own:] + held[:own]",
+        "return held[:own] + held[own:]",
+        "tests/test_simulated.py -k exact_sum",
+    ),
+    Mutant(
+        "agreement: ranks do not compare their calls",
+        "collectives/collective.py",
+        "    yield from meet(group)\n",
+        "    yield from ()\n",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "digest: dtypes are not compared",
+        "collectives/collective.py",
+        '"dtype": DTYPE_NAMES[vector.dtype]',
+        '"dtype": "float32"',
+        ARGUMENTS,
+    ),
+    Mutant(
+        "range: the last share ends too early",
+        "collectives/partition.py",
+        "length * owner // size for owner",
+        "length // size * owner for owner",
+        "tests/test_partition.py",
+    ),
+    Mutant(
+        "schedule: a rank sends to the wrong parent",
+        "collectives/schedule.py",
+        "(place & (place - 1))",
+        "(place & (place - 2))",
+        "tests/test_schedule.py",
+    ),
+    Mutant(
+        "absent: a rank that answered is named",
+        "collectives/faults/state.py",
+        "if absent := self._others - self._notices.keys() - self._dead",
+        "if absent := self._others - self._dead",
+        "tests/test_fault_states.py",
+    ),
+    Mutant(
+        "cost: a gather sends one message too many",
+        "collectives/choice/formulas.py",
+        "return rounds, rounds, (case.ranks - 1) * nbytes, merged",
+        "return rounds, rounds, case.ranks * nbytes, merged",
+        "tests/test_choice.py -k formulas",
+    ),
+    Mutant(
+        "votes: the counts that differ are not written",
+        "collectives/votes.py",
+        "votes[theirs.indices] = theirs.values.reshape(-1)",
+        "votes[theirs.indices] += 0",
+        f"{ON_RANKS} tests/mpi/test_votes.py",
+    ),
+    Mutant(
+        "commit: a rank keeps a step that another one could not",
+        "collectives/exchange/step.py",
+        "agree_to_keep(error, self._comm, OPERATION)",
+        "error is None or agree_to_keep(error, self._comm, OPERATION)",
+        f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
+    ),
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="first words of mutants (all)")
+    names = parser.parse_args().names
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name.partition(":")[0] in names]
+    passes, sound = {}, bool(chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder, "tree")
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist"))
+        for mutant in chosen:
+            if mutant.command not in passes:
+                passes[mutant.command] = tested(tree, mutant.command)[0]
+            verdict, seconds = judged(tree, mutant, passes[mutant.command])
+            sound &= verdict == "caught"
+            print(f"{mutant.name:58} {verdict:26} {seconds:6.1f} s  {mutant.command}", flush=True)
+    return 0 if sound else 1
+
+
+def judged(tree, mutant, passes):
+    """Return what becomes of a mutant, and after how many seconds."""
+    file = tree / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        return "NOT FOUND in the code", 0.0
+    if not passes:
+        return "TESTS FAIL WITHOUT IT", 0.0
+    before = file.stat()
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        lives, seconds = tested(tree, mutant.command)
+    finally:
+        file.write_text(text)
+        os.utime(
+            file, ns=(before.st_atime_ns, before.st_mtime_ns)
+        )  # by which Numba knows that its cache is of this text
+    return "NOT CAUGHT" if lives else "caught", seconds
+
+
+def tested(tree, command):
+    """Return whether the tests pass in a tree, and the seconds that they took."""
+    words = command.split()
+    if not words[0].endswith(".sh"):
+        words = [sys.executable, "-m", "pytest", "-q", "-x", *words]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "MPI_TEST_HANG": "30", "MPI_TEST_TIMEOUT": str(LIMIT)}
+    began = time.monotonic()
+    with open(tree / "mutant.log", "w") as log:
+        run = subprocess.Popen(
+            words, cwd=tree, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            status = run.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            status = run.wait()
+    return status == 0, time.monotonic() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
