@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Array, address, kernels_for, namespace, to_vector, writable_vector
+from mpicomp.arrays import Array, address, kernels_for, namespace, on_device, to_vector, writable_vector
 from mpicomp.settings import Configured, refuse_bools
 
 LONGEST = 4096  # values of a chunk, which fit the memory that a block of threads shares on a GPU
@@ -46,7 +46,7 @@ class Basis(Configured):
         may be sqrt(chunk) times as large as a value, and becomes infinite beyond the range of its dtype. A value that
         is not finite makes all coefficients of its chunk not finite.
 
-        Raises ValueError for another length or dtype of `out`, and if the two overlap without being the same.
+        Raises ValueError for another length, dtype or device of `out`, and if the two overlap without being the same.
         """
         self._forward(*_checked(vector, out))
 
@@ -86,7 +86,8 @@ class Hadamard(Basis):
     def _forward(self, vector: Array, out: Array) -> None:
         kernels_for(vector).hadamard(vector, out, self.chunk)
 
-    _inverse = _forward
+    def _inverse(self, coefficients: Array, out: Array) -> None:
+        self._forward(coefficients, out)
 
 
 class Cosine(Basis):
@@ -159,6 +160,8 @@ def _cosines_of_a_quarter(steps: int) -> NDArray[np.float64]:
 def _checked(vector: Any, out: Any) -> tuple[Array, Array]:
     """Return both arrays as vectors."""
     vector, out = to_vector(vector), writable_vector(out)
+    if on_device(vector) != on_device(out):
+        raise ValueError("vector and out are on different devices: move both to the host or both to the GPU")
     if (vector.size, vector.dtype) != (out.size, out.dtype):
         raise ValueError(
             f"out has {out.size} values of {out.dtype}: expected {vector.size} of {vector.dtype}, as the vector has"

@@ -157,5 +157,9 @@ def made(name: str) -> Any:
     settings = dict(each.split("=") for each in given.split(",")) if given else {}
     if kind not in KINDS or not settings.keys() <= known.keys():
         raise ValueError(f"method is {name!r}: expected one of {list(KINDS)}, with settings such as :k=4,chunk=256")
-    types = {key: type(known[key].default) for key in settings}
-    return KINDS[kind](**{key: text == "True" if types[key] is bool else types[key](text) for key, text in settings.items()})
+    return KINDS[kind](**{key: type_of(known[key].default)(text) for key, text in settings.items()})
+
+
+def type_of(default: Any) -> Any:
+    """Return what turns the text of a setting into its value."""
+    return "True".__eq__ if isinstance(default, bool) else type(default)

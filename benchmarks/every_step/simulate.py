@@ -20,10 +20,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "race"))
-
-import gpt
 import numpy as np
 import torch
 from rules import made
@@ -35,6 +31,7 @@ from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import above_zero, add_list, positive
 from mpicomp_bench.output import as_json
 
+RACE = Path(__file__).resolve().parent.parent / "race"
 KEY = "method", "rate", "seed", "steps", "ranks"
 EVALUATIONS = 3  # of a training, at equal distances
 
@@ -51,6 +48,9 @@ class Replicas:
     """The replicas of all ranks, which are equal: the parameters as one vector, and each rank's gradient."""
 
     def __init__(self, seed: int, ranks: int) -> None:
+        sys.path.append(str(RACE))
+        import gpt
+
         self.trainer, self.ranks = gpt.Trainer(seed, 0, 1, gpt.Sizes()), ranks
         network = self.trainer.network
         with torch.no_grad():

@@ -1,15 +1,15 @@
 // Orthonormal transforms of chunks of consecutive values, and signs: the additions of the host, in the same order.
 #include "common.cuh"
 
-constexpr int LONGEST = 4096;              // values of a chunk, and of a tile of whole chunks
-constexpr int OWN = LONGEST / THREADS;     // of a thread: its registers hold them for four stages
+constexpr int HELD = 4096;           // values of a tile of whole chunks, of which none is longer
+constexpr int OWN = HELD / THREADS;  // of a thread: its registers hold them for four stages
 
 // After every 32 values a place is left out, so that threads which take values 16 apart use different banks.
 __device__ inline u32 padded(u32 i) { return i + i / 32; }
 
 template <typename Wide>
 struct HadamardTile {
-    Wide values[LONGEST + LONGEST / 32];
+    Wide values[HELD + HELD / 32];
 };
 
 // 1 / sqrt(2^power), exact for even powers.
@@ -43,10 +43,10 @@ __device__ inline void four_stages(HadamardTile<Wide>& tile, u32 unit, u32 chunk
 // Transform whole chunks, a tile of them in each of the first `tiles` blocks, and in one more what is left at the end.
 template <typename Key, typename Wide>
 __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk, i64 tiles, HadamardTile<Wide>& tile) {
-    const i64 whole = size / chunk * chunk, start = lesser((i64)blockIdx.x * LONGEST, whole);
+    const i64 whole = size / chunk * chunk, start = lesser((i64)blockIdx.x * HELD, whole);
     const u32 rest = blockIdx.x < tiles ? 0 : (u32)(size - whole);
-    const u32 length = rest ? rest : (u32)lesser((i64)LONGEST, whole - start);
-    for (u32 i = threadIdx.x; i < LONGEST; i += THREADS)
+    const u32 length = rest ? rest : (u32)lesser((i64)HELD, whole - start);
+    for (u32 i = threadIdx.x; i < HELD; i += THREADS)
         tile.values[padded(i)] = widened(number_of(i < length ? values[start + i] : (Key)0));
     __syncthreads();
     for (u32 unit = 1; unit < chunk; unit *= OWN) {

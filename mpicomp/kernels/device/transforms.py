@@ -4,15 +4,18 @@ import numpy as np
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.transforms import LONGEST
 
+_TILE = 4096  # values of the chunks that a block transforms; no chunk is longer
 _TOGETHER = 8  # chunks that a block multiplies by a matrix
 
 
 def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
-    """Write the transform of each chunk to `out`, as `mpicomp.kernels.host.hadamard` does. threads: ignored."""
+    """Write the transform of each chunk to `out`, as `mpicomp.kernels.host.hadamard` does.
+
+    chunk: up to 4096. threads: ignored.
+    """
     keys, size = FORMATS[values.dtype].keys, values.size
-    tiles = in_tiles(size // chunk * chunk, LONGEST)
+    tiles = in_tiles(size // chunk * chunk, _TILE)
     if size:
         blocks = tiles + (size % chunk > 0)
         launch("hadamard", [keys], blocks, values.view(keys), out.view(keys), size, chunk, tiles)

@@ -14,25 +14,22 @@ from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, butterflies
 from mpicomp.threads import in_pieces
 
-LONGEST = 1 << 12  # values of a chunk that a block of threads on a GPU can hold
-
 
 def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
     """Write the orthonormal Walsh-Hadamard transform of each chunk of `values` to `out`; it is its own inverse.
 
     values, out: 1-d, contiguous, of one length and dtype, the same array or apart; float16 is computed in float32 and
-    rounded at the end. chunk: a power of two up to `LONGEST`. What is left at the end is transformed in parts of
-    descending powers of two. threads: the most threads; None for `threads.count`.
+    rounded at the end. chunk: a power of two. What is left at the end is transformed in parts of descending powers of
+    two. threads: the most threads; None for `threads.count`.
     """
-    if values.dtype == np.float16:
-        _in_float32(hadamard, values, out, chunk, threads)
-        return
-    values, scales = as_writable(values), _scales(values.dtype)
+    given, result = _of_one_width(values, out)
+    scales = np.array([_scale(power) for power in range(chunk.bit_length())], result.dtype)
 
     def transform(start: int, end: int) -> None:
-        _hadamard(values[start:end], out[start:end], chunk, scales)
+        _hadamard(given[start:end], result[start:end], chunk, scales)
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
+    _round(result, out)
 
 
 def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | None = None) -> None:
@@ -41,15 +38,14 @@ def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | 
     values, out, threads: as for `hadamard`; the length is a multiple of the chunk. matrix: contiguous, of shape (chunk,
     chunk) and of the dtype of the values, float32 for float16.
     """
-    if values.dtype == np.float16:
-        _in_float32(multiply_chunks, values, out, matrix, threads)
-        return
-    values, matrix, chunk = as_writable(values), as_writable(matrix), len(matrix)
+    given, result = _of_one_width(values, out)
+    matrix, chunk = as_writable(matrix), len(matrix)
 
     def multiply(start: int, end: int) -> None:
-        _multiply_chunks(values[start:end], matrix, out[start:end], np.empty(4 * chunk, values.dtype))
+        _multiply_chunks(given[start:end], matrix, result[start:end], np.empty(chunk, result.dtype))
 
     in_pieces(multiply, values.size, threads, step=chunk)
+    _round(result, out)
 
 
 def signs(values: Array, out: Array, *, threads: int | None = None) -> None:
@@ -67,26 +63,24 @@ def signs(values: Array, out: Array, *, threads: int | None = None) -> None:
     in_pieces(write, values.size, threads)
 
 
-def scale_of(chunk: int) -> float:
-    """Return 1 / sqrt(chunk) for a power of two; exactly for a power of four."""
-    half, odd = divmod(chunk.bit_length() - 1, 2)
-    return float(0.5**half * (np.sqrt(0.5) if odd else 1.0))
-
-
-def _scales(dtype: np.dtype[np.generic]) -> Array:
-    """Return 1 / sqrt(m) for m = 1, 2, 4, ... up to `LONGEST`."""
-    return np.array([scale_of(1 << place) for place in range(LONGEST.bit_length())], dtype)
-
-
-def _in_float32(kernel, values, out, setting, threads):  # type: ignore[no-untyped-def]
-    """Compute a transform of float16 in float32, and round the result; beyond its range to infinity."""
+def _of_one_width(values: Array, out: Array) -> tuple[Array, Array]:
+    """Return the arrays that a transform reads and writes: for float16 a copy in float32."""
+    if values.dtype != np.float16:
+        return as_writable(values), out
     wide = values.astype(np.float32)
-    if kernel is hadamard:
-        hadamard(wide, wide, setting, threads=threads)
-    else:
-        multiply_chunks(wide, setting, wide, threads=threads)
-    with np.errstate(over="ignore"):
-        out[...] = wide
+    return wide, wide
+
+
+def _round(result: Array, out: Array) -> None:
+    """Round what `_of_one_width` returned; beyond the range of float16 to infinity."""
+    if result is not out:
+        with np.errstate(over="ignore"):
+            out[...] = result
+
+
+def _scale(power: int) -> float:
+    """Return 1 / sqrt(2**power), which is exact for even powers."""
+    return float(0.5 ** (power // 2) * (np.sqrt(0.5) if power % 2 else 1.0))
 
 
 @jit
@@ -145,40 +139,28 @@ def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _multiply_chunks(values, matrix, out, rows):  # type: ignore[no-untyped-def]
-    """Multiply four chunks at a time, then those that are left. rows: a buffer of four, as `out` may be `values`."""
-    chunk = matrix.shape[0]
-    whole = values.size - values.size % (4 * chunk)
-    for start in range(0, whole, 4 * chunk):
-        rows[:] = 0
-        for j in range(chunk):
-            _add_products(values, start + j, matrix[j], rows)
-        out[start : start + 4 * chunk] = rows
-    for start in range(whole, values.size, chunk):
-        row = rows[:chunk]
-        row[:] = 0
-        for j in range(chunk):
+def _multiply_chunks(values, matrix, out, row):  # type: ignore[no-untyped-def]
+    """Multiply chunk by chunk. row: a buffer of a chunk, as `out` may be `values`."""
+    chunk = row.size
+    for start in range(0, values.size, chunk):
+        for k in range(chunk):
+            row[k] = 0
+        for j in range(0, chunk - 3, 4):
+            _add_four_products(values, start + j, matrix, j, row)
+        for j in range(chunk - chunk % 4, chunk):
             for k in range(chunk):
                 row[k] += values[start + j] * matrix[j, k]
-        out[start : start + chunk] = row
+        for k in range(chunk):
+            out[start + k] = row[k]
 
 
 @jit
-def _add_products(values, place, factors, rows):  # type: ignore[no-untyped-def]
-    """Add to four rows the products of some factors with one value of each of four chunks, the first at `place`."""
-    size = np.uint64(factors.size)
-    a, b, c, d = rows[:size], rows[size : 2 * size], rows[2 * size : 3 * size], rows[3 * size :]
-    one, two, three, four = (
-        values[place],
-        values[place + factors.size],
-        values[place + 2 * factors.size],
-        values[place + 3 * factors.size],
-    )
-    for k in range(factors.size):
-        a[k] += one * factors[k]
-        b[k] += two * factors[k]
-        c[k] += three * factors[k]
-        d[k] += four * factors[k]
+def _add_four_products(values, place, matrix, j, row):  # type: ignore[no-untyped-def]
+    """Add the products of four values with four rows of a matrix to `row`, one after the other."""
+    a, b, c, d = values[place], values[place + 1], values[place + 2], values[place + 3]
+    for k in range(row.size):
+        two = row[k] + a * matrix[j, k] + b * matrix[j + 1, k]
+        row[k] = two + c * matrix[j + 2, k] + d * matrix[j + 3, k]
 
 
 @jit

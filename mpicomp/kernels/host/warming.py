@@ -7,7 +7,18 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying, transforms
+from mpicomp.kernels.host import (
+    bits,
+    chunks,
+    coding,
+    fused,
+    merging,
+    selection,
+    statistics,
+    streaming,
+    surveying,
+    transforms,
+)
 
 MODULES = (bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying, transforms)
 
