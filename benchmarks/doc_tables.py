@@ -4,6 +4,7 @@
     python benchmarks/threads.py --json docs/results/threads.json
     RATES=1gbit SECONDS_A_PLACE=3 benchmarks/tables.sh choice && cp build/tables/choice.json docs/results
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
+    python benchmarks/every_step/simulate.py --json docs/results/every_step.json
     mpirun -n 4 mpicomp train ... --json docs/results/accuracy.json      # docs/accuracy.md has the whole line
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9        # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
@@ -149,6 +150,15 @@ def accuracy() -> list[str]:
     return table(heads, lines)
 
 
+def every_step() -> list[str]:
+    """Return the losses at equal steps, by method and rate."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "every_step"))
+    from losses import table as of_losses
+
+    heads, *rows = of_losses(loaded("every_step")["rows"])
+    return table(heads, rows)
+
+
 def paper(name: str) -> list[str]:
     """Return the table of an experiment on the claims of the papers."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
@@ -170,6 +180,7 @@ TABLES = {
     "docs/slow_links.md": {"race": race},
     "docs/compressors.md": {"quantisers": quantisers},
     "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9")},
+    "benchmarks/every_step/README.md": {"every_step": every_step},
     "benchmarks/papers/README.md": {
         name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
     },

@@ -143,6 +143,8 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
     else:
         for name in "moments", "survey":
             calls[name] = partial(getattr(kernels, name), values), "sum", partial(xp.sum, values)
+        other = values.copy()
+        calls["hadamard of 256"] = partial(kernels.hadamard, values, other, 256), "copy", partial(values.copy)
     for name, (ours, what, theirs) in calls.items():
         yield f"{name} {size}", ours, {f"{xp.__name__}.{what}": theirs}, values
 
