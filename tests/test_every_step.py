@@ -1,11 +1,13 @@
 """The rules of benchmarks/every_step: what P gradients do to the parameters, by every method."""
 
+import json
 import pathlib
 
 import numpy as np
 import pytest
 
-FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks" / "every_step"
+ROOT = pathlib.Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks" / "every_step"
 
 
 @pytest.fixture
@@ -80,3 +82,15 @@ def test_tiles_are_squares_of_two_dimensional_tensors(rules):
 def test_a_method_that_is_not_known_is_an_error(rules, name):
     with pytest.raises(ValueError, match=r"method is .*: expected one of"):
         rules.made(name)
+
+
+def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):
+    from losses import table
+    from plan import plan
+
+    rows, planned = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"], plan()
+    assert len(set(planned)) == len(planned)
+    assert all(rules.made(method) for method, *_ in planned)
+    assert {(row["method"], row["rate"], row["seed"]) for row in rows} <= set(planned)
+    heads, *lines = table(rows)
+    assert {len(line) for line in lines} == {len(heads)}

@@ -13,7 +13,6 @@ is written after each, and a row in it is not trained again. A training of 300 s
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from plan import plan
 from rules import made
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -34,14 +34,6 @@ from mpicomp_bench.output import as_json
 RACE = Path(__file__).resolve().parent.parent / "race"
 KEY = "method", "rate", "seed", "steps", "ranks"
 EVALUATIONS = 3  # of a training, at equal distances
-
-
-def plan() -> Iterator[tuple[str, float, int]]:
-    """Yield the trainings of the committed file: method, rate, seed."""
-    of_adamw, of_signs = (1e-3, 2e-3, 4e-3), (5e-4, 1e-3, 2e-3, 4e-3)
-    for seed in range(2):
-        yield from product(["adamw"], of_adamw, [seed])
-        yield from product(["lion", "coefficients"], of_signs, [seed])
 
 
 class Replicas:
