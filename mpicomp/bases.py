@@ -42,9 +42,10 @@ class Basis(Configured):
         """Write the coefficients of a vector to `out`.
 
         vector, out: arrays of one length and dtype (float16, float32 or float64) on one device, of any shape, in C
-        order; `out` is contiguous, and may be `vector`. float16 is computed in float32 and rounded once; a coefficient
-        may be sqrt(chunk) times as large as a value, and becomes infinite beyond the range of its dtype. A value that
-        is not finite makes all coefficients of its chunk not finite.
+        order; `out` is contiguous, and may be `vector`. float16 is computed in float32 and rounded once. A coefficient
+        may be sqrt(chunk) times as large as a value, and is infinite beyond the range of its dtype; in `Hadamard` the
+        sums before the last product, chunk times as large, have to be in range. A value that is not finite makes all
+        coefficients of its chunk not finite.
 
         Raises ValueError for another length, dtype or device of `out`, and if the two overlap without being the same.
         """

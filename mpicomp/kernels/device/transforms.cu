@@ -106,9 +106,9 @@ __device__ inline void multiply_chunks(
         SHARED(ProductTile<Wide>, tile);                                                                            \
         multiply_chunks(values, matrix, out, chunks, chunk, across, tile);                                          \
     }                                                                                                               \
-    KERNEL signs_##key(const Key* bits, Key* out, i64 size, u64 mask, u64 one) {                                    \
+    KERNEL signs_##key(Key* bits, i64 size, u64 mask, u64 one) {                                                    \
         const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;                                                      \
-        if (i < size) out[i] = bits[i] & (Key)mask ? (Key)((bits[i] & (Key)~mask) | one) : (Key)0;                  \
+        if (i < size) bits[i] = bits[i] & (Key)mask ? (Key)((bits[i] & (Key)~mask) | one) : (Key)0;                 \
     }
 
 TRANSFORMS(u2, u16, Single)

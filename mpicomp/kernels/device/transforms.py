@@ -35,10 +35,10 @@ def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | 
         launch("multiply_chunks", [keys], in_tiles(chunks, _TOGETHER) * across, *args)
 
 
-def signs(values: Array, out: Array, *, threads: int | None = None) -> None:
-    """Write the signs to `out`, as `mpicomp.kernels.host.signs` does. threads: ignored."""
+def signs(values: Array, *, threads: int | None = None) -> None:
+    """Replace each value by its sign, as `mpicomp.kernels.host.signs` does. threads: ignored."""
     form = FORMATS[values.dtype]
     one = int(np.ones(1, values.dtype).view(form.keys)[0])
     if values.size:
-        blocks = in_tiles(values.size, THREADS)
-        launch("signs", [form.keys], blocks, values.view(form.keys), out.view(form.keys), values.size, form.mask, one)
+        args = values.view(form.keys), values.size, form.mask, one
+        launch("signs", [form.keys], in_tiles(values.size, THREADS), *args)

@@ -48,19 +48,14 @@ def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | 
     _round(result, out)
 
 
-def signs(values: Array, out: Array, *, threads: int | None = None) -> None:
-    """Write the sign of each of `values` to `out`: 1, -1, or 0 for a zero of either sign; of NaN that of its bits.
+def signs(values: Array, *, threads: int | None = None) -> None:
+    """Replace each value by its sign: 1, -1, or 0 for a zero of either sign; NaN by that of its bits.
 
-    values, out, threads: as for `hadamard`.
+    values: 1-d, contiguous. threads: as for `hadamard`.
     """
     form = FORMATS[values.dtype]
-    bits, written = as_writable(values).view(form.signed), out.view(form.signed)
-    one = np.ones(1, values.dtype).view(form.signed)[0]
-
-    def write(start: int, end: int) -> None:
-        _signs(bits[start:end], written[start:end], form.mask, one)
-
-    in_pieces(write, values.size, threads)
+    bits, one = values.view(form.signed), np.ones(1, values.dtype).view(form.signed)[0]
+    in_pieces(lambda start, end: _signs(bits[start:end], form.mask, one), values.size, threads)
 
 
 def _of_one_width(values: Array, out: Array) -> tuple[Array, Array]:
@@ -164,7 +159,7 @@ def _add_four_products(values, place, matrix, j, row):  # type: ignore[no-untype
 
 
 @jit
-def _signs(bits, out, mask, one):  # type: ignore[no-untyped-def]
+def _signs(bits, mask, one):  # type: ignore[no-untyped-def]
     zero = mask ^ mask
     for i in range(bits.size):
-        out[i] = bits[i] & ~mask | one if bits[i] & mask else zero
+        bits[i] = bits[i] & ~mask | one if bits[i] & mask else zero

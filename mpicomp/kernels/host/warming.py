@@ -76,7 +76,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.clear(long.copy()),
         lambda: host.hadamard(long, np.empty_like(long), 256),
         lambda: host.multiply_chunks(values, np.eye(8, dtype=wide), np.empty_like(values)),
-        lambda: host.signs(values, np.empty_like(values)),
+        lambda: host.signs(values.copy()),
         lambda: host.gather(long, indices),
         lambda: host.consecutive(0, 9, index_dtype),
         lambda: host.scatter(long.copy(), indices, values),
