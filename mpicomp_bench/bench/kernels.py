@@ -186,8 +186,8 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
     yield f"cosine transform {size} / 8 of 256", partial(multiplied, chunks, cosine, out), product, chunks
     yield (
         f"signs {size}",
-        partial(host.signs, values, out, **ONE),
-        {"numpy.sign": partial(np.sign, values, out)},
+        partial(host.signs, out, **ONE),
+        {"numpy.sign": partial(np.sign, out, out)},
         values,
     )
 
