@@ -91,6 +91,7 @@ def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):
     rows, planned = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"], plan()
     assert len(set(planned)) == len(planned)
     assert all(rules.made(method) for method, *_ in planned)
-    assert {(row["method"], row["rate"], row["seed"]) for row in rows} <= set(planned)
+    names = "method", "rate", "schedule", "seed", "steps"
+    assert {tuple(row[name] for name in names) for row in rows} <= set(planned)
     heads, *lines = table(rows)
     assert {len(line) for line in lines} == {len(heads)}

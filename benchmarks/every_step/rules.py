@@ -96,9 +96,14 @@ class Coefficients:
         """Make the state for parameters of these shapes."""
         self.order = tiled(shapes, round(self.chunk**0.5)) if self.tile else None
         self.feedbacks = [ErrorFeedback(decay=self.decay) for _ in range(ranks)]
+        self.rate: float | None = None
 
     def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
         """Update the parameters, and return the bits of a value that rank 0 sends."""
+        if self.rate not in (None, rate):  # in the paper the residual is of products with the rate
+            for feedback in self.feedbacks:
+                feedback.rescale(self.rate / rate)
+        self.rate = rate
         sent = [self.selected(*each) for each in zip(self.feedbacks, gradients, strict=True)]
         total = np.zeros_like(parameters)
         for vector in sent:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from plan import plan
+from plan import SCHEDULES, plan
 from rules import made
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -32,7 +32,7 @@ from mpicomp_bench.options import above_zero, add_list, positive
 from mpicomp_bench.output import as_json
 
 RACE = Path(__file__).resolve().parent.parent / "race"
-KEY = "method", "rate", "seed", "steps", "ranks"
+KEY = "method", "rate", "schedule", "seed", "steps", "ranks"
 EVALUATIONS = 3  # of a training, at equal distances
 
 
@@ -71,7 +71,8 @@ def trained(row: Row) -> Row:
     began, curve, bits = perf_counter(), [], 0.0
     for number in range(row["steps"]):
         gradients = replicas.gradients(number, method.pooled)
-        bits = method.step(replicas.parameters, gradients, row["rate"])
+        left = 1 - number / row["steps"] if row["schedule"] == "linear" else 1.0
+        bits = method.step(replicas.parameters, gradients, left * row["rate"])
         if (number + 1) * EVALUATIONS % row["steps"] < EVALUATIONS:
             curve.append([number + 1, replicas.trainer.loss()])
     outcome = {"bits": bits, "loss": curve[-1][1], "curve": curve, "seconds": perf_counter() - began}
@@ -83,8 +84,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_list(parser, "--methods", [], "with settings, such as coefficients:k=4; all of the plan by default ")
     add_list(parser, "--rates", [], "of the optimiser, with --methods ", type=above_zero)
+    about = "linear: to 0 at the last step; with --methods (%(default)s)"
+    parser.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help=about)
     parser.add_argument("--seed", type=int, default=0, help="with --methods (%(default)s)")
-    parser.add_argument("--steps", type=positive, default=300, help="of a training (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=300, help="of a training, with --methods (%(default)s)")
     parser.add_argument("--ranks", type=positive, default=4, help="(%(default)s)")
     parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="read, and written after each row")
     options = parser.parse_args()
@@ -101,13 +104,13 @@ def main() -> int:
     """Train what is missing."""
     options = parsed()
     rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    asked = product(options.methods, options.rates, [options.seed]) if options.methods else plan()
-    for method, rate, seed in asked:
-        row: Row = dict(zip(KEY, (method, rate, seed, options.steps, options.ranks), strict=True))
+    given = product(options.methods, options.rates, [options.schedule], [options.seed], [options.steps])
+    for method, rate, schedule, seed, steps in given if options.methods else plan():
+        row: Row = dict(zip(KEY, (method, rate, schedule, seed, steps, options.ranks), strict=True))
         if any(all(done[name] == row[name] for name in KEY) for done in rows):
             continue
         rows.append(trained(row))
-        sys.stderr.write(f"{method}, rate {rate:g}, seed {seed}: {rows[-1]['loss']:.4f}\n")
+        sys.stderr.write(f"{method}, {schedule} rate {rate:g}, seed {seed}: {rows[-1]['loss']:.4f}\n")
         about = {**machine(), "torch": metadata.version("torch")}
         if write(options, json=lambda file, about=about: file.write_text(as_json(rows, about))):
             return 1
