@@ -150,12 +150,12 @@ def accuracy() -> list[str]:
     return table(heads, lines)
 
 
-def every_step() -> list[str]:
-    """Return the losses at equal steps, by method and rate."""
+def every_step(which: str) -> list[str]:
+    """Return a table of losses at equal steps: of all settings by rate, or of the main ones at the best rate."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "every_step"))
-    from losses import table as of_losses
+    import losses
 
-    heads, *rows = of_losses(loaded("every_step")["rows"])
+    heads, *rows = getattr(losses, which)(loaded("every_step")["rows"])
     return table(heads, rows)
 
 
@@ -179,8 +179,9 @@ TABLES = {
     },
     "docs/slow_links.md": {"race": race},
     "docs/compressors.md": {"quantisers": quantisers},
+    "docs/feedback.md": {"every_step": partial(every_step, "summary")},
     "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9")},
-    "benchmarks/every_step/README.md": {"every_step": every_step},
+    "benchmarks/every_step/README.md": {"every_step": partial(every_step, "table")},
     "benchmarks/papers/README.md": {
         name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
     },

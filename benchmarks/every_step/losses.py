@@ -7,6 +7,15 @@ import numpy as np
 
 SEED = 0  # with which rates are tried
 STEPS = 300
+MAIN = (  # of the summary
+    "adamw",
+    "lion",
+    "coefficients:basis=none",
+    "coefficients",
+    "coefficients:form=two_bit",
+    "coefficients:k=4",
+    "coefficients:k=4,form=two_bit",
+)
 
 
 def name(row: Any) -> str:
@@ -24,6 +33,18 @@ def at_best_rate(rows: Sequence[Any]) -> list[float]:
     """Return the losses of all seeds at the rate of a method that is the best for the first seed."""
     best = min((row for row in rows if row["seed"] == SEED), key=lambda row: row["loss"])["rate"]
     return [row["loss"] for row in sorted(rows, key=lambda row: row["seed"]) if row["rate"] == best]
+
+
+def summary(rows: Sequence[Any]) -> list[list[str]]:
+    """Return the cells of the table of the main methods, its head first: rates tried, losses, and bits."""
+    lines = []
+    for method in MAIN:
+        own = [row for row in rows if (row["method"], row["schedule"], row["steps"]) == (method, "constant", STEPS)]
+        if own:
+            tried = sorted({row["rate"] for row in own})
+            losses = ", ".join(f"{loss:.3f}" for loss in at_best_rate(own))
+            lines.append([name(own[0]), ", ".join(f"{rate:g}" for rate in tried), losses, f"{own[0]['bits']:.2g}"])
+    return [["method", "rates tried", "loss at the best, by seed", "bits a value"], *lines]
 
 
 def table(rows: Sequence[Any]) -> list[list[str]]:
