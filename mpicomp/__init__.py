@@ -3,6 +3,7 @@
 The communication, `GradientExchange` and the collectives, is in the package `collectives`.
 """
 
+from mpicomp.bases import Basis, Cosine, Hadamard
 from mpicomp.compressors import (
     AdaComp,
     AggregationAware,
@@ -41,6 +42,7 @@ __all__ = [
     "EF21",
     "AdaComp",
     "AggregationAware",
+    "Basis",
     "BlockRandomK",
     "CheckError",
     "ChunkedTopK",
@@ -48,11 +50,13 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
     "Compressor",
+    "Cosine",
     "DamagedMessageError",
     "Dense",
     "ErrorFeedback",
     "Feedback",
     "GaussianK",
+    "Hadamard",
     "MSTopK",
     "MomentumCorrection",
     "NoFeedback",

@@ -56,6 +56,15 @@ def dense_calls(values, other, number):
         yield host.add_above(other, values, room, 1.0, long=0, **options)
         yield total.copy()
         yield selection.first_not_finite(values, number)
+        for chunk in 16, 128:
+            yield host.hadamard(values, room, chunk, **options)
+            yield total.copy()
+        yield host.signs(room, **options)
+        yield total.copy()
+        whole, wide = values.size // 9 * 9, np.promote_types(values.dtype, np.float32)
+        matrix = np.random.default_rng(0).standard_normal((9, 9)).astype(wide)
+        yield host.multiply_chunks(values[:whole], matrix, room[:whole], **options)
+        yield total.copy()
 
 
 def sparse_calls(values, number):

@@ -12,7 +12,7 @@ from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, famili
 from numba.core.errors import TypingError
 from strategies import DTYPES, finite_values
 
-from mpicomp import ErrorFeedback, TopK, codec
+from mpicomp import Cosine, ErrorFeedback, Hadamard, TopK, codec
 from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
@@ -26,11 +26,12 @@ from mpicomp.kernels.host import (
     statistics,
     streaming,
     surveying,
+    transforms,
     warming,
 )
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, coding, fused, merging, segments, selection, statistics, streaming, surveying]
+MODULES = [bits, coding, fused, merging, segments, selection, statistics, streaming, surveying, transforms]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -809,6 +810,65 @@ def test_divide_parts_the_entries(mode, dtype):
             assert mine.dtype == theirs.dtype
 
 
+def butterflies(part):
+    """Return the transform of a part whose length is a power of two, stage by stage."""
+    stride, size = 1, part.size
+    while stride < size:
+        pairs = part.reshape(-1, 2, stride)
+        part = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+        stride *= 2
+    return part * part.dtype.type(size**-0.5)
+
+
+def in_parts(size, chunk):
+    """Return where the parts of a Walsh-Hadamard transform begin and end."""
+    start = 0
+    while start < size:
+        while chunk > size - start:
+            chunk //= 2
+        yield start, start + chunk
+        start += chunk
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_walsh_hadamard_transform_has_the_additions_of_its_stages(mode, dtype):
+    for chunk in 1, 2, 4, 32, 64, 128, 256, 1024:
+        for size in {0, 1, 2, 63, chunk, 3 * chunk, 2 * chunk + 101}:
+            values = np.random.default_rng(size).standard_normal(size).astype(dtype)
+            wide = values.astype(np.promote_types(dtype, np.float32))
+            expected = [butterflies(wide[start:end]) for start, end in in_parts(size, chunk)]
+            out = np.empty_like(values)
+            host.hadamard(values, out, chunk)
+            np.testing.assert_array_equal(out, np.concatenate([wide[:0], *expected]).astype(dtype))
+            host.hadamard(values, values, chunk)
+            np.testing.assert_array_equal(values, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_chunks_are_added_in_order(mode, dtype):
+    for chunk, count in (1, 3), (3, 1), (8, 4), (31, 2), (64, 1):
+        rng, wide = np.random.default_rng(chunk), np.promote_types(dtype, np.float32)
+        values, matrix = rng.standard_normal((count, chunk)).astype(dtype), rng.standard_normal((chunk, chunk))
+        sums, matrix = np.zeros((count, chunk), wide), matrix.astype(wide)
+        for j in range(chunk):
+            sums += values[:, j : j + 1] * matrix[j]
+        out = np.empty_like(values).reshape(-1)
+        host.multiply_chunks(values.reshape(-1), matrix, out)
+        np.testing.assert_array_equal(out, sums.astype(dtype).reshape(-1))
+        own = values.reshape(-1).copy()
+        host.multiply_chunks(own, matrix, own)
+        np.testing.assert_array_equal(own, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_signs_are_one_minus_one_and_zero(mode, dtype):
+    for values in families(dtype).values():
+        values = values.astype(dtype)
+        expected = (1.0 * (values > 0) - (values < 0)).astype(dtype)
+        host.signs(values)
+        assert values.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_after_warming_up_nothing_is_left_to_compile(dtype):
     def signatures():
@@ -831,6 +891,9 @@ def test_after_warming_up_nothing_is_left_to_compile(dtype):
         host.survey(dense), host.survey(dense, 0.5, 0.5).exceeding(0.5), host.exceeding(dense, 0.5)
         host.sample(np.tile(dense, 1 + (1 << 19) // dense.size))
         host.moments(dense), host.above(dense, 0.5), host.histogram(dense), host.gather(dense, vector.indices)
+        for basis in Hadamard(64), Cosine(7):
+            basis.forward(dense, np.empty_like(dense))
+        host.signs(dense.copy())
     assert signatures() == before
 
 
@@ -861,6 +924,7 @@ def test_read_only_arrays_are_not_compiled_for():
         host.divide_largest(i, f, 9), host.to_bitmap(i, 0, words), host.from_bitmap(given(words), 0, back)
         host.to_elias_fano(i, 0, 0, lows, highs), host.from_elias_fano(given(lows), given(highs), 0, 0, back)
         host.to_offsets(v, 0, 31, planes), host.from_offsets(given(planes), 0, 31, out)
+        host.hadamard(v, out, 256), host.multiply_chunks(v, given(np.eye(8, dtype=np.float32)), out), host.signs(out)
 
     call(np.copy)
     before = signatures()

@@ -103,10 +103,14 @@ class Trainer:
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""
-        batch = self.text.windows([self.seed, self.rank, number], self.sizes.batch, self.sizes.context + 1)
         self.optimizer.zero_grad()
-        self.model(torch.from_numpy(batch)).backward()
+        self.model(self.batch(number, self.rank)).backward()
         self.optimizer.step()
+
+    def batch(self, number: int, rank: int) -> Tensor:
+        """Return the windows of a rank in a step, of shape (batch, context + 1)."""
+        seed = [self.seed, rank, number]
+        return torch.from_numpy(self.text.windows(seed, self.sizes.batch, self.sizes.context + 1))
 
     @torch.no_grad()
     def loss(self) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import threads
+from mpicomp.bases import cosines
 from mpicomp.codec import Coding, decode, encode, plain, quick
 from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
@@ -50,7 +51,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
         yield from compared(top_k(np, host, rng, size), 3 * repeats if size <= 1_000_000 else repeats)
     for both in passes, sums, dense:
         yield from compared(both(np, host, rng, length), repeats)
-    for subject in fused, several_threads, coding, offsets:
+    for subject in fused, transforms, several_threads, coding, offsets:
         yield from compared(subject(rng, length), repeats)
 
 
@@ -142,6 +143,8 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
     else:
         for name in "moments", "survey":
             calls[name] = partial(getattr(kernels, name), values), "sum", partial(xp.sum, values)
+        other = values.copy()
+        calls["hadamard of 256"] = partial(kernels.hadamard, values, other, 256), "copy", partial(values.copy)
     for name, (ours, what, theirs) in calls.items():
         yield f"{name} {size}", ours, {f"{xp.__name__}.{what}": theirs}, values
 
@@ -159,6 +162,39 @@ def fused(rng: np.random.Generator, length: int) -> Comparisons:
         k = round(density * length)
         ours, against = partial(host.add_largest, a, b, out, k, **ONE), partial(one_after_the_other, k)
         yield f"add_largest {length / 1e6:g}e6 k/n={density}", ours, {"add, then largest": against}, a
+
+
+def transforms(rng: np.random.Generator, length: int) -> Comparisons:
+    """A Walsh-Hadamard transform to another array and one in place, a cosine transform, and signs."""
+    values, size = rng.standard_normal(length, np.float32), f"{length / 1e6:g}e6"
+    out, cosine = values.copy(), cosines(256).astype(np.float32)
+
+    def forward_and_inverse(chunk: int, number: int) -> None:
+        host.hadamard(values, out, chunk, threads=number)
+        host.hadamard(out, out, chunk, threads=number)
+
+    def copy_twice() -> None:
+        for _ in range(2):
+            np.copyto(out, values)
+
+    for number in sorted({1, threads.count()}):
+        for chunk in 64, 256, 1024, 4096:
+            name = f"hadamard {size} of {chunk}, forward and inverse, threads={number}"
+            yield name, partial(forward_and_inverse, chunk, number), {"two copies": copy_twice}, values
+    chunks = values[: length // 256 // 8 * 256]  # an eighth: a product takes long
+    product: Mapping[str, Call] = {"the product of BLAS": lambda: chunks.reshape(-1, 256) @ cosine}
+    yield f"cosine transform {size} / 8 of 256", partial(multiplied, chunks, cosine, out), product, chunks
+    yield (
+        f"signs {size}",
+        partial(host.signs, out, **ONE),
+        {"numpy.sign": partial(np.sign, out, out)},
+        values,
+    )
+
+
+def multiplied(chunks: Array, matrix: Array, out: Array) -> None:
+    """Multiply chunks by a matrix."""
+    host.multiply_chunks(chunks, matrix, out[: chunks.size], threads=1)
 
 
 def several_threads(rng: np.random.Generator, length: int) -> Comparisons:

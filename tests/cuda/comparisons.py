@@ -476,6 +476,42 @@ def cleared(device, cupy):
         compare_in_place(device, cupy, "clear", np.full((3, 50), -1, dtype), written=[0])
 
 
+def hadamard_transforms(device, cupy):
+    for dtype in DTYPES:
+        for chunk in (1, 2, 8, 64, 256, 4096):
+            for size in {0, 1, chunk - 1, chunk, 2 * chunk + 63, 4095, 4096 + chunk // 2 + 1, 2 * 4096 + 100}:
+                values = np.random.default_rng(size).standard_normal(size).astype(dtype)
+                compare_in_place(device, cupy, "hadamard", values, np.zeros_like(values), chunk, written=[1])
+        for family, values in families(dtype).items():
+            if family not in ("infinite", "largest"):  # the bits of a NaN are the processor's
+                values = values.astype(dtype)
+                compare_in_place(device, cupy, "hadamard", values, np.zeros_like(values), 32, written=[1])
+        own, expected = cupy.asarray(values), np.empty_like(values)
+        device.hadamard(own, own, 128)
+        host.hadamard(values, expected, 128)
+        assert_same(own.get(), expected)
+
+
+def products_of_chunks(device, cupy):
+    for dtype in DTYPES:
+        for chunk, chunks in ((1, 5), (3, 1), (31, 9), (64, 17), (257, 3), (300, 8)):
+            rng = np.random.default_rng(chunk)
+            values = rng.standard_normal(chunks * chunk).astype(dtype)
+            matrix = rng.standard_normal((chunk, chunk)).astype(np.promote_types(dtype, np.float32))
+            compare_in_place(device, cupy, "multiply_chunks", values, matrix, np.zeros_like(values), written=[2])
+            own, expected = cupy.asarray(values), np.empty_like(values)
+            device.multiply_chunks(own, cupy.asarray(matrix), own)
+            host.multiply_chunks(values, matrix, expected)
+            assert_same(own.get(), expected)
+
+
+def signs_of_values(device, cupy):
+    for dtype in DTYPES:
+        for values in families(dtype).values():
+            compare_in_place(device, cupy, "signs", values.astype(dtype), written=[0])
+        compare_in_place(device, cupy, "signs", np.zeros(0, dtype), written=[0])
+
+
 ALL = [
     top_k_at_the_edges_of_tiles,
     top_k_of_hostile_data,
@@ -511,4 +547,7 @@ ALL = [
     sums_sampled,
     misaligned_sums,
     cleared,
+    hadamard_transforms,
+    products_of_chunks,
+    signs_of_values,
 ]

@@ -44,6 +44,10 @@ RUNS = {
     "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_segments, comparisons.top_k_of_few]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
+    "transforms.cu": (
+        [COMMON, "transforms.cu"],
+        [comparisons.products_of_chunks, comparisons.hadamard_transforms],
+    ),
 }
 BARRIERS = [
     (name, number, function)
@@ -111,6 +115,7 @@ FAULTS = {
     "a sum is a difference": ("merging.cu", "= sum[i] + widened(values_b", "= sum[i] - widened(values_b"),
     "a vector is added to itself": (SELECTION, "read(b, size, first, others);", "read(a, size, first, others);"),
     "a sum is not written": (SELECTION, "write(out, size, first, items);", ""),
+    "a chunk at the end has a stage less": ("transforms.cu", "bound < 2 * by * unit", "bound <= 2 * by * unit"),
     "groups are dealt to other lanes": ("surveying.cu", "group += GROUP_LANES", "group += 2 * GROUP_LANES"),
 }  # fmt: skip
 

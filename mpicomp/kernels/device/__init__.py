@@ -11,6 +11,7 @@ device and stream. Importing this package imports CuPy.
 ``surveying``   sums in one fast read, and the values that the next steps are expected to need
 ``merging``     sums of sparse vectors, and copies between sparse and dense
 ``coding``      indices as bitmaps, indices and values in few bits
+``transforms``  orthonormal transforms of chunks of consecutive values; signs
 """
 
 from mpicomp.kernels.device.coding import (
@@ -50,6 +51,7 @@ from mpicomp.kernels.device.selection import (
 )
 from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes
 from mpicomp.kernels.device.surveying import Survey, sample, survey
+from mpicomp.kernels.device.transforms import hadamard, multiply_chunks, signs
 from mpicomp.kernels.host.statistics import Moments, Sides
 from mpicomp.kernels.host.surveying import Sums
 
@@ -74,6 +76,7 @@ __all__ = [
     "from_elias_fano",
     "from_offsets",
     "gather",
+    "hadamard",
     "histogram",
     "inspect",
     "largest",
@@ -82,11 +85,13 @@ __all__ = [
     "magnitudes_in_segments",
     "merge",
     "moments",
+    "multiply_chunks",
     "raise_not_finite",
     "sample",
     "scatter",
     "scatter_add",
     "sides",
+    "signs",
     "survey",
     "to_bitmap",
     "to_elias_fano",

@@ -16,6 +16,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 ``fused``         a sum, and in the same pass its largest magnitudes
 ``bits``          magnitudes as integers; indices as bitmaps
 ``coding``        indices and values in few bits
+``transforms``    orthonormal transforms of chunks of consecutive values; signs
 ``instructions``  instructions of processors that Numba does not expose
 """
 
@@ -46,6 +47,7 @@ from mpicomp.kernels.host.selection import (
 from mpicomp.kernels.host.statistics import Moments, Sides, magnitudes_in_segments, moments, sides, two_magnitudes
 from mpicomp.kernels.host.streaming import add, add_scaled, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
+from mpicomp.kernels.host.transforms import hadamard, multiply_chunks, signs
 
 __all__ = [
     "Moments",
@@ -68,6 +70,7 @@ __all__ = [
     "from_elias_fano",
     "from_offsets",
     "gather",
+    "hadamard",
     "histogram",
     "inspect",
     "largest",
@@ -76,11 +79,13 @@ __all__ = [
     "magnitudes_in_segments",
     "merge",
     "moments",
+    "multiply_chunks",
     "raise_not_finite",
     "sample",
     "scatter",
     "scatter_add",
     "sides",
+    "signs",
     "survey",
     "to_bitmap",
     "to_elias_fano",

@@ -15,6 +15,7 @@ from numba.extending import intrinsic, overload
 
 WORD = 64  # values, or bits, that are processed together
 LINE = 64  # bytes of a cache line
+STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
 
 
 def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
@@ -47,6 +48,19 @@ def store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untype
     end = first + WORD
     out[first:end] = a[first:end] + b[first:end]
     return _as_word(out[first:end].view(f"i{out.itemsize}") & mask >= floor)
+
+
+def butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
+    """Write `scale` times the Walsh-Hadamard matrix of the 64 values from `first` on to the same place of `out`.
+
+    values, out: contiguous arrays of one dtype, float32 or float64; they may be the same. scale: of that dtype. The
+    strides of the butterflies are 1, 2, ... 32.
+    """
+    word = values[first : first + WORD].copy()
+    for stride in STRIDES:
+        pairs = word.reshape(-1, 2, stride)
+        pairs[:] = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+    out[first : first + WORD] = word * scale
 
 
 def lowest(word):  # type: ignore[no-untyped-def]
@@ -87,6 +101,11 @@ def _store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untyp
 @overload(array_at)
 def _array_at(other, address, size):  # type: ignore[no-untyped-def]
     return lambda other, address, size: carray(_pointer(other, address), (size,))
+
+
+@overload(butterflies)
+def _butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
+    return lambda values, out, first, scale: _butterflies_of_vectors(values, out, first, scale)
 
 
 @overload(lowest)
@@ -142,6 +161,25 @@ def _pointer(typing: Any, other: Any, address: Any) -> Any:
 
 
 @intrinsic
+def _butterflies_of_vectors(typing: Any, values: Any, out: Any, first: Any, scale: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        given, written = (
+            _vector_at(context, builder, array, each, arguments[2], WORD)
+            for array, each in zip(signature.args[:2], arguments[:2], strict=True)
+        )
+        align = signature.args[0].dtype.bitwidth // 8
+        word = builder.load(given, align=align)
+        for stride in STRIDES:
+            partners = _shuffled(builder, word, word, [place ^ stride for place in range(WORD)])
+            sums, differences = builder.fadd(word, partners), builder.fsub(partners, word)
+            word = _shuffled(builder, sums, differences, [place + WORD * bool(place & stride) for place in range(WORD)])
+        builder.store(builder.fmul(word, _in_all_places(builder, arguments[3], word.type)), written, align=align)
+        return context.get_dummy_value()
+
+    return (types.void(values, out, types.intp, out.dtype), code) if values.is_contig and out.is_contig else None
+
+
+@intrinsic
 def _trailing_zeros(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: undefined for 0, which no word is
@@ -179,6 +217,13 @@ def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, s
     vector = ir.VectorType(context.get_value_type(array.dtype), size)
     data = context.make_array(array)(context, builder, given).data
     return builder.bitcast(builder.gep(data, [first]), vector.as_pointer())
+
+
+def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
+    """Return a vector of the values at these places of two vectors, one behind the other."""
+    index = ir.IntType(32)
+    wanted = ir.Constant(ir.VectorType(index, len(places)), [ir.Constant(index, place) for place in places])
+    return builder.shuffle_vector(one, other, wanted)
 
 
 def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:

@@ -7,9 +7,20 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, coding, fused, merging, segments, selection, statistics, streaming, surveying
+from mpicomp.kernels.host import (
+    bits,
+    coding,
+    fused,
+    merging,
+    segments,
+    selection,
+    statistics,
+    streaming,
+    surveying,
+    transforms,
+)
 
-MODULES = (bits, coding, fused, merging, segments, selection, statistics, streaming, surveying)
+MODULES = (bits, coding, fused, merging, segments, selection, statistics, streaming, surveying, transforms)
 
 
 class Step(NamedTuple):
@@ -40,7 +51,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
     longest = np.tile(long, 16)
     values, indices = long[:64], np.arange(64, dtype=index_dtype)
     words, room = np.zeros(4, np.uint64), np.empty(64, index_dtype)
-    planes = np.zeros(long.nbytes, np.uint8)
+    planes, wide = np.zeros(long.nbytes, np.uint8), np.promote_types(dtype, np.float32)
     return [
         lambda: host.raise_not_finite(values),
         lambda: host.top_k(long, 9),
@@ -65,6 +76,9 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.add_largest(long, long, np.empty_like(long), 9, long=0),
         lambda: host.add_above(long, long, np.empty_like(long), 9.0, long=0),
         lambda: host.clear(long.copy()),
+        lambda: host.hadamard(long, np.empty_like(long), 256),
+        lambda: host.multiply_chunks(values, np.eye(8, dtype=wide), np.empty_like(values)),
+        lambda: host.signs(values.copy()),
         lambda: host.gather(long, indices),
         lambda: host.consecutive(0, 9, index_dtype),
         lambda: host.scatter(long.copy(), indices, values),

@@ -1,0 +1,44 @@
+"""Orthonormal transforms of chunks of consecutive values, and signs: with the additions of the host."""
+
+import numpy as np
+
+from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
+from mpicomp.kernels.host.bits import FORMATS
+
+_TILE = 4096  # values of the chunks that a block transforms; no chunk is longer
+_TOGETHER = 8  # chunks that a block multiplies by a matrix
+
+
+def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
+    """Write the transform of each chunk to `out`, as `mpicomp.kernels.host.hadamard` does.
+
+    chunk: up to 4096. threads: ignored.
+    """
+    keys, size = FORMATS[values.dtype].keys, values.size
+    tiles = in_tiles(size // chunk * chunk, _TILE)
+    if size:
+        blocks = tiles + (size % chunk > 0)
+        launch("hadamard", [keys], blocks, values.view(keys), out.view(keys), size, chunk, tiles)
+
+
+def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | None = None) -> None:
+    """Write the products to `out`, as `mpicomp.kernels.host.multiply_chunks` does. threads: ignored.
+
+    Where `out` is `values`, these are copied first.
+    """
+    keys, chunk = FORMATS[values.dtype].keys, len(matrix)
+    chunks, across = values.size // chunk, in_tiles(chunk, THREADS)
+    if values.data.ptr == out.data.ptr:
+        values = values.copy()
+    if chunks:
+        args = values.view(keys), matrix, out.view(keys), chunks, chunk, across
+        launch("multiply_chunks", [keys], in_tiles(chunks, _TOGETHER) * across, *args)
+
+
+def signs(values: Array, *, threads: int | None = None) -> None:
+    """Replace each value by its sign, as `mpicomp.kernels.host.signs` does. threads: ignored."""
+    form = FORMATS[values.dtype]
+    one = int(np.ones(1, values.dtype).view(form.keys)[0])
+    if values.size:
+        args = values.view(form.keys), values.size, form.mask, one
+        launch("signs", [form.keys], in_tiles(values.size, THREADS), *args)

@@ -1,0 +1,165 @@
+"""Orthonormal transforms of chunks of consecutive values, and signs.
+
+A Walsh-Hadamard transform of m values is lg m stages of m/2 butterflies (a + b, a - b), of the strides 1, 2, 4, ...,
+m/2, and one product with 1/sqrt(m): every value is the root of a fixed tree of additions, so the bits do not depend on
+the processor or on the number of threads. The stages below 64 are done in registers; of the others two together, so
+that a chunk of 256 in the first-level cache is passed over twice.
+
+A product with a matrix adds the products in the order of the values of the chunk, without fused multiply-add.
+"""
+
+import numpy as np
+
+from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.kernels.host.instructions import WORD, butterflies
+from mpicomp.threads import in_pieces
+
+
+def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
+    """Write the orthonormal Walsh-Hadamard transform of each chunk of `values` to `out`; it is its own inverse.
+
+    values, out: 1-d, contiguous, of one length and dtype, the same array or apart; float16 is computed in float32 and
+    rounded at the end. chunk: a power of two. What is left at the end is transformed in parts of descending powers of
+    two. threads: the most threads; None for `threads.count`.
+    """
+    given, result = _of_one_width(values, out)
+    scales = np.array([_scale(power) for power in range(chunk.bit_length())], result.dtype)
+
+    def transform(start: int, end: int) -> None:
+        _hadamard(given[start:end], result[start:end], chunk, scales)
+
+    in_pieces(transform, values.size, threads, step=max(chunk, WORD))
+    _round(result, out)
+
+
+def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | None = None) -> None:
+    """Write the product of each chunk of `values`, as a row, with a square matrix to `out`.
+
+    values, out, threads: as for `hadamard`; the length is a multiple of the chunk. matrix: contiguous, of shape (chunk,
+    chunk) and of the dtype of the values, float32 for float16.
+    """
+    given, result = _of_one_width(values, out)
+    matrix, chunk = as_writable(matrix), len(matrix)
+
+    def multiply(start: int, end: int) -> None:
+        _multiply_chunks(given[start:end], matrix, result[start:end], np.empty(chunk, result.dtype))
+
+    in_pieces(multiply, values.size, threads, step=chunk)
+    _round(result, out)
+
+
+def signs(values: Array, *, threads: int | None = None) -> None:
+    """Replace each value by its sign: 1, -1, or 0 for a zero of either sign; NaN by that of its bits.
+
+    values: 1-d, contiguous. threads: as for `hadamard`.
+    """
+    form = FORMATS[values.dtype]
+    bits, one = values.view(form.signed), np.ones(1, values.dtype).view(form.signed)[0]
+    in_pieces(lambda start, end: _signs(bits[start:end], form.mask, one), values.size, threads)
+
+
+def _of_one_width(values: Array, out: Array) -> tuple[Array, Array]:
+    """Return the arrays that a transform reads and writes: for float16 a copy in float32."""
+    if values.dtype != np.float16:
+        return as_writable(values), out
+    wide = values.astype(np.float32)
+    return wide, wide
+
+
+def _round(result: Array, out: Array) -> None:
+    """Round what `_of_one_width` returned; beyond the range of float16 to infinity."""
+    if result is not out:
+        with np.errstate(over="ignore"):
+            out[...] = result
+
+
+def _scale(power: int) -> float:
+    """Return 1 / sqrt(2**power), which is exact for even powers."""
+    return float(0.5 ** (power // 2) * (np.sqrt(0.5) if power % 2 else 1.0))
+
+
+@jit
+def _hadamard(values, out, chunk, scales):  # type: ignore[no-untyped-def]
+    start, place = 0, 0
+    while 1 << place < chunk:
+        place += 1
+    while start < values.size:
+        while chunk > values.size - start:
+            chunk, place = chunk >> 1, place - 1
+        end = values.size - (values.size - start) % chunk
+        _transform(values, out, start, end, chunk, scales[place])
+        start = end
+
+
+@jit
+def _transform(values, out, start, end, chunk, scale):  # type: ignore[no-untyped-def]
+    """Transform chunks from `start` to `end`. The scale is a factor of the last stage of a chunk, 1 of the others."""
+    one = out.dtype.type(1)
+    for begin in range(start, end, chunk):
+        stride = 1
+        if chunk >= WORD:
+            stride = WORD
+            for first in range(begin, begin + chunk, WORD):
+                butterflies(values, out, first, scale if stride == chunk else one)
+        else:
+            for i in range(begin, begin + chunk):
+                out[i] = values[i]
+        while 4 * stride <= chunk:
+            for first in range(begin, begin + chunk, 4 * stride):
+                _two_stages(out, np.uint64(first), np.uint64(stride), scale if 4 * stride == chunk else one)
+            stride *= 4
+        if stride < chunk:
+            _stage(out, np.uint64(begin), np.uint64(stride), scale)
+
+
+@jit
+def _two_stages(out, first, stride, scale):  # type: ignore[no-untyped-def]
+    """Do the butterflies of a stride and of twice the stride, in four times as many values from `first` on."""
+    for i in range(stride):
+        a = first + np.uint64(i)
+        b, c, d = a + stride, a + np.uint64(2) * stride, a + np.uint64(3) * stride
+        left, right = out[a] + out[b], out[c] + out[d]
+        other, another = out[a] - out[b], out[c] - out[d]
+        out[a], out[c] = (left + right) * scale, (left - right) * scale
+        out[b], out[d] = (other + another) * scale, (other - another) * scale
+
+
+@jit
+def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
+    """Do the butterflies of a stride, in twice as many values from `first` on."""
+    for i in range(stride):
+        a = first + np.uint64(i)
+        b = a + stride
+        out[a], out[b] = (out[a] + out[b]) * scale, (out[a] - out[b]) * scale
+
+
+@jit
+def _multiply_chunks(values, matrix, out, row):  # type: ignore[no-untyped-def]
+    """Multiply chunk by chunk. row: a buffer of a chunk, as `out` may be `values`."""
+    chunk = row.size
+    for start in range(0, values.size, chunk):
+        for k in range(chunk):
+            row[k] = 0
+        for j in range(0, chunk - 3, 4):
+            _add_four_products(values, start + j, matrix, j, row)
+        for j in range(chunk - chunk % 4, chunk):
+            for k in range(chunk):
+                row[k] += values[start + j] * matrix[j, k]
+        for k in range(chunk):
+            out[start + k] = row[k]
+
+
+@jit
+def _add_four_products(values, place, matrix, j, row):  # type: ignore[no-untyped-def]
+    """Add the products of four values with four rows of a matrix to `row`, one after the other."""
+    a, b, c, d = values[place], values[place + 1], values[place + 2], values[place + 3]
+    for k in range(row.size):
+        two = row[k] + a * matrix[j, k] + b * matrix[j + 1, k]
+        row[k] = two + c * matrix[j + 2, k] + d * matrix[j + 3, k]
+
+
+@jit
+def _signs(bits, mask, one):  # type: ignore[no-untyped-def]
+    zero = mask ^ mask
+    for i in range(bits.size):
+        bits[i] = bits[i] & ~mask | one if bits[i] & mask else zero

@@ -1,0 +1,183 @@
+"""Bases against dense matrices in float64: any length, chunk and dtype, on the host and on a device."""
+
+import hashlib
+from functools import cache
+
+import numpy as np
+import pytest
+from devices import cupy_for_tests
+from scipy.linalg import hadamard
+from strategies import DTYPES
+
+from mpicomp import Basis, Cosine, Hadamard
+from mpicomp.bases import cosines
+
+LENGTHS = 0, 1, 2, 3, 7, 31, 64, 97, 256, 257, 1009
+
+
+@cache
+def hadamard_matrix(size):
+    return hadamard(size) / np.sqrt(size)
+
+
+@cache
+def cosine_matrix(size):
+    order = np.arange(size)
+    steps = np.outer(order, 2 * order + 1) % (4 * size)  # few, for a small error of their product with pi
+    matrix = np.sqrt(2 / size) * np.cos(np.pi / (2 * size) * steps)
+    matrix[0] = np.sqrt(1 / size)
+    return matrix
+
+
+def lengths_of_parts(basis, length):
+    """Return the lengths of the parts of a vector that are transformed each by itself."""
+    whole, rest = divmod(length, basis.chunk)
+    if isinstance(basis, Hadamard):
+        ends = [1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1]
+    else:
+        ends = [rest] if rest else []
+    return [basis.chunk] * whole + ends
+
+
+def expected(basis, vector):
+    """Return the coefficients of a vector, in float64."""
+    one = hadamard_matrix if isinstance(basis, Hadamard) else cosine_matrix
+    lengths = lengths_of_parts(basis, vector.size)
+    parts = np.split(vector.astype(float), np.cumsum(lengths)) if lengths else []
+    return np.concatenate([vector[:0], *(one(size) @ part for size, part in zip(lengths, parts, strict=False))])
+
+
+BASES = [*(Hadamard(chunk) for chunk in (1, 2, 8, 64, 128, 256)), *(Cosine(chunk) for chunk in (1, 2, 7, 64, 100, 256))]
+
+
+def draw(length, dtype):
+    return np.random.default_rng(length).standard_normal(length).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("basis", BASES, ids=repr)
+def test_a_transform_is_the_product_with_its_matrix_and_the_inverse_undoes_it(basis, dtype):
+    tolerance = 20 * np.finfo(dtype).eps
+    for length in LENGTHS:
+        vector = draw(length, dtype)
+        coefficients, back = np.empty_like(vector), np.empty_like(vector)
+        basis.forward(vector, coefficients)
+        np.testing.assert_allclose(coefficients, expected(basis, vector), atol=tolerance, rtol=tolerance)
+        basis.inverse(coefficients, back)
+        np.testing.assert_allclose(back, vector, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("basis", BASES, ids=repr)
+def test_a_basis_is_orthonormal(basis):
+    length = 2 * basis.chunk + 21
+    rows = np.eye(length)
+    for row in rows:
+        basis.forward(row, row)
+    np.testing.assert_allclose(rows @ rows.T, np.eye(length), atol=1e-13)
+
+
+@pytest.mark.parametrize("basis", BASES, ids=repr)
+def test_in_place_has_the_same_bits(basis):
+    for dtype in DTYPES:
+        vector = draw(1009, dtype)
+        for transform in basis.forward, basis.inverse:
+            out = np.empty_like(vector)
+            transform(vector, out)
+            transform(vector, vector)
+            assert vector.tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("basis", [Hadamard(64), Cosine(24)], ids=repr)
+def test_a_device_has_the_bits_of_the_host(basis):
+    cupy = cupy_for_tests()
+    for dtype in DTYPES:
+        for length in 0, 1, 63, 64, 1009:
+            vector = draw(length, dtype)
+            for name in "forward", "inverse":
+                out, ours = np.empty_like(vector), cupy.asarray(vector)
+                getattr(basis, name)(vector, out)
+                getattr(basis, name)(ours, ours)
+                assert ours.get().tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64, 256, 1024, 4096])
+def test_integers_are_exact_in_chunks_of_powers_of_four(chunk, dtype):
+    basis, rng = Hadamard(chunk), np.random.default_rng(chunk)
+    vector = rng.integers(-500, 500, 3 * chunk + 21 % chunk).astype(dtype)  # 21 = 16 + 4 + 1
+    coefficients, back = np.empty_like(vector), np.empty_like(vector)
+    basis.forward(vector, coefficients)
+    np.testing.assert_array_equal(coefficients, expected(basis, vector))
+    basis.inverse(coefficients, back)
+    assert back.tobytes() == vector.tobytes()
+
+
+def test_halves_are_computed_in_single_precision():
+    vector = draw(1000, np.float16)
+    for basis in Hadamard(256), Cosine(100):
+        wide, out = vector.astype(np.float32), np.empty_like(vector)
+        basis.forward(wide, wide)
+        basis.forward(vector, out)
+        np.testing.assert_array_equal(out, wide.astype(np.float16))
+    high = np.full(256, 6e4, np.float16)
+    basis.forward(high, high)
+    assert np.isinf(high[0])
+
+
+def test_arrays_of_any_shape_are_taken_in_c_order():
+    basis, array = Hadamard(8), draw(60, np.float32).reshape(4, 15)
+    expected, out = np.empty(60, np.float32), np.empty((6, 10), np.float32)
+    basis.forward(array.reshape(-1), expected)
+    array.flags.writeable = False
+    basis.forward(array, out)
+    np.testing.assert_array_equal(out.reshape(-1), expected)
+    basis.forward(np.asfortranarray(array), out)
+    np.testing.assert_array_equal(out.reshape(-1), expected)
+
+
+def test_cosines_have_the_same_bits_on_every_host():
+    digest = hashlib.sha256(b"".join(cosines(size).tobytes() for size in (1, 3, 64, 256))).hexdigest()
+    assert digest[:16] == "bc09a6e72d87a59c"
+
+
+def test_settings_are_shown():
+    assert repr(Hadamard()) == "Hadamard(chunk=256)"
+    assert repr(Cosine(chunk=64)) == "Cosine(chunk=64)"
+
+
+@pytest.mark.parametrize("kind", [Hadamard, Cosine])
+@pytest.mark.parametrize("chunk", [0, -4, 8192, 2.5, True])
+def test_a_chunk_that_cannot_be_is_an_error(kind, chunk):
+    with pytest.raises(ValueError, match=r"chunk is .*: expected (an integer from 1 to 4096|a number)"):
+        kind(chunk)
+
+
+def test_a_hadamard_basis_has_powers_of_two():
+    with pytest.raises(ValueError, match="chunk is 100: expected a power of two; Cosine takes any chunk"):
+        Hadamard(100)
+
+
+@pytest.mark.parametrize("transform", [Hadamard(8).forward, Cosine(8).inverse])
+def test_arrays_that_do_not_fit_are_errors(transform):
+    vector = np.zeros(20, np.float32)
+    with pytest.raises(ValueError, match="out has 19 values of float32: expected 20 of float32"):
+        transform(vector, np.zeros(19, np.float32))
+    with pytest.raises(ValueError, match="out has 20 values of float64: expected 20 of float32"):
+        transform(vector, np.zeros(20))
+    with pytest.raises(ValueError, match="out overlaps the vector"):
+        transform(vector[:-1], vector[1:])
+    with pytest.raises(TypeError, match="int64: expected float16, float32 or float64"):
+        transform(np.arange(20), vector)
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        transform(vector, np.zeros(40, np.float32)[::2])
+    with pytest.raises(ValueError, match="on different devices"):
+        transform(vector, cupy_for_tests().zeros(20, np.float32))
+
+
+def test_a_basis_of_ones_own_has_both_methods():
+    class Nothing(Basis):
+        pass
+
+    for transform in Nothing(4).forward, Nothing(4).inverse:
+        with pytest.raises(NotImplementedError, match="Nothing has no"):
+            transform(np.zeros(3), np.zeros(3))
