@@ -90,6 +90,13 @@ class Case:
         return LINE * math.ceil((LINE + indices + values) / LINE)
 
 
+    def few_bits(self) -> float:
+        """Return the bytes of all values in `bits` bits each, with scales of blocks of 256."""
+        bits = self.bits or 4.0
+        scales = (2 if bits == 2 else 1) * max(2, self.value_nbytes // 2)
+        return self.length * (bits / 8 + scales / 256)
+
+
 def both(first: Cost, second: Cost) -> Cost:
     """Return the summed cost of two steps."""
     return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]
@@ -179,6 +186,21 @@ def gtopk_doubling(case: Case) -> Cost:
     return recursive_doubling(case, case.entries)
 
 
+def quantised_direct(case: Case) -> Cost:
+    """See `collectives.quantised.direct`. The entries are all values, of `case.bits` bits."""
+    others, nbytes = case.ranks - 1, case.few_bits()
+    return 2 * min(1, others), 2 * others, 2 * others * nbytes / case.ranks, case.length / 8
+
+
+def quantised_halving(case: Case) -> Cost:
+    """See `collectives.quantised.halving`; rank 0 is the busiest."""
+    core, nbytes = core_size(case.ranks), case.few_bits()
+    rounds, beyond = 2 * (core.bit_length() - 1), case.ranks > core
+    agreed = recursive_doubling(replace(case, entries=0))
+    sent = 2 * (core - 1) / core * nbytes + beyond * nbytes
+    return both(agreed, (rounds + 2 * beyond, rounds + 2 * beyond, sent, case.length / 8))
+
+
 FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
     "sparse_allreduce": {
         each.__name__: each
@@ -189,6 +211,7 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
         "exact_doubling": gtopk_exact_doubling,
         "recursive_doubling": gtopk_doubling,
     },
+    "quantised_allreduce": {"direct": quantised_direct, "halving": quantised_halving},
 }
 ON_NODES = ("node_lanes", "node_leaders")  # gTop-k has the second one
 
@@ -269,6 +292,16 @@ class Choice:
         entries = min(length, max(1, round(TYPICAL_DENSITY * length)) if k is None else k)
         case = Case(sum(nodes), length, entries, value_nbytes=value_nbytes, coded=len(nodes) > 1)
         return self.algorithm("gtopk_allreduce", case, nodes)
+
+
+    def quantised(self, length: int, bits: int, value_nbytes: int, nodes: Sequence[int]) -> str:
+        """Return the algorithm of `quantised_allreduce`; halving, which rounds partial sums, only if it saves a fifth."""
+        if 1 < len(nodes) < sum(nodes):
+            return "node_lanes"
+        case = Case(sum(nodes), length, length, value_nbytes=value_nbytes, bits=bits, coded=len(nodes) > 1)
+        constants = BETWEEN if case.coded else INSIDE
+        direct, halving = (seconds(cost(case), constants) for cost in (quantised_direct, quantised_halving))
+        return "halving" if halving < 0.8 * direct else "direct"
 
 
 def _coordinates(length: float, density: float, bits: float) -> tuple[float, float, float]:

@@ -7,9 +7,20 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.kernels import host
-from mpicomp.kernels.host import bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying
+from mpicomp.kernels.host import (
+    bits,
+    chunks,
+    coding,
+    few_bits,
+    fused,
+    merging,
+    selection,
+    statistics,
+    streaming,
+    surveying,
+)
 
-MODULES = (bits, chunks, coding, fused, merging, selection, statistics, streaming, surveying)
+MODULES = (bits, chunks, coding, few_bits, fused, merging, selection, statistics, streaming, surveying)
 
 
 class Step(NamedTuple):
