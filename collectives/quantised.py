@@ -14,13 +14,13 @@ Invariant: each rank rounds each index once, either when it sends its values, or
 sum; `rejected` contains the error of that rounding. So result and rejected entries of all ranks are the sum of the
 arrays. Owners send the codes of the sum, and all ranks decode the same codes: the same bits everywhere.
 
-Differences from the papers: any number of ranks; the owner of a share adds its own values as they are and rounds only
-the sum, so it has one error, not two; scales have 8 significant bits, so that errors need no rounding; shares are whole
-blocks.
+Differences from the papers: any number of ranks; the owner of a share adds its own values as they are, last, and rounds
+only the sum, so it has one error, not two; scales have 8 significant bits, so that errors need no rounding; shares are
+whole blocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from operator import index
@@ -30,10 +30,21 @@ import numpy as np
 
 from collectives.collective import Call, collective
 from collectives.patterns import agreed, doubling, folded
-from collectives.runtime.group import Group, PartOf
+from collectives.runtime.group import DisagreementError, Group, PartOf
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving as halves
-from mpicomp.arrays import Array, contiguous, kernels_for, like, namespace, to_values
+from mpicomp.arrays import (
+    Array,
+    address,
+    check_apart,
+    contiguous,
+    kernels_for,
+    like,
+    namespace,
+    on_device,
+    to_values,
+    writable_vector,
+)
 from mpicomp.few_bits import (
     BITS,
     LONGEST_BLOCK,
@@ -57,7 +68,13 @@ def total_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
 
 @collective(total_and_rejected, meet=agreed)
 def quantised_allreduce(
-    array: Any, comm: Any, bits: int = 4, block: int = 256, *, algorithm: str = "auto"
+    array: Any,
+    comm: Any,
+    bits: int = 4,
+    block: int = 256,
+    *,
+    algorithm: str = "auto",
+    out: tuple[Any, Any] | None = None,
 ) -> Call[tuple[Any, Any]]:
     """Sum an array over all ranks, with every value in few bits, and return what was rounded away.
 
@@ -66,11 +83,14 @@ def quantised_allreduce(
     both the same on all ranks. 8 and 4 bits: 255 or 15 levels, evenly spaced up to the largest magnitude of the block.
     2 bits: a sign and one of two magnitudes. 1 bit: a sign and the mean magnitude. The scales take 16 bits a block
     more, 32 for 2 bits, and twice that for float64.
-    algorithm: "direct"; "halving", for many ranks and short arrays, which rounds partial sums as well; "node_lanes", for
-    several ranks on each of several nodes, which sums inside a node without rounding; or "auto", which chooses by
+    algorithm: "direct"; "halving", for many ranks and short arrays, which rounds partial sums as well; "node_lanes",
+    for several ranks on each of several nodes, which does not round inside a node; or "auto", which chooses by
     `collectives.choice`.
 
-    Returns (total, rejected), new arrays of the same kind, shape and dtype. total: the same bits on every rank.
+    out: two C-contiguous arrays of the size and dtype of `array`, of which the second may be `array` itself: they are
+    written to and returned, which saves the time to map new memory. Their contents are undefined if an error is raised.
+
+    Returns (total, rejected), arrays of the same kind, shape and dtype. total: the same bits on every rank.
     rejected: what this rank must keep, for example in its residual. total + the sum of all ranks' rejected is the sum
     of the arrays: bitwise if all partial sums are exact, as on small integers, else within the rounding of one
     addition a rank. A single rank rounds its array as well. Zeros stay zeros for 8 and 4 bits, and in blocks of zeros;
@@ -80,7 +100,7 @@ def quantised_allreduce(
     >>> (total + rejected == gradient).all() if comm.size == 1 else True
     True
     """
-    return Call(array, comm, algorithm, arguments={"bits": bits, "block": block}, prepare=prepared)
+    return Call(array, comm, algorithm, arguments={"bits": bits, "block": block}, own={"out": out}, prepare=prepared)
 
 
 quantised_iallreduce = quantised_allreduce.nonblocking
@@ -89,21 +109,39 @@ quantised_iallreduce = quantised_allreduce.nonblocking
 def prepared(call: Call[Any], size: int) -> SparseVector:
     """Return an empty vector of length and dtype of the array, for the call signature; store the array in the call.
 
-    Raises TypeError or ValueError for bad arguments, and for values that are not finite.
+    Raises TypeError or ValueError for bad arguments; values that are not finite are found by the algorithms.
     """
     given = call.contribution
-    call.arguments |= {"bits": _checked("bits", call.arguments["bits"]), "block": _checked("block", call.arguments["block"])}
+    call.arguments |= {
+        "bits": _checked("bits", call.arguments["bits"]),
+        "block": _checked("block", call.arguments["block"]),
+    }
     values = to_values(given)
-    kernels_for(values).raise_not_finite(values)
-    flat = contiguous(values).reshape(-1)
-    call.own |= {"array": flat}
+    flat, out = contiguous(values).reshape(-1), call.own["out"]
+    call.own = {"array": flat, "out": None if out is None else _outputs(out, flat)}
 
     def finish(result: Result) -> tuple[Any, Any]:
         total, rejected = (like(each.reshape(values.shape), original=given) for each in result)
-        return total, rejected
+        return out or (total, rejected)
 
     call.finish = finish
     return SparseVector.empty(flat.size, flat.dtype, beside=flat)
+
+
+def _outputs(out: Any, values: Array) -> Result:
+    """Return the arrays of `out` as vectors; TypeError or ValueError unless the result for these values fits."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"out is {type(out).__name__}: expected a tuple of two arrays, for the total and for rejected")
+    total, rejected = (writable_vector(each) for each in out)
+    for each in (total, rejected):
+        if (each.size, each.dtype, on_device(each)) != (values.size, values.dtype, on_device(values)):
+            raise ValueError(
+                f"out has {each.size} values of {each.dtype}: expected {values.size} of {values.dtype}, in the memory "
+                "of the array"
+            )
+    check_apart([total, rejected])
+    check_apart([total, values])
+    return total, rejected
 
 
 def _checked(name: str, given: Any) -> int:
@@ -135,10 +173,15 @@ class Rounding:
     short: bool = False
 
     @classmethod
-    def of(cls, array: Array, bits: int, block: int) -> "Rounding":
-        """Return the rounding of an array, whose values are not changed; float16 is converted to float32."""
-        wide = array.astype(np.promote_types(array.dtype, np.float32), copy=False)
-        return cls(wide, namespace(wide).empty(wide.size, wide.dtype), bits, block, array.dtype == np.float16)
+    def of(cls, array: Array, bits: int, block: int, out: Result | None) -> "Rounding":
+        """Return the rounding of an array; float16 is converted to float32. out: to write the results to, if any."""
+        wide, short = array.astype(np.promote_types(array.dtype, np.float32), copy=False), array.dtype == np.float16
+        return cls(wide, np.empty_like(wide) if out is None or short else out[1], bits, block, short)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the errors replace the values."""
+        return self.values.size > 0 and address(self.values) == address(self.rejected)
 
     def bounds(self, shares: int) -> tuple[int, ...]:
         """Return the bounds of shares of whole blocks."""
@@ -148,51 +191,75 @@ class Rounding:
         """Return a range of the values in few bits, and keep the error."""
         return quantise(self.values[start:end], self.rejected[start:end], self.bits, self.block, short=self.short)
 
-    def code_sum(self, terms: Sequence[FewBits | Array], start: int, end: int) -> FewBits:
-        """Return the sum of terms on a range in few bits, and keep the error."""
-        return quantise_sum(terms, self.rejected[start:end], self.bits, self.block, short=self.short)
+    def code_sum(self, others: Sequence[FewBits], start: int, end: int) -> FewBits:
+        """Return the sum of the others and of a range of the values in few bits, and keep the error."""
+        own, rejected = self.values[start:end], self.rejected[start:end]
+        return quantise_sum(own, others, rejected, self.bits, self.block, short=self.short)
 
-    def result(self, parts: Sequence[FewBits], dtype: np.dtype[Any]) -> Result:
+    def result(self, parts: Sequence[FewBits], dtype: np.dtype[Any], out: Result | None) -> Result:
         """Return the decoded sum, and the errors."""
-        total, start = namespace(self.values).empty(self.values.size, self.values.dtype), 0
+        total = np.empty_like(self.values) if out is None or self.short else out[0]
+        start = 0
         for part in parts:
             part.write(total[start : start + part.size])
             start += part.size
-        return total.astype(dtype, copy=False), self.rejected.astype(dtype, copy=False)
+        found = total.astype(dtype, copy=False), self.rejected.astype(dtype, copy=False)
+        if out is not None and self.short:
+            out[0][...], out[1][...] = found
+        return found if out is None else out
 
 
 @quantised_allreduce.auto
-def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array) -> Steps[Result]:
+def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Run the algorithm that `collectives.choice` takes for length and bits."""
     name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes())
-    result: Result = yield from quantised_allreduce.algorithms[name](vector, group, bits=bits, block=block, array=array)
+    run = quantised_allreduce.algorithms[name]
+    result: Result = yield from run(vector, group, bits=bits, block=block, array=array, out=out)
     return result
 
 
 @quantised_allreduce.algorithm(meets=True)
-def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array) -> Steps[Result]:
+def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
-    rounding = Rounding.of(array, bits, block)
-    return rounding.result((yield from shares_of_sum(rounding, group)), vector.dtype)
+    rounding = Rounding.of(array, bits, block, out)
+    if rounding.is_in_place:  # rounding would change what is to be checked
+        refuse_not_finite(array, group)
+    return rounding.result((yield from shares_of_sum(rounding, group, checked=True)), vector.dtype, out)
 
 
-def shares_of_sum(rounding: Rounding, group: Group) -> Steps[list[FewBits]]:
-    """Return the shares of the sum over a group, one of each rank."""
-    ranges = list(pairwise(rounding.bounds(group.size)))
-    start, end = ranges[group.rank]
-    own = rounding.values[start:end]
-    parts = [as_they_are(own[:0], rounding.block) if place == (start, end) else rounding.code(*place) for place in ranges]
+def shares_of_sum(rounding: Rounding, group: Group, *, checked: bool = False) -> Steps[list[FewBits]]:
+    """Return the shares of the sum over a group, one of each rank.
+
+    checked: refuse values that are not finite, which the scales tell without a pass over the values.
+    """
+    bounds = rounding.bounds(group.size)
+    start, end = bounds[group.rank : group.rank + 2]
+    parts = [rounding.code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
+    if checked and not all([part.is_finite() for part in parts]):
+        refuse_not_finite(rounding.values, group)
+    parts.insert(group.rank, as_they_are(rounding.values[:0], rounding.block))
     received = yield from group.all_to_all(parts)
-    terms = [own if rank == group.rank else theirs for rank, (theirs, _) in enumerate(received)]
+    share = rounding.code_sum([theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank], start, end)
+    if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
+        refuse_not_finite(rounding.values[start:end], group)
     del parts, received
-    share = rounding.code_sum(terms, start, end)
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
 
 
+def refuse_not_finite(values: Array, group: Group) -> None:
+    """Raise ValueError on this rank, and CollectiveError on the others, if a value is not finite."""
+    try:
+        kernels_for(values).raise_not_finite(values)
+    except ValueError as error:
+        group.error = error.with_traceback(None)
+        raise DisagreementError from None
+
+
 @quantised_allreduce.algorithm
-def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Array) -> Steps[Result]:
+def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Halve the range in each round, and double the shares of the sum; see the module."""
-    rounding = Rounding.of(array, bits, block)
+    refuse_not_finite(array, group)
+    rounding = Rounding.of(array, bits, block, out)
     if rounding.values is array:
         rounding.values = array.copy()  # partial sums
     outer = group.rank >= group.core
@@ -204,7 +271,7 @@ def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Ar
 
     core = partial(halved, rounding=rounding, group=group)
     total, _ = yield from folded((first, 0), group, combine, core)
-    return rounding.result([total], vector.dtype)
+    return rounding.result([total], vector.dtype, out)
 
 
 def halved(part: PartOf[FewBits], rounding: Rounding, group: Group) -> Steps[PartOf[FewBits]]:
@@ -227,26 +294,27 @@ def halved(part: PartOf[FewBits], rounding: Rounding, group: Group) -> Steps[Par
 
 
 @quantised_allreduce.algorithm
-def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array: Array) -> Steps[Result]:
+def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Reduce-scatter values inside each node, sum every share over the nodes in few bits, gather it inside each node.
 
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
     """
-    nodes, whole = group.nodes(), Rounding.of(array, bits, block)
+    refuse_not_finite(array, group)
+    nodes, whole = group.nodes(), Rounding.of(array, bits, block, out)
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
     bounds = whole.bounds(min(len(ranks) for ranks in nodes))
     parts = [as_they_are(whole.values[start:end], block) for start, end in pairwise(bounds)]
     lanes, nothing = len(parts), as_they_are(whole.values[:0], block)
     received = yield from node.all_to_all(parts + [nothing] * (node.size - lanes))
+    own = slice(*bounds[node.rank : node.rank + 2]) if node.rank < lanes else slice(0, 0)
+    values, share = summed(received, whole.values[own]), nothing
     whole.rejected[...] = 0
-    share = nothing
     if node.rank < lanes:
-        own = slice(*bounds[node.rank : node.rank + 2])
-        mine = Rounding(summed(received, whole.values[own]), whole.rejected[own], bits, block, whole.short)
+        mine = replace(whole, values=values, rejected=whole.rejected[own])
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])
         share = join((yield from shares_of_sum(mine, lane)))
     everywhere = yield from node.all_to_all([share] * node.size)
-    return whole.result([theirs for theirs, _ in everywhere[:lanes]], vector.dtype)
+    return whole.result([theirs for theirs, _ in everywhere[:lanes]], vector.dtype, out)
 
 
 def summed(parts: Sequence[PartOf[FewBits]], beside: Array) -> Array:

@@ -12,9 +12,12 @@ from mpicomp.threads import in_pieces
 
 BITS = (8, 4, 2, 1)
 SHORTEST_BLOCK, LONGEST_BLOCK = 32, 1 << 16
-SCALES: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float32): np.dtype(np.uint16), np.dtype(np.float64): np.dtype(np.uint32)}
+SCALES: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float32): np.dtype(np.uint16),
+    np.dtype(np.float64): np.dtype(np.uint32),
+}
 
-_CHUNK = 1 << 15  # values of a sum that stay in the cache, from the first addition to the codes
+_CHUNK = 1 << 18  # values of a sum that stay in the cache, from the first addition to the codes
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class FewBits:
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the decoded values."""
         return np.dtype(np.float32 if self.scales.itemsize == 2 else np.float64)
+
+    def is_finite(self) -> bool:
+        """Return whether all values were finite before they were rounded; waits for a device."""
+        infinity = np.array([np.inf], self.dtype).view(f"u{self.dtype.itemsize}")[0] >> 4 * self.dtype.itemsize
+        return not bool((self.scales == self.scales.dtype.type(infinity)).any())
 
     def write(self, out: Array) -> None:
         """Write the values to `out`, of their dtype."""
@@ -89,31 +97,32 @@ def quantise(values: Array, rejected: Array, bits: int, block: int, *, short: bo
 
 
 def quantise_sum(
-    terms: Sequence["FewBits | Array"], rejected: Array, bits: int, block: int, *, short: bool = False
+    own: Array, others: Sequence[FewBits], rejected: Array, bits: int, block: int, *, short: bool = False
 ) -> FewBits:
-    """Return the sum of terms of one length, added in order, in few bits; write the error to `rejected`.
+    """Return the sum of the others, in order, and of this rank's own values in few bits; write the error to `rejected`.
 
-    terms: arrays or codes; at least one array. In host memory the sum is in the cache only, a chunk after the other.
+    In host memory the sum is in the cache only, a chunk after the other. rejected may be `own` itself.
     """
-    coded, kernels = unfilled(rejected, rejected.size, bits, block), kernels_for(rejected)
-    longest = max(rejected.size, 1) if on_device(rejected) else max(_CHUNK, block)
+    if not others:
+        return quantise(own, rejected, bits, block, short=short)
+    coded, kernels = unfilled(own, own.size, bits, block), kernels_for(own)
+    longest = max(own.size, 1) if on_device(own) else max(_CHUNK, block)
 
     def piece(start: int, end: int) -> None:
-        room = namespace(rejected).empty(min(longest, end - start), rejected.dtype)
+        room = namespace(own).empty(min(longest, end - start), own.dtype)
         for low, high in pairwise([*range(start, end, longest), end]):
             total, part = room[: high - low], coded.part(low, high)
-            total[...] = 0
-            for term in terms:
-                if isinstance(term, FewBits):
-                    term.part(low, high).add_to(total)
-                else:
-                    np.add(total, term[low:high], out=total)
-            kernels.quantise(total, None, bits, block, part.codes, part.scales, rejected[low:high], short=short)
+            first, *more = [each.part(low, high) for each in others]
+            first.write(total)
+            for term in more:
+                term.add_to(total)
+            into = part.codes, part.scales, rejected[low:high]
+            kernels.quantise(total, own[low:high], bits, block, *into, short=short)
 
-    if on_device(rejected):
-        piece(0, rejected.size)
+    if on_device(own):
+        piece(0, own.size)
     else:
-        in_pieces(piece, rejected.size, step=longest)
+        in_pieces(piece, own.size, step=longest)
     return coded
 
 

@@ -89,7 +89,6 @@ class Case:
                 indices = bitmap
         return LINE * math.ceil((LINE + indices + values) / LINE)
 
-
     def few_bits(self) -> float:
         """Return the bytes of all values in `bits` bits each, with scales of blocks of 256."""
         bits = self.bits or 4.0
@@ -293,9 +292,8 @@ class Choice:
         case = Case(sum(nodes), length, entries, value_nbytes=value_nbytes, coded=len(nodes) > 1)
         return self.algorithm("gtopk_allreduce", case, nodes)
 
-
     def quantised(self, length: int, bits: int, value_nbytes: int, nodes: Sequence[int]) -> str:
-        """Return the algorithm of `quantised_allreduce`; halving, which rounds partial sums, only if it saves a fifth."""
+        """Return the algorithm of `quantised_allreduce`; halving, which rounds partial sums, if it saves a fifth."""
         if 1 < len(nodes) < sum(nodes):
             return "node_lanes"
         case = Case(sum(nodes), length, length, value_nbytes=value_nbytes, bits=bits, coded=len(nodes) > 1)

@@ -96,9 +96,7 @@ def quantise(
     in_pieces(piece, values.size, threads, step=block)
 
 
-def dequantise(
-    codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None
-) -> None:
+def dequantise(codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None) -> None:
     """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
     _decode_pieces(codes, scales, bits, block, out, threads, add=False)
 
@@ -197,10 +195,16 @@ def _decode_levels(codes, scales, out, work, bits, stored, add):  # type: ignore
         start = i * block
         end = min(start + block, out.size)
         cell_bits[0] = np.int64(scales[i]) << stored
-        some = codes[i * width : (i + 1) * width]
+        some, whole = codes[i * width : (i + 1) * width], end - start == block
+        room = out[start:end] if whole else y
         for field in range(8 // bits):
-            _levels(some, bits * field, mask, middle, cell[0], y[field * width : (field + 1) * width])
-        _put(y, out[start:end], add)
+            part = room[field * width : (field + 1) * width]
+            if add and whole:
+                _add_levels(some, bits * field, mask, middle, cell[0], part)
+            else:
+                _levels(some, bits * field, mask, middle, cell[0], part)
+        if not whole:
+            _put(y, out[start:end], add)
 
 
 @jit
@@ -346,6 +350,14 @@ def _levels(codes, shift, mask, middle, scale, y):  # type: ignore[no-untyped-de
     number = y.dtype.type
     for j in range(codes.size):
         y[j] = (number(np.int32(codes[j] >> shift & mask)) - middle) * scale
+
+
+@jit
+def _add_levels(codes, shift, mask, middle, scale, total):  # type: ignore[no-untyped-def]
+    """Add the values of one field of each byte."""
+    number = total.dtype.type
+    for j in range(codes.size):
+        total[j] += (number(np.int32(codes[j] >> shift & mask)) - middle) * scale
 
 
 @jit
