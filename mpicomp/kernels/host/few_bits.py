@@ -86,7 +86,7 @@ def quantise(
         first, last = start // block, -(-end // block)
         part = values[start:end]
         kernel(
-            (part, part[:0] if more is None else more[start:end], rejected[start:end]),
+            (part, part.view(form.signed), part[:0] if more is None else more[start:end], rejected[start:end]),
             (codes[first * width : last * width], scales[first * each : last * each]),
             _workspace(block, values.dtype),
             (bits, 4 * values.itemsize, how.cut, form.mask, _magic(values.dtype)),
@@ -136,45 +136,43 @@ def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
 
 @jit
 def _quantise_to_levels(given, coded, work, sizes, numbers):  # type: ignore[no-untyped-def]
-    values, residual, rejected = given
+    values, values_bits, residual, rejected = given
     codes, scales = coded
-    c, c_bits, y, y_bits, cell, cell_bits, fields = work
+    room, room_bits, y, y_bits, cell, cell_bits, _ = work
     bits, stored, cut, mask, magic = sizes
-    block, middle = c.size, 1 << bits - 1
-    width, top, zero = block * bits // 8, values.dtype.type(middle - 1), values.dtype.type(0)
-    cell[0] = magic
-    offset = middle - cell_bits[0]
+    block, middle, number = room.size, 1 << bits - 1, values.dtype.type
+    width, top = block * bits // 8, number(middle - 1)
+    offset = magic + number(middle)  # the low bits of a number plus this are the field
     for i in range(scales.size):
-        start = i * block
-        end = min(start + block, values.size)
-        _load(values[start:end], residual[start:end], c)
-        scale = _step_of(_largest(c_bits, mask, cell, cell_bits), top, cut, numbers, cell, cell_bits)
-        cell[0] = scale
+        start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
+        c, c_bits, at = values, values_bits, start
+        if residual.size or size < np.uint64(block):
+            _load(values, residual, start, size, room)
+            c, c_bits, at = room, room_bits, np.uint64(0)
+        largest = _largest(c_bits, at, block, mask, cell, cell_bits)
+        scale = _step_of(largest, top, cut, numbers, cell, cell_bits)
         scales[i] = cell_bits[0] >> stored
-        if zero < scale < np.inf:
-            _round(c, scale, top, magic, y)
-            _subtract_levels(c, scale, magic, y, rejected[start:end])
-            _to_fields(y_bits, offset, fields)
-        else:
-            fields[:] = middle
-            _subtract(c, zero * scale, rejected[start:end])
-        _pack(fields, bits, codes[i * width : (i + 1) * width])
+        inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
+        _round(c, at, inverse, offset, y)
+        if largest * inverse > top:  # the scale was rounded down
+            _limit(y, offset, top)
+        _subtract_levels(c, at, scale, offset, y, rejected, start, size)
+        _pack_levels(y_bits, bits, codes, np.uint64(i * width), np.uint64(width))
 
 
 @jit
 def _quantise_to_magnitudes(given, coded, work, sizes, numbers):  # type: ignore[no-untyped-def]
-    values, residual, rejected = given
+    values, _, residual, rejected = given
     codes, scales = coded
     c, c_bits, y, _, cell, cell_bits, fields = work
     bits, stored, cut, mask, _ = sizes
     block = c.size
     width = block * bits // 8
     for i in range(scales.size // bits):  # as many scales as bits
-        start = i * block
-        end = min(start + block, values.size)
-        _load(values[start:end], residual[start:end], c)
-        largest = _largest(c_bits, mask, cell, cell_bits)
-        low, high = _magnitudes(c, end - start, bits, y)
+        start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
+        _load(values, residual, start, size, c)
+        largest = _largest(c_bits, np.uint64(0), block, mask, cell, cell_bits)
+        low, high = _magnitudes(c, int(size), bits, y)
         low = _rounded(min(low, largest), cut, numbers, cell, cell_bits)
         scales[bits * i] = cell_bits[0] >> stored
         high = _rounded(min(high, largest), cut, numbers, cell, cell_bits)
@@ -182,29 +180,27 @@ def _quantise_to_magnitudes(given, coded, work, sizes, numbers):  # type: ignore
         half = values.dtype.type(0.5)
         _to_signs(c, half * low + half * high if bits == 2 else values.dtype.type(np.inf), fields)
         _from_signs(fields, low, high, y)
-        _subtract_each(c, y, rejected[start:end])
+        _subtract_each(c, y, rejected, start, size)
         _pack(fields, bits, codes[i * width : (i + 1) * width])
 
 
 @jit
 def _decode_levels(codes, scales, out, work, bits, stored, add):  # type: ignore[no-untyped-def]
     y, cell, cell_bits = work[2], work[4], work[5]
-    block, middle = y.size, out.dtype.type(1 << bits - 1)
-    width, mask = block * bits // 8, (1 << bits) - 1
+    block = y.size
+    width = block * bits // 8
     for i in range(scales.size):
         start = i * block
         end = min(start + block, out.size)
         cell_bits[0] = np.int64(scales[i]) << stored
-        some, whole = codes[i * width : (i + 1) * width], end - start == block
-        room = out[start:end] if whole else y
-        for field in range(8 // bits):
-            part = room[field * width : (field + 1) * width]
-            if add and whole:
-                _add_levels(some, bits * field, mask, middle, cell[0], part)
-            else:
-                _levels(some, bits * field, mask, middle, cell[0], part)
-        if not whole:
+        some = codes[i * width : (i + 1) * width]
+        if end - start < block:
+            _levels(some, bits, cell[0], y)
             _put(y, out[start:end], add)
+        elif add:
+            _add_levels(some, bits, cell[0], out[start:end])
+        else:
+            _levels(some, bits, cell[0], out[start:end])
 
 
 @jit
@@ -224,24 +220,24 @@ def _decode_magnitudes(codes, scales, out, work, bits, stored, add):  # type: ig
 
 
 @jit
-def _load(values, residual, c):  # type: ignore[no-untyped-def]
+def _load(values, residual, start, size, room):  # type: ignore[no-untyped-def]
     """Write the values of a block, with the residual unless it is empty, and zeros behind them."""
     if residual.size:
-        for j in range(values.size):
-            c[j] = values[j] + residual[j]
+        for j in range(size):
+            room[j] = values[start + j] + residual[start + j]
     else:
-        for j in range(values.size):
-            c[j] = values[j]
-    for j in range(values.size, c.size):
-        c[j] = 0
+        for j in range(size):
+            room[j] = values[start + j]
+    for j in range(size, np.uint64(room.size)):
+        room[j] = 0
 
 
 @jit
-def _largest(bits, mask, cell, cell_bits):  # type: ignore[no-untyped-def]
-    """Return the largest magnitude, by the order of the bits; NaN is above infinity."""
+def _largest(bits, at, block, mask, cell, cell_bits):  # type: ignore[no-untyped-def]
+    """Return the largest magnitude of a block, by the order of the bits; NaN is above infinity."""
     largest = mask ^ mask
-    for j in range(bits.size):
-        largest = max(largest, bits[j] & mask)
+    for j in range(np.uint64(block)):
+        largest = max(largest, bits[at + j] & mask)
     cell_bits[0] = largest
     return cell[0]
 
@@ -281,50 +277,46 @@ def _rounded(magnitude, cut, numbers, cell, cell_bits):  # type: ignore[no-untyp
 
 
 @jit
-def _round(c, scale, top, magic, y):  # type: ignore[no-untyped-def]
-    """Write the values over the scale, rounded to integers of -top to top, plus `magic`."""
-    for j in range(c.size):
-        x = c[j] / scale
-        x = x if x < top else top
-        x = x if x > -top else -top
-        y[j] = x + magic
+def _round(c, at, inverse, offset, y):  # type: ignore[no-untyped-def]
+    """Write the values over the scale plus `offset`, which rounds them to integers."""
+    for j in range(np.uint64(y.size)):
+        y[j] = c[at + j] * inverse + offset
 
 
 @jit
-def _subtract_levels(c, scale, magic, y, rejected):  # type: ignore[no-untyped-def]
-    for j in range(rejected.size):
-        rejected[j] = c[j] - (y[j] - magic) * scale
+def _limit(y, offset, top):  # type: ignore[no-untyped-def]
+    for j in range(y.size):
+        y[j] = min(max(y[j], offset - top), offset + top)
 
 
 @jit
-def _subtract(c, value, rejected):  # type: ignore[no-untyped-def]
-    for j in range(rejected.size):
-        rejected[j] = c[j] - value
+def _subtract_levels(c, at, scale, offset, y, rejected, start, size):  # type: ignore[no-untyped-def]
+    for j in range(size):
+        rejected[start + j] = c[at + j] - (y[j] - offset) * scale
 
 
 @jit
-def _subtract_each(c, y, rejected):  # type: ignore[no-untyped-def]
-    for j in range(rejected.size):
-        rejected[j] = c[j] - y[j]
+def _subtract_each(c, y, rejected, start, size):  # type: ignore[no-untyped-def]
+    for j in range(size):
+        rejected[start + j] = c[j] - y[j]
 
 
 @jit
-def _to_fields(bits, offset, fields):  # type: ignore[no-untyped-def]
-    for j in range(bits.size):
-        fields[j] = np.uint8(bits[j] + offset)
+def _pack_levels(y_bits, bits, codes, start, width):  # type: ignore[no-untyped-def]
+    """Write the fields of a block, the low bits of its rounded values, into its bytes."""
+    if bits == 8:
+        for j in range(width):
+            codes[start + j] = y_bits[j] & 255
+    else:
+        for j in range(width):
+            codes[start + j] = y_bits[j] & 15 | (y_bits[width + j] & 15) << 4
 
 
 @jit
 def _pack(fields, bits, codes):  # type: ignore[no-untyped-def]
     """Write the fields of a block into its bytes."""
     width = codes.size
-    if bits == 8:
-        for j in range(width):
-            codes[j] = fields[j]
-    elif bits == 4:
-        for j in range(width):
-            codes[j] = fields[j] | fields[width + j] << 4
-    elif bits == 2:
+    if bits == 2:
         for j in range(width):
             codes[j] = (fields[j] | fields[width + j] << 2) | (fields[2 * width + j] << 4 | fields[3 * width + j] << 6)
     else:
@@ -345,19 +337,33 @@ def _unpack(codes, bits, fields):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _levels(codes, shift, mask, middle, scale, y):  # type: ignore[no-untyped-def]
-    """Write the values of one field of each byte."""
-    number = y.dtype.type
-    for j in range(codes.size):
-        y[j] = (number(np.int32(codes[j] >> shift & mask)) - middle) * scale
+def _levels(codes, bits, scale, out):  # type: ignore[no-untyped-def]
+    """Write the values of a block."""
+    number, width = out.dtype.type, codes.size
+    if bits == 8:
+        for j in range(width):
+            out[j] = number(np.int32(codes[j]) - 128) * scale
+    else:
+        low, high = out[:width], out[width:]
+        for j in range(width):
+            low[j] = number((np.int32(codes[j]) & 15) - 8) * scale
+        for j in range(width):
+            high[j] = number((np.int32(codes[j]) >> 4) - 8) * scale
 
 
 @jit
-def _add_levels(codes, shift, mask, middle, scale, total):  # type: ignore[no-untyped-def]
-    """Add the values of one field of each byte."""
-    number = total.dtype.type
-    for j in range(codes.size):
-        total[j] += (number(np.int32(codes[j] >> shift & mask)) - middle) * scale
+def _add_levels(codes, bits, scale, total):  # type: ignore[no-untyped-def]
+    """Add the values of a block."""
+    number, width = total.dtype.type, codes.size
+    if bits == 8:
+        for j in range(width):
+            total[j] += number(np.int32(codes[j]) - 128) * scale
+    else:
+        low, high = total[:width], total[width:]
+        for j in range(width):
+            low[j] += number((np.int32(codes[j]) & 15) - 8) * scale
+        for j in range(width):
+            high[j] += number((np.int32(codes[j]) >> 4) - 8) * scale
 
 
 @jit
