@@ -10,7 +10,8 @@ device and stream. Importing this package imports CuPy.
 ``statistics``  sums over a gradient, in one read
 ``surveying``   sums in one fast read, and the values that the next steps are expected to need
 ``merging``     sums of sparse vectors, and copies between sparse and dense
-``coding``      indices as bitmaps, indices and values in few bits
+``coding``      indices as bitmaps, indices and values in few bits, without loss
+``few_bits``    every value of a vector in few bits, with the rounding error
 """
 
 from mpicomp.kernels.device.chunks import largest_in_chunks
@@ -23,6 +24,7 @@ from mpicomp.kernels.device.coding import (
     to_elias_fano,
     to_offsets,
 )
+from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
@@ -62,8 +64,10 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_quantised",
     "clear",
     "consecutive",
+    "dequantise",
     "divide",
     "divide_largest",
     "exceeding",
@@ -79,6 +83,7 @@ __all__ = [
     "magnitude_range",
     "merge",
     "moments",
+    "quantise",
     "raise_not_finite",
     "sample",
     "scatter",

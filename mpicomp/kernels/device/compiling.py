@@ -11,7 +11,10 @@ from numpy.typing import DTypeLike
 
 Array = Any  # CuPy's arrays, which are not typed
 
-FILES = ("common.cuh", "selection.cu", "chunks.cu", "statistics.cu", "surveying.cu", "merging.cu", "coding.cu")
+FILES = (
+    *("common.cuh", "selection.cu", "chunks.cu", "statistics.cu"),
+    *("surveying.cu", "merging.cu", "coding.cu", "few_bits.cu"),
+)
 OPTIONS = ("--std=c++17", "--fmad=false")  # a product and a sum are rounded one after the other, as on the host
 THREADS = 256
 MOST_BLOCKS = 1024  # of a kernel whose blocks process several tiles each: a few for each multiprocessor

@@ -24,30 +24,33 @@ import numpy as np
 from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.threads import in_pieces
 
+_LANES = 128  # of a sum over a block
 _HALF = np.finfo(np.float16)
 
 
 class Rounding(NamedTuple):
     """How scales are rounded, for the values of a dtype.
 
-    cut: low bits of a scale that are zero. step: scales are multiples of it, if they are below `coarse`. most: the
-    largest number of the values' dtype, which no decoded value exceeds if the block's largest magnitude does not.
+    cut: low bits of a scale that are zero. step: scales are multiples of it, if they are below `coarse`. least: scales
+    of 8 and 4 bits below it become 0, as their inverse may be out of range. most: the largest number of the values'
+    dtype, which no decoded value exceeds if the block's largest magnitude does not.
     """
 
     cut: int
     step: float
     coarse: float
+    least: float
     most: float
 
 
 def rounding(dtype: np.dtype[Any], bits: int, *, short: bool) -> Rounding:
     """Return the rounding of scales. short: so that every decoded value is a float16 number."""
-    stored = 4 * dtype.itemsize
+    stored, least = 4 * dtype.itemsize, float(np.finfo(dtype).tiny)
     if not short:
-        return Rounding(stored, 0.0, 0.0, float(np.finfo(dtype).max))
+        return Rounding(stored, 0.0, 0.0, least, float(np.finfo(dtype).max))
     digits = min(_HALF.nmant + 1 - (bits - 1 if bits > 2 else 0), 8)  # significant bits of a scale
     cut, step = np.finfo(dtype).nmant + 1 - digits, float(_HALF.smallest_subnormal)
-    return Rounding(cut, step, step * 2 ** (digits - 1), float(_HALF.max))
+    return Rounding(cut, step, step * 2 ** (digits - 1), least, float(_HALF.max))
 
 
 def scales_per_block(bits: int) -> int:
@@ -89,7 +92,7 @@ def quantise(
             (part, part.view(form.signed), part[:0] if more is None else more[start:end], rejected[start:end]),
             (codes[first * width : last * width], scales[first * each : last * each]),
             _workspace(block, values.dtype),
-            (bits, 4 * values.itemsize, how.cut, form.mask, _magic(values.dtype)),
+            (bits, 4 * values.itemsize, how.cut, form.mask, offset_of(values.dtype, bits)),
             numbers,
         )
 
@@ -122,9 +125,12 @@ def _decode_pieces(
     in_pieces(piece, out.size, threads, step=block)
 
 
-def _magic(dtype: np.dtype[Any]) -> Any:
-    """Return 1.5 times the power of two at which neighbours differ by 1: added to a number, it rounds to an integer."""
-    return dtype.type(1.5 * 2.0 ** np.finfo(dtype).nmant)
+def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
+    """Return a number that rounds another one to an integer when they are added, with the field in the low bits.
+
+    That is 1.5 times the power of two at which neighbours differ by 1, and the field of zero.
+    """
+    return dtype.type(1.5 * 2.0 ** np.finfo(dtype).nmant + (1 << bits - 1))
 
 
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
@@ -139,10 +145,9 @@ def _quantise_to_levels(given, coded, work, sizes, numbers):  # type: ignore[no-
     values, values_bits, residual, rejected = given
     codes, scales = coded
     room, room_bits, y, y_bits, cell, cell_bits, _ = work
-    bits, stored, cut, mask, magic = sizes
-    block, middle, number = room.size, 1 << bits - 1, values.dtype.type
-    width, top = block * bits // 8, number(middle - 1)
-    offset = magic + number(middle)  # the low bits of a number plus this are the field
+    bits, stored, cut, mask, offset = sizes
+    block, number = room.size, values.dtype.type
+    width, top = block * bits // 8, number((1 << bits - 1) - 1)
     for i in range(scales.size):
         start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
         c, c_bits, at = values, values_bits, start
@@ -153,7 +158,10 @@ def _quantise_to_levels(given, coded, work, sizes, numbers):  # type: ignore[no-
         scale = _step_of(largest, top, cut, numbers, cell, cell_bits)
         scales[i] = cell_bits[0] >> stored
         inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
-        _round(c, at, inverse, offset, y)
+        if scale < np.inf:
+            _round(c, at, inverse, offset, y)
+        else:
+            y[:] = offset
         if largest * inverse > top:  # the scale was rounded down
             _limit(y, offset, top)
         _subtract_levels(c, at, scale, offset, y, rejected, start, size)
@@ -245,9 +253,10 @@ def _largest(bits, at, block, mask, cell, cell_bits):  # type: ignore[no-untyped
 @jit
 def _step_of(largest, top, cut, numbers, cell, cell_bits):  # type: ignore[no-untyped-def]
     """Return the largest magnitude over `top`, rounded up; rounded down if `top` of it were out of range."""
-    step, coarse, most = numbers
+    step, coarse, least, most = numbers
     if not largest < np.inf:
-        return cell.dtype.type(np.inf)
+        cell[0] = np.inf
+        return cell[0]
     scale = largest / top
     if scale < coarse:
         scale = np.ceil(scale / step) * step
@@ -256,13 +265,15 @@ def _step_of(largest, top, cut, numbers, cell, cell_bits):  # type: ignore[no-un
     cell_bits[0] = bits
     if cell[0] * top > most and largest <= most:
         cell_bits[0] = bits - (1 << cut)
+    if cell[0] < least:
+        cell[0] = 0
     return cell[0]
 
 
 @jit
 def _rounded(magnitude, cut, numbers, cell, cell_bits):  # type: ignore[no-untyped-def]
     """Return a magnitude of 2 or 1 bits, rounded to nearest; leave its bits in `cell_bits`."""
-    step, coarse, most = numbers
+    step, coarse, _, most = numbers
     if magnitude < coarse:
         magnitude = np.rint(magnitude / step) * step
     cell[0] = magnitude
@@ -409,17 +420,27 @@ def _magnitudes(c, size, bits, y):  # type: ignore[no-untyped-def]
 
 @jit
 def _sum_up_to(c, threshold, share, y):  # type: ignore[no-untyped-def]
-    """Return the sum of shares of the magnitudes up to a threshold: folded by halves, block / 2, ..., 2, 1."""
-    half = c.size // 2
+    """Return the sum of shares of the magnitudes up to a threshold, in an order that serves vectors and warps.
+
+    Lane j of 128 adds the values j, j + 128, ... in order; the lanes are folded by halves.
+    """
+    half = min(_LANES, c.size // 2)
     for j in range(half):
-        one, other = abs(c[j]), abs(c[half + j])
-        one, other = one if one <= threshold else 0 * one, other if other <= threshold else 0 * other
-        y[j] = one * share + other * share
+        y[j] = _part(c[j], threshold, share) + _part(c[half + j], threshold, share)
+    for start in range(2 * half, c.size, half):
+        for j in range(half):
+            y[j] += _part(c[start + j], threshold, share)
     while half > 1:
         half //= 2
         for j in range(half):
             y[j] += y[half + j]
     return y[0]
+
+
+@jit
+def _part(value, threshold, share):  # type: ignore[no-untyped-def]
+    magnitude = abs(value)
+    return magnitude * share if magnitude <= threshold else 0 * share
 
 
 @jit
