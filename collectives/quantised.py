@@ -97,8 +97,8 @@ def quantised_allreduce(
     for 2 and 1 bits a zero becomes the smaller magnitude of its block, and `rejected` has its negative.
 
     >>> total, rejected = quantised_allreduce(gradient, comm, bits=8)
-    >>> (total + rejected == gradient).all() if comm.size == 1 else True
-    True
+    >>> (total + rejected).tolist()  # of a single rank
+    [0.5, -3.0, 0.25, 2.0]
     """
     return Call(array, comm, algorithm, arguments={"bits": bits, "block": block}, own={"out": out}, prepare=prepared)
 
@@ -241,7 +241,7 @@ def shares_of_sum(rounding: Rounding, group: Group, *, checked: bool = False) ->
     received = yield from group.all_to_all(parts)
     share = rounding.code_sum([theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank], start, end)
     if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
-        refuse_not_finite(rounding.values[start:end], group)
+        refuse_not_finite(rounding.values, group)
     del parts, received
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
 
