@@ -37,6 +37,7 @@ MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so man
 NETWORKS = {"100mbit": (100e-6, 11.8e6), "1gbit": (40e-6, 118e6), "10gbit": (20e-6, 1.18e9), "hdr": (1.5e-6, 24e9)}
 OWN_LATENCY = 10e-6  # seconds that this library spends on a message
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
+FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
 
 Row = dict[str, Any]
@@ -127,6 +128,9 @@ def explained(
     chosen: dict[str, float] = {}
     rows: list[Row] = []
     for collective, declared in COLLECTIVES.items():
+        if collective == "quantised_allreduce":
+            rows += ranked(collective, quantised(case, nodes, per_node, network), dense)
+            continue
         costs = {name: formula(case) for name, formula in formulas.get(collective, {}).items()}
         taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}
         if 1 < nodes < case.ranks and collective in ON_NODES:
@@ -217,6 +221,26 @@ def gtopk_on_nodes(case: Case, nodes: int, per_node: int, network: str) -> dict[
 
 
 ON_NODES = {"sparse_allreduce": on_nodes, "gtopk_allreduce": gtopk_on_nodes}  # what knows of nodes
+
+
+def quantised(case: Case, nodes: int, per_node: int, network: str) -> dict[str, tuple[float, Cost]]:
+    """Return seconds and costs of the algorithms of `quantised_allreduce`, for 8 and 4 bits a value."""
+    found: dict[str, tuple[float, Cost]] = {}
+    constants = constants_of(nodes, per_node, network)
+    for bits in FEW_BITS:
+        own = replace(case, bits=bits)
+        found |= {
+            f"{name}, {bits} bits": (seconds(cost(own), constants), cost(own))
+            for name, cost in choice.QUANTISED.items()
+        }
+        if 1 < nodes < case.ranks:
+            lane = choice.quantised_direct(replace(own, ranks=nodes, length=max(1, case.length // per_node)))
+            others, agreed = per_node - 1, upper(case.ranks)
+            sent = others * (case.length * max(case.value_nbytes, 4) + own.few_bits()) / per_node
+            inner: Cost = (agreed + 2, agreed + 2 * others, agreed * choice.LINE + sent, case.length / 4)
+            taken = seconds(inner, choice.INSIDE) + seconds(lane, constants)
+            found[f"node_lanes, {bits} bits"] = taken, choice.both(inner, lane)
+    return found
 
 
 def dense_allreduce(case: Case) -> Cost:

@@ -186,18 +186,18 @@ def gtopk_doubling(case: Case) -> Cost:
 
 
 def quantised_direct(case: Case) -> Cost:
-    """See `collectives.quantised.direct`. The entries are all values, of `case.bits` bits."""
-    others, nbytes = case.ranks - 1, case.few_bits()
-    return 2 * min(1, others), 2 * others, 2 * others * nbytes / case.ranks, case.length / 8
+    """See `collectives.quantised.direct`; a value takes `case.bits` bits, and merging is coding and decoding."""
+    others = case.ranks - 1
+    return 2 * min(1, others), 2 * others, 2 * others * case.few_bits() / case.ranks, case.length / 4
 
 
 def quantised_halving(case: Case) -> Cost:
     """See `collectives.quantised.halving`; rank 0 is the busiest."""
     core, nbytes = core_size(case.ranks), case.few_bits()
-    rounds, beyond = 2 * (core.bit_length() - 1), case.ranks > core
-    agreed = recursive_doubling(replace(case, entries=0))
-    sent = 2 * (core - 1) / core * nbytes + beyond * nbytes
-    return both(agreed, (rounds + 2 * beyond, rounds + 2 * beyond, sent, case.length / 8))
+    beyond = case.ranks > core
+    rounds, sent = 2 * (core.bit_length() - 1 + beyond), 2 * (core - 1) / core * nbytes + beyond * nbytes
+    agreed = core.bit_length() - 1 + 2 * beyond
+    return agreed + rounds, agreed + rounds, agreed * LINE + sent, case.length / 4
 
 
 FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
@@ -210,8 +210,8 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
         "exact_doubling": gtopk_exact_doubling,
         "recursive_doubling": gtopk_doubling,
     },
-    "quantised_allreduce": {"direct": quantised_direct, "halving": quantised_halving},
 }
+QUANTISED = {"direct": quantised_direct, "halving": quantised_halving}  # not in the tables of `mpicomp tune`
 ON_NODES = ("node_lanes", "node_leaders")  # gTop-k has the second one
 
 
@@ -298,7 +298,7 @@ class Choice:
             return "node_lanes"
         case = Case(sum(nodes), length, length, value_nbytes=value_nbytes, bits=bits, coded=len(nodes) > 1)
         constants = BETWEEN if case.coded else INSIDE
-        direct, halving = (seconds(cost(case), constants) for cost in (quantised_direct, quantised_halving))
+        direct, halving = (seconds(cost(case), constants) for cost in QUANTISED.values())
         return "halving" if halving < 0.8 * direct else "direct"
 
 

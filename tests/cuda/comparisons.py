@@ -411,10 +411,10 @@ def offsets(device, cupy):
 
 
 def few_bits(device, cupy):
-    for dtype, bits, block in product(DTYPES[1:], (8, 4, 2, 1), (32, 64, 128, 256, 1024)):
+    for dtype, bits, block in product(DTYPES[1:], (8, 4, 2, 1), (32, 64, 256, 512)):
         rng = np.random.default_rng(block)
-        for size, short in ((0, False), (1, False), (block, True), (3 * block + 7, False), (2 * block + 31, True)):
-            for family in ("normal", "denormal", "largest", "negative zeros", "zeros", "one far off"):
+        for size, short in ((0, False), (1, False), (block, True), (9 * block + 7, False)):
+            for family in ("normal", "denormal", "largest", "negative zeros"):
                 values = families(np.float16 if short else dtype, max(size, 18))[family][:size].astype(dtype)
                 residual = None if family == "largest" else np.roll(values, 3) / 4 + rng.random(size).astype(dtype)
                 compare_few_bits(device, cupy, values, residual, bits, block, short)

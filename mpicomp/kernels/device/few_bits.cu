@@ -146,7 +146,8 @@ __device__ inline void quantise(
         if (cells[0] && cells[0] < rounding.infinity()) inverse = quotient(T(1.0), scale);
         limit = bits_of(number_of(largest) * inverse) > bits_of(top);
     } else {
-        find_magnitudes(c, block, bits, low, high);
+        low = high = number_of(largest);
+        if (largest < rounding.infinity()) find_magnitudes(c, block, bits, low, high);
         cells[0] = rounding.magnitude_of(lesser(bits_of(low), largest));
         cells[1] = rounding.magnitude_of(lesser(bits_of(high), largest));
         low = number_of(cells[0]), high = number_of(cells[1]);

@@ -180,7 +180,9 @@ def _quantise_to_magnitudes(given, coded, work, sizes, numbers):  # type: ignore
         start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
         _load(values, residual, start, size, c)
         largest = _largest(c_bits, np.uint64(0), block, mask, cell, cell_bits)
-        low, high = _magnitudes(c, int(size), bits, y)
+        low = high = largest
+        if largest < np.inf:
+            low, high = _magnitudes(c, int(size), bits, y)
         low = _rounded(min(low, largest), cut, numbers, cell, cell_bits)
         scales[bits * i] = cell_bits[0] >> stored
         high = _rounded(min(high, largest), cut, numbers, cell, cell_bits)
