@@ -43,7 +43,7 @@ VECTOR, TEXT, ERROR, FEW_BITS = range(4)  # kinds of messages
 
 _HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")
 HEADER_NBYTES = _HEADER.size
-CRC_AT = 52
+KIND_AT, CRC_AT = 48, 52
 _FORM_BITS = 3  # of the index format
 
 
