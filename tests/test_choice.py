@@ -255,3 +255,11 @@ def test_the_default_path(monkeypatch, tmp_path, relative):
     path = winners.default_path(8, 2)
     assert path.parent == (tmp_path / "home" / ".config" if relative else tmp_path) / "mpicomp"
     assert path.name.endswith("-P8-N2.json")
+
+
+def test_sums_in_few_bits_are_halved_among_many_ranks_and_in_lanes_on_several_nodes():
+    by_rule = choice.Choice().quantised
+    for nodes in [[1], [4], [8], [1] * 8]:
+        assert by_rule(25_000_000, 4, 4, nodes) == "direct"
+    assert by_rule(1000, 8, 4, [1] * 128) == by_rule(1000, 1, 4, [16]) == "halving"
+    assert by_rule(1000, 4, 4, [2, 2]) == by_rule(10**8, 4, 8, [8, 3, 1]) == "node_lanes"

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from commands import left
 
-from collectives import choice, gtopk_allreduce
+from collectives import choice, gtopk_allreduce, quantised_allreduce
 from collectives.choice import winners
+from mpicomp import SparseVector
 from mpicomp_bench import main, tune
 from mpicomp_bench.explain import NETWORKS, PASSES
+from mpicomp_bench.network import Network
 
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
@@ -29,6 +32,9 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
     known = {("gtopk_allreduce", name) for name in gtopk_allreduce.algorithms}
     known |= {("sparse_allreduce", name) for name in (*choice.FORMULAS["sparse_allreduce"], *choice.ON_NODES)}
     known |= {("sparse_reduce", "tree"), ("sparse_bcast", "tree"), ("sparse_reduce_scatter", "split")}
+    known |= {
+        ("quantised_allreduce", f"{name}, {bits} bits") for name in quantised_allreduce.algorithms for bits in (8, 4)
+    }
     known |= {("GradientExchange", name) for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")}
     known |= {("step of 0.2 s", name) for name in ("by sparse_allreduce", "by gtopk_allreduce", "dense allreduce")}
     assert known <= set(rows)
@@ -145,3 +151,38 @@ def test_the_verdict_counts_places():
     found = tune.verdict([*rows(1, 1.1, 1.05), *rows(2, 1.2, 1.05), *rows(3, 1.0, 2.0), *rows(4, 1.14, 0.5)])
     assert (found["best"], found["dense"], found["gtopk"]) == (0.75, 0.5, 1)
     assert (found["rule_best"], found["rule_dense"], found["rule_gtopk"]) == (0, 0.25, 1)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 1), (8, 1), (13, 1), (8, 2), (12, 4)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network(capsys, ranks, per_node, bits):
+    length, network = 100_000, [rank // per_node * per_node for rank in range(ranks)]
+    asked = [
+        "explain",
+        "--ranks",
+        str(ranks),
+        "--per-node",
+        str(per_node),
+        "--length",
+        str(length),
+        "--density",
+        "0.01",
+    ]
+    assert main([*asked, "--json"]) == 0
+    rows = by_name(json.loads(capsys.readouterr().out))
+    for name, steps in quantised_allreduce.algorithms.items():
+        if ("quantised_allreduce", f"{name}, {bits} bits") not in rows:
+            assert (name, per_node) == ("node_lanes", 1)
+            continue
+        simulated, own = (
+            Network(ranks, network),
+            {"bits": bits, "block": 256, "out": None, "array": np.ones(length, "f4")},
+        )
+
+        def run(rank, group, steps=steps, own=own):
+            return steps(SparseVector.empty(length), group, **own)
+
+        _, rounds = simulated.run(run, length=length)
+        row = rows["quantised_allreduce", f"{name}, {bits} bits"]
+        assert abs(row["rounds"] - rounds) <= 2 * (name == "node_lanes"), name
+        assert row["bytes"] == pytest.approx(max(link.traffic.nbytes for link in simulated.links), rel=0.04, abs=2000)
