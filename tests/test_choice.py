@@ -258,7 +258,7 @@ def test_the_default_path(monkeypatch, tmp_path, relative):
 
 
 def test_sums_in_few_bits_are_halved_among_many_ranks_and_in_lanes_on_several_nodes():
-    by_rule = choice.Choice().quantised
+    by_rule = Choice().quantised
     for nodes in [[1], [4], [8], [1] * 8]:
         assert by_rule(25_000_000, 4, 4, nodes) == "direct"
     assert by_rule(1000, 8, 4, [1] * 128) == by_rule(1000, 1, 4, [16]) == "halving"
