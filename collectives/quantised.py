@@ -6,9 +6,10 @@ blocks of 4 bits and sums inside nodes; R. Thakur, R. Rabenseifner, W. Gropp, IJ
 doubling.
 
 m = n b / 8 bytes of codes, and 2 (for 2 bits: 4) bytes of scales a block, twice that for float64; f = (P-1)/P.
-`direct`: 2 rounds, 2 f m. `halving`: after the comparison of the call signatures 2 floor(lg P) rounds, 2 f m; 2 rounds
-and 2 m more where P is no power of two. `node_lanes`: 1 round and f 4 n inside a node, `direct` between the nodes with
-the share of a lane, 1 round and f m inside a node.
+`direct`: 2 rounds, 2 f m. `halving`: after the comparison of the call signatures 2 floor(lg P) rounds, 2 f m; where P
+is no power of two 2 rounds more, and m more at the ranks that fold and their partners. `node_lanes`: after the same
+comparison 1 round and f 4 n inside a node, `direct` between the nodes with the share of a lane, 1 round and f m inside
+a node.
 
 Invariant: each rank rounds each index once, either when it sends its values, or its partial sum, or as the owner of the
 sum; `rejected` contains the error of that rounding. So result and rejected entries of all ranks are the sum of the
