@@ -232,7 +232,8 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
     def by_numpy() -> Array:
         scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
         codes = np.rint(rows / scales)
-        return rows - codes * scales
+        errors: Array = rows - codes * scales
+        return errors
 
     for bits in BITS:
         coded = quantise(values, out, bits, 256)
