@@ -267,7 +267,8 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
 
     def by_numpy() -> Array:
         scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
-        errors: Array = rows - np.rint(rows / scales) * scales
+        codes = np.rint(rows / scales)
+        errors: Array = rows - codes * scales
         return errors
 
     for bits in BITS:

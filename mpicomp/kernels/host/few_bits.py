@@ -24,6 +24,7 @@ import numpy as np
 from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.threads import in_pieces
 
+_ROOM = 1 << 10  # values that are copied at a time: they stay in the first-level cache
 _LANES = 128  # of a sum over a block
 _HALF = np.finfo(np.float16)
 
@@ -91,7 +92,7 @@ def quantise(
         kernel(
             (part, part.view(form.signed), part[:0] if more is None else more[start:end], rejected[start:end]),
             (codes[first * width : last * width], scales[first * each : last * each]),
-            _workspace(block, values.dtype),
+            _workspace(block, values.dtype, max(block, _ROOM) if bits > 2 else block),
             (bits, 4 * values.itemsize, how.cut, form.mask, offset_of(values.dtype, bits)),
             numbers,
         )
@@ -133,10 +134,10 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
     return dtype.type(1.5 * 2.0 ** np.finfo(dtype).nmant + (1 << bits - 1))
 
 
-def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    """Return buffers for a block: numbers, rounded numbers, a number, each also as integers; fields."""
+def _workspace(block: int, dtype: np.dtype[Any], room: int = 0) -> tuple[Array, ...]:
+    """Return buffers of `room` numbers, of a block of rounded ones, of one, each also as integers; of fields."""
     keys = FORMATS[dtype].signed
-    one, two, cell = np.empty(block, dtype), np.empty(block, dtype), np.empty(1, dtype)
+    one, two, cell = np.empty(room, dtype), np.empty(block, dtype), np.empty(1, dtype)
     return one, one.view(keys), two, two.view(keys), cell, cell.view(keys), np.empty(block, np.uint8)
 
 
@@ -146,26 +147,29 @@ def _quantise_to_levels(given, coded, work, sizes, numbers):  # type: ignore[no-
     codes, scales = coded
     room, room_bits, y, y_bits, cell, cell_bits, _ = work
     bits, stored, cut, mask, offset = sizes
-    block, number = room.size, values.dtype.type
-    width, top = block * bits // 8, number((1 << bits - 1) - 1)
-    for i in range(scales.size):
-        start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
-        c, c_bits, at = values, values_bits, start
-        if residual.size or size < np.uint64(block):
-            _load(values, residual, start, size, room)
+    block, number = y.size, values.dtype.type
+    width, top, group = block * bits // 8, number((1 << bits - 1) - 1), room.size // block
+    for first in range(0, scales.size, group):
+        c, c_bits, at = values, values_bits, np.uint64(first * block)
+        left = values.size - first * block
+        if residual.size or left < room.size:
+            _load(values, residual, at, np.uint64(min(room.size, left)), room)
             c, c_bits, at = room, room_bits, np.uint64(0)
-        largest = _largest(c_bits, at, block, mask, cell, cell_bits)
-        scale = _step_of(largest, top, cut, numbers, cell, cell_bits)
-        scales[i] = cell_bits[0] >> stored
-        inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
-        if scale < np.inf:
-            _round(c, at, inverse, offset, y)
-        else:
-            y[:] = offset
-        if largest * inverse > top:  # the scale was rounded down
-            _limit(y, offset, top)
-        _subtract_levels(c, at, scale, offset, y, rejected, start, size)
-        _pack_levels(y_bits, bits, codes, np.uint64(i * width), np.uint64(width))
+        for i in range(first, min(first + group, scales.size)):
+            start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
+            largest = _largest(c_bits, at, block, mask, cell, cell_bits)
+            scale = _step_of(largest, top, cut, numbers, cell, cell_bits)
+            scales[i] = cell_bits[0] >> stored
+            inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
+            if scale < np.inf:
+                _round(c, at, inverse, offset, y)
+            else:
+                y[:] = offset
+            if largest * inverse > top:  # the scale was rounded down
+                _limit(y, offset, top)
+            _subtract_levels(c, at, scale, offset, y, rejected, start, size)
+            _pack_levels(y_bits, bits, codes, np.uint64(i * width), np.uint64(width))
+            at += np.uint64(block)
 
 
 @jit
