@@ -118,12 +118,14 @@ class Call(Generic[T]):
 class Collective(Generic[P, T]):
     """A collective of this library: a function, its nonblocking form, and its algorithms by name.
 
-    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: every rank gets the sum of the vectors,
-    in some form, so `GradientExchange` can use the collective.
+    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: every rank gets the sum, in some form, so
+    `GradientExchange` can use the collective. takes_arrays: the sum is of dense arrays, not of vectors.
     """
 
-    def __init__(self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool) -> None:
-        self.promise, self.gives_sum, self._meet = promise, gives_sum, meet
+    def __init__(
+        self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool, takes_arrays: bool
+    ) -> None:
+        self.promise, self.gives_sum, self.takes_arrays, self._meet = promise, gives_sum, takes_arrays, meet
         self.algorithms: dict[str, Algorithm] = {}
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
@@ -213,17 +215,21 @@ class Collective(Generic[P, T]):
 
 
 def collective(
-    promise: Promise = on_every_rank, *, meet: Meet = Group.agree, gives_sum: bool = False
+    promise: Promise = on_every_rank,
+    *,
+    meet: Meet = Group.agree,
+    gives_sum: bool = False,
+    takes_arrays: bool = False,
 ) -> Callable[[Callable[P, Call[T]]], Collective[P, T]]:
     """Return a decorator that turns a function that returns a `Call` into a collective.
 
     promise: a function of an algorithm's result that returns two lists: the vectors that are the same on all ranks, and
     those that are this rank's part of the sum; the debug mode checks both. meet: compares the calls of the ranks before
-    an algorithm that needs it, over the schedule with which "auto" begins. gives_sum: see `Collective`.
+    an algorithm that needs it, over the schedule with which "auto" begins. gives_sum, takes_arrays: see `Collective`.
     """
 
     def declare(call: Callable[P, Call[T]]) -> Collective[P, T]:
-        declared = Collective(call, promise, meet, gives_sum=gives_sum)
+        declared = Collective(call, promise, meet, gives_sum=gives_sum, takes_arrays=takes_arrays)
         if not declared.name.startswith("_"):
             COLLECTIVES[declared.name] = declared
         return declared
@@ -240,16 +246,24 @@ def nonblocking_sum(given: Any) -> Callable[[Any, Any], Any]:
         return partial(nonblocking_sum(given.func), *given.args, **given.keywords)
     if not callable(given) or isinstance(given, type):
         raise TypeError(f"collective is {given!r}: expected a collective such as sparse_allreduce")
-    known = given if isinstance(given, Collective) else getattr(given, "collective", None)
-    if not isinstance(known, Collective):
+    known = declared_by(given)
+    if known is None:
         function: Callable[[Any, Any], Any] = given
         return function
     if not known.gives_sum:
         raise TypeError(
-            f"collective is {given.__name__}, which does not give every rank the sum of sparse vectors: expected "
-            "sparse_allreduce, gtopk_allreduce or sparse_allgather (for a dense sum: sparse_allreduce with Dense())"
+            f"collective is {given.__name__}, which does not give every rank the sum: expected sparse_allreduce, "
+            "gtopk_allreduce, sparse_allgather, or with Dense() quantised_allreduce or dense_allreduce"
         )
     return known.nonblocking
+
+
+def declared_by(given: Any) -> "Collective[Any, Any] | None":
+    """Return the collective of this library behind a function, its nonblocking form or bound arguments; else None."""
+    while isinstance(given, partial):
+        given = given.func
+    known = given if isinstance(given, Collective) else getattr(given, "collective", None)
+    return known if isinstance(known, Collective) else None
 
 
 def with_votes(given: Any) -> Any:
@@ -258,11 +272,8 @@ def with_votes(given: Any) -> Any:
     That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted (`unpack_sum`). A
     function that is not a collective of this library is returned unchanged. Raises ValueError for other collectives.
     """
-    function = given
-    while isinstance(function, partial):
-        function = function.func
-    known = function if isinstance(function, Collective) else getattr(function, "collective", None)
-    if not isinstance(known, Collective) or get_origin(signature(known).return_annotation) is list:
+    known = declared_by(given)
+    if known is None or get_origin(signature(known).return_annotation) is list:
         return given
     if "votes" in signature(known).parameters:
         return partial(given, votes=True)

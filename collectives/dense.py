@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@collective()
+@collective(gives_sum=True, takes_arrays=True)
 def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce.
 

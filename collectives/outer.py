@@ -284,7 +284,12 @@ class OuterLoop:
             raise ValueError(f'clip is {self.clip!r}: expected "median" or None')
         if anchor not in ("beside", "host"):
             raise ValueError(f'anchor is {anchor!r}: expected "beside" or "host"')
-        feedback = self.exchange.feedback
+        feedback, exchange = self.exchange.feedback, self.exchange
+        if exchange.basis is not None or exchange.average == "sign":
+            raise ValueError(
+                f"the exchange has basis={exchange.basis!r} and average={exchange.average!r}: expected no basis, and a "
+                "mean; neither has been measured with local steps"
+            )
         if feedback.in_place or feedback.has_dense_result:  # needs the pseudo-gradient's buffer, or has no sparse mean
             raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
+from mpicomp.bases import Basis
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.segments import Segments
 from mpicomp.feedback import Feedback, TwoWay
@@ -30,8 +31,8 @@ class Bucket:
     """Tensors that are one vector: constant, but for the state that outlives a step.
 
     names: of the segments: [ALONE] for one, else those of the tensors. compressors, downlinks: one for each segment,
-    the latter of the mean; None for none. dense: the vector is sent as an array. root: the rank at which the downlink
-    compresses.
+    the latter of the mean. dense: the vector is sent as an array. basis: in which each segment is compressed, and its
+    residual kept; None for the values themselves.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Bucket:
         downlinks: Sequence[Compressor] = (),
         *,
         dense: bool = False,
+        basis: Basis | None = None,
     ) -> None:
         self.names, self.tensors, self.feedback, self.downlink, self.dense = names, tensors, feedback, downlink, dense
+        self.basis = basis
         self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
         self.edges = self.bounds if list(names) != [ALONE] else [0, self.bounds[-1]]
         shown = [None] if list(names) == [ALONE] else names
@@ -79,6 +82,32 @@ class Bucket:
         if self._buffer is None:
             self._buffer = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
         return np.concatenate(parts, out=self._buffer)
+
+    def forward(self, gradient: Gradient) -> Array:
+        """Return the coefficients of a gradient in the basis, segment by segment, in a buffer of the bucket."""
+        parts = gradient if isinstance(gradient, list) and len(gradient) == len(self.names) else None
+        vector = gradient if not isinstance(gradient, list) else np.concatenate(gradient) if parts is None else None
+        if self._buffer is None:
+            self._buffer = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
+        for place, (first, end) in enumerate(pairwise(self.edges)):
+            part = vector[first:end] if parts is None else parts[place]  # type: ignore[index]
+            self.basis.forward(part, self._buffer[first:end])  # type: ignore[union-attr]
+        return self._buffer
+
+    def inverse(self, coefficients: Array) -> Array:
+        """Turn the coefficients of a mean into its values, in place, and return these."""
+        for first, end in pairwise(self.edges):
+            part = coefficients[first:end]
+            self.basis.inverse(part, part)  # type: ignore[union-attr]
+        return coefficients
+
+    def check_vector(self, vector: Array) -> None:
+        """Raise ValueError that names the segment if a value of a vector is not finite."""
+        try:
+            kernels_for(vector).raise_not_finite(vector)
+        except ValueError:
+            self.compressor.raise_not_finite(0, len(self.names), vector)
+            raise
 
     def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""

@@ -87,7 +87,7 @@ class Replica:
         for span, theta in zip(self._spans, self._thetas, strict=True):
             theta -= anchor[span]
 
-    def move(self, mean: SparseVector, rate: float, momentum: float, *, nesterov: bool) -> None:
+    def move(self, mean: SparseVector | Array, rate: float, momentum: float, *, nesterov: bool) -> None:
         """Take the outer step of the anchor."""
         if self.velocity is None:
             _add(mean, -rate, self.anchor)
@@ -150,8 +150,13 @@ def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
     return first
 
 
-def _add(vector: SparseVector, scale: float, array: Array) -> None:
+def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
     """Add `scale` times a vector to an array, possibly on another device, in pieces, to allocate little memory."""
+    if not isinstance(vector, SparseVector):
+        for piece in _pieces(array.size):
+            part = beside(vector[piece], array)
+            array[piece] += part if scale == 1 else (part * part.dtype.type(scale)).astype(array.dtype, copy=False)
+        return
     for piece in _pieces(vector.nnz):
         indices, values = beside(vector.indices[piece], array), beside(vector.values[piece], array)
         signed = SparseVector(indices, values if scale > 0 else -values, vector.length)

@@ -356,6 +356,13 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
     return SparseVector.trusted(np.concatenate(indices), np.concatenate([part.values for part in vectors]), length)
 
 
+def whole(array: Array) -> SparseVector:
+    """Return the vector with an entry for each value of a dense one, zero or not."""
+    return SparseVector.trusted(
+        kernels_for(array).consecutive(0, array.size, index_dtype(array.size)), array, array.size
+    )
+
+
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
     """Return the number of entries before each of increasing positions, from 0 to the length of the vector."""
     edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)

@@ -32,7 +32,7 @@ keeps the residual and writes the mean, and smaller again for a training step (-
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network 1.5e-6,24e9 --per-node 8
+mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network 200gbit:2us --per-node 8
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each

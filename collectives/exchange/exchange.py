@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,22 +11,23 @@ from numpy.typing import NDArray
 
 from collectives.agreement import gather_objects
 from collectives.allreduce import sparse_allreduce
-from collectives.collective import nonblocking_sum, with_votes
+from collectives.collective import declared_by, nonblocking_sum, with_votes
+from collectives.exchange.flight import CONTRIBUTORS, OPERATION, Collectives
 from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.statistics import Statistics, report
-from collectives.exchange.step import CONTRIBUTORS, OPERATION, Step
+from collectives.exchange.step import Step
 from collectives.faults.ledger import accounts, balance, name_step
 from collectives.plan import CyclicLeader
 from collectives.rooted import server_halves, sparse_reduce
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
+from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket, load_whole_state, restored_on_error, set_back, whole_state
-from mpicomp.compressors import Compressor
+from mpicomp.compressors import Compressor, Dense
 from mpicomp.errors import CollectiveError, StepSkippedError
 from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
 from mpicomp.redistribution import redistributed
 from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, form_of, in_form, outs_by_name
-from mpicomp.vector import SparseVector
 
 
 class GradientExchange:
@@ -68,13 +70,14 @@ class GradientExchange:
     def __init__(
         self,
         comm: Any,
-        compressor: Compressor | Choose,
+        compressor: Compressor | Choose | None = None,
         feedback: Feedback | None = None,
         collective: Callable[[Any, Any], Any] | None = None,
         *,
         average: bool | str = True,
         downlink: TwoWay | None = None,
-        small: int = 1024,
+        basis: Basis | None = None,
+        small: int | None = None,
         bucket_nbytes: int = 2**25,
         nonfinite: str = "raise",
         log: Callable[[Statistics], None] | None = None,
@@ -82,14 +85,20 @@ class GradientExchange:
         feedback = ErrorFeedback() if feedback is None else feedback
         check_communicator(comm)
         collective = collective or (sparse_allreduce if downlink is None else sparse_reduce)
-        voted = with_votes(collective) if average == CONTRIBUTORS else collective
-        self._collectives = (nonblocking_sum(voted), None) if downlink is None else server_halves(voted)
+        self._collectives = _functions(collective, downlink, average)
+        takes_arrays = self._collectives.takes_arrays
+        if compressor is None and takes_arrays:
+            compressor = Dense()
+        if small is None:  # arrays need no exception, and in a basis small tensors are as good as others
+            small = 0 if takes_arrays or basis is not None else 1024
         self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
+        self.basis = basis
         self.steps = self.skipped = 0  # that were kept, and skipped
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
         self._total: Statistics | None = None  # of all steps
-        self._layout = Layout(compressor, feedback, downlink, small, bucket_nbytes, average, nonfinite)
+        rest = average, nonfinite, basis, takes_arrays
+        self._layout = Layout(compressor, feedback, downlink, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
         self._checked = checking.asked()
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
@@ -185,7 +194,7 @@ class GradientExchange:
         self._begin()
         return self._run(DICT, sparse)
 
-    def finish_vectors(self) -> list[SparseVector]:
+    def finish_vectors(self) -> list[Any]:
         """Complete the step as `finish` does, and return the mean of each of `buckets`; none if the step is skipped."""
         step = self._begin()
         self._run(DICT, True, "vectors")
@@ -393,3 +402,14 @@ class GradientExchange:
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
             warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)
+
+
+def _functions(collective: Any, downlink: TwoWay | None, average: bool | str) -> Collectives:
+    """Return the functions that an exchange calls for a collective; raises for one that it cannot use."""
+    known = declared_by(collective)
+    voted = with_votes(collective) if average == CONTRIBUTORS else collective
+    if downlink is not None:
+        return Collectives(*server_halves(voted))
+    takes_arrays = known is not None and known.takes_arrays
+    rounds = takes_arrays and "out" in signature(known).parameters  # type: ignore[arg-type]
+    return Collectives(nonblocking_sum(voted), None, takes_arrays, rounds)

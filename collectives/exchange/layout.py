@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.agreement import check_same, gather_objects
-from collectives.exchange.step import CONTRIBUTORS, OPERATION
+from collectives.exchange.flight import CONTRIBUTORS, OPERATION, SIGN
+from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
@@ -41,6 +42,8 @@ class Layout:
     bucket_nbytes: int
     average: bool | str
     nonfinite: str
+    basis: Basis | None
+    takes_arrays: bool  # the collective sums dense arrays
 
     def __post_init__(self) -> None:
         check_number("small", self.small, least=0)
@@ -48,8 +51,8 @@ class Layout:
         given: Any = self.downlink
         if not isinstance(given, TwoWay | None):
             raise TypeError(f"downlink is {given!r}: expected an object such as TwoWay(TopK(density=0.01)), or None")
-        if self.average not in (True, False, CONTRIBUTORS):
-            raise ValueError(f"average is {self.average!r}: expected True, False or {CONTRIBUTORS!r}")
+        if self.average not in (True, False, CONTRIBUTORS, SIGN):
+            raise ValueError(f"average is {self.average!r}: expected True, False, {CONTRIBUTORS!r} or {SIGN!r}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {self.nonfinite!r}: expected 'raise' or 'skip'")
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # what it chooses is checked then
@@ -58,6 +61,24 @@ class Layout:
         if self.average == CONTRIBUTORS and self.feedback.has_dense_result:
             raise ValueError(f"{self.feedback!r} keeps the mean over all ranks: expected average=True or False with it")
 
+        self._check_basis()
+        if self.takes_arrays and not isinstance(compressor.chain()[-1], Dense):
+            raise ValueError(
+                f"compressor is {compressor!r}, and the collective sums all values of arrays: expected Dense(), or a "
+                "collective of sparse vectors such as sparse_allreduce"
+            )
+
+    def _check_basis(self) -> None:
+        """Raise TypeError or ValueError for a basis that cannot be, or that the feedback does not work in."""
+        given: Any = self.basis
+        if not isinstance(given, Basis | None):
+            raise TypeError(f"basis is {given!r}: expected an object such as Hadamard(chunk=256), or None")
+        if given is not None and (self.feedback.in_place or not self.feedback.sends_gradients):
+            raise ValueError(
+                f"got basis={given!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
+                "feedback such as ErrorFeedback()"
+            )
+
     @property
     def down(self) -> Compressor | None:
         """The compressor of the downlink; None without one."""
@@ -65,7 +86,8 @@ class Layout:
 
     def settings(self, comm: Any) -> dict[str, Any]:
         """Return the settings that a saved state is compared by, besides the parts of each segment; the rank first."""
-        return {"rank": comm.rank, "ranks": comm.size, "average": self.average, "small": self.small}
+        place = {"rank": comm.rank, "ranks": comm.size}
+        return place | {"average": self.average, "small": self.small, "basis": self.basis}
 
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
@@ -99,11 +121,11 @@ class Layout:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # no tensor yet: none was chosen
         downlinks = [] if self.down is None else [self.down]
-        return Bucket([ALONE], tensors, [compressor], self.feedback, self.downlink, downlinks)
+        return Bucket([ALONE], tensors, [compressor], self.feedback, self.downlink, downlinks, basis=self.basis)
 
     def _settings(self, form: str) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, as text; compressors and feedback may differ."""
-        names = "average", "small", "bucket_nbytes", "downlink", "nonfinite"
+        names = "average", "small", "bucket_nbytes", "downlink", "nonfinite", "basis"
         return {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
 
     def _compressor(self, tensor: Tensor) -> Compressor:
@@ -131,13 +153,14 @@ class Layout:
         by_dtype = [[each for each in small if each.dtype == dtype] for dtype in {each.dtype: None for each in small}]
         buckets = []
         for number, some in enumerate(parts + by_dtype):
-            dense = number >= len(parts)
+            dense, names = number >= len(parts), [each.name for each in some]
             downlink = None if dense else deepcopy(self.downlink)
             if downlink is not None:
                 downlink.root = number % ranks
-            names, downlinks = [each.name for each in some], [deepcopy(self.down) for _ in some if downlink is not None]
-            own = [compressors[name] for name in names]
-            buckets.append(Bucket(names, some, own, deepcopy(self.feedback), downlink, downlinks, dense=dense))  # type: ignore[arg-type]
+            downlinks = [deepcopy(downlink.compressor) for _ in some] if downlink is not None else []
+            more: dict[str, Any] = {"dense": True} if dense else {"basis": self.basis}
+            own, feedback = [compressors[name] for name in names], deepcopy(self.feedback)
+            buckets.append(Bucket(names, some, own, feedback, downlink, downlinks, **more))
         return buckets
 
 

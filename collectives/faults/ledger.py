@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mpicomp.bucket import Bucket
 from mpicomp.checking import dense_mass, is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
-from mpicomp.vector import SparseVector, split
+from mpicomp.vector import SparseVector, split, whole
 
 Array = NDArray[Any]
 
@@ -29,11 +29,11 @@ class Account:
 
     def expect(self, gradient: Any) -> None:
         """Store a copy of the vector to compress."""
-        self._expected = self._bucket.feedback.correct(gradient).copy()
+        self.expected = self._bucket.feedback.correct(gradient).copy()
 
     def check_input(self, corrected: Array) -> None:
         """Raise CheckError if a compressor changed its input."""
-        different = np.flatnonzero(self._expected != corrected)
+        different = np.flatnonzero(self.expected != corrected)
         if different.size:
             bounds, names = self._bucket.edges, self._bucket.names
             place = int(np.searchsorted(bounds, different[0], side="right")) - 1
@@ -49,8 +49,8 @@ class Account:
         homes: Sequence[Array],
         sent: SparseVector,
         rejected: SparseVector | None,
-        mean: SparseVector,
-        total: SparseVector | None,
+        mean: SparseVector | Array,
+        total: SparseVector | Array | None,
     ) -> None:
         """Account for a step that was committed."""
         bucket, feedback = self._bucket, self._bucket.feedback
@@ -62,11 +62,12 @@ class Account:
                 fault = f"{what} is not finite after the step"
         nothing = [None] * len(bucket.names)
         back = nothing if rejected is None else split(rejected, bucket.edges)
+        total = total if total is None or isinstance(total, SparseVector) else whole(total)
         sums = nothing if total is None else split(total, bucket.edges)
         spans, parts = pairwise(bucket.edges), split(sent, bucket.edges)
         for name, (first, end), mine, returned, received in zip(bucket.names, spans, parts, back, sums, strict=True):
             if residual is not None:
-                left = dense_mass(self._expected[first:end].astype(np.float64) - residual[first:end])
+                left = dense_mass(self.expected[first:end].astype(np.float64) - residual[first:end])
             else:
                 left = mass(mine)
                 if returned is not None:

@@ -1,7 +1,6 @@
 """What `attach` and `attach_fsdp` share: the handle with the state of the exchange, and the checks on all ranks."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -89,7 +88,7 @@ class Handle:
         arrays = to_arrays(state)
         left = int(arrays.pop(_DENSE_STEPS, self._dense_steps))
         if not any(name.startswith("module.") for name in self._names.values()):
-            arrays = {_without_module(key): array for key, array in arrays.items()}
+            arrays = {key.removeprefix("module."): array for key, array in arrays.items()}
         return arrays, left
 
     def _read_scale(self) -> None:
@@ -180,8 +179,3 @@ def trainable(model: Any) -> Iterator[tuple[str, Any]]:
 def local_shard(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a DTensor, and other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _without_module(key: str) -> str:
-    """Return the key of a state without `module.` before the names of parameters, which are joined by plus signs."""
-    return re.sub(r"(^|(?<!\\)\+)module\.", r"\1", key)

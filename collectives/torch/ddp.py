@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.dense import dense_iallreduce
 from collectives.exchange import GradientExchange
+from collectives.exchange.flight import SIGN
 from collectives.torch.common import Handle, after_backward, check_scaler, on_all_ranks, trainable
 from collectives.torch.start import check_launcher
 from mpicomp.compressors.common import check_number
@@ -155,7 +156,9 @@ class DDPHandle(Handle):
             for bucket in buckets:
                 bucket.buffer.fill_(math.nan)
         for bucket in buckets:
-            if self._scale != 1:
+            if skipped and self._scaler is not None:
+                bucket.buffer.fill_(math.nan)  # for the scaler, which then skips the step as well
+            elif self._scale != 1:
                 bucket.buffer.mul_(self._scale)
             if self._may_skip:
                 self._set_unused(bucket)
@@ -176,7 +179,8 @@ class DDPHandle(Handle):
         if self.is_dense:
             ranks = self.exchange.comm.size if self.exchange.average else 1
             for bucket, request in zip(buckets, sums, strict=True):
-                bucket.buffer.copy_(request.wait().div_(ranks))
+                mean = request.wait().div_(ranks)
+                bucket.buffer.copy_(mean.sign_() if self.exchange.average == SIGN else mean)
             self._dense_steps = max(0, self._dense_steps - 1)
             return False
         means = self.exchange.finish()

@@ -87,9 +87,10 @@ class FSDPHandle(Handle):
                 if parameter.grad is not None:
                     local_shard(parameter.grad).fill_(math.nan)
             raise
-        drops = self._scaler is None and not self.exchange.finite
+        skipped = not self.exchange.finite
+        drops, factor = skipped and self._scaler is None, math.nan if skipped else self._scale
         for name, parameter in self._parameters.items():
-            mean = means[name] if self._scale == 1 else means[name].mul_(self._scale)
+            mean = means[name] if factor == 1 else means[name].mul_(factor)  # NaN: the scaler skips the step as well
             if drops:
                 parameter.grad = None
             elif parameter.grad is None:

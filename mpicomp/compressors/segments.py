@@ -133,16 +133,16 @@ class Segments(Compressor):
         except Exception as error:
             name = self.names[first] if end - first == 1 else None
             if isinstance(error, ValueError) and end - first > 1:
-                self._raise_not_finite(first, end, vector)
+                self.raise_not_finite(first, end, vector)
             if name is not None and error.args and isinstance(error.args[0], str):
                 error.args = (f"in {name}: {error.args[0]}", *error.args[1:])
             raise
 
-    def _raise_not_finite(self, first: int, end: int, vector: Array) -> None:
+    def raise_not_finite(self, first: int, end: int, vector: Array) -> None:
         """Raise ValueError that names the first value that is not finite, by segment and its index there."""
         start = self.bounds[first]
         for name, (low, high) in zip(self.names[first:end], pairwise(self.bounds[first : end + 1]), strict=True):
             try:
                 kernels_for(vector).raise_not_finite(vector[low - start : high - start])
             except ValueError as error:
-                raise ValueError(f"in {name}: {error}") from None
+                raise ValueError(str(error) if name is None else f"in {name}: {error}") from None

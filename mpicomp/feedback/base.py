@@ -89,8 +89,11 @@ class Feedback(Configured):
             self._spares[name], self._arrays[name] = self._arrays[name], self._spares[name]
         self._begun, self._settled, self._writes = True, (), []
 
-    def result(self, mean: SparseVector) -> SparseVector | Array:
-        """Return the result of the exchange, after `commit`: the mean, or a read-only dense array (n,)."""
+    def result(self, mean: SparseVector | Array) -> SparseVector | Array:
+        """Return the result of the exchange, after `commit`: the mean, or a read-only dense array (n,).
+
+        mean: sparse, or dense if all values were sent.
+        """
         return mean
 
     @property

@@ -105,7 +105,7 @@ class EF21(Feedback):
         self._settled = self._varying
         return ()
 
-    def result(self, mean: SparseVector) -> Array:
+    def result(self, mean: SparseVector | Array) -> Array:
         """Return h, a dense gradient."""
         return self._arrays["aggregate"]
 

@@ -182,9 +182,9 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
         for chunk in 64, 256, 1024, 4096:
             name = f"hadamard {size} of {chunk}, forward and inverse, threads={number}"
             yield name, partial(forward_and_inverse, chunk, number), {"two copies": copy_twice}, values
-    chunks = values[: length // 256 // 8 * 256]  # an eighth: a product takes long
+    chunks = rng.standard_normal(max(1, length // 2048) * 256, np.float32)  # an eighth: a product takes long
     product: Mapping[str, Call] = {"the product of BLAS": lambda: chunks.reshape(-1, 256) @ cosine}
-    yield f"cosine transform {size} / 8 of 256", partial(multiplied, chunks, cosine, out), product, chunks
+    yield f"cosine transform {size} / 8 of 256", partial(multiplied, chunks, cosine, np.empty_like(chunks)), product, chunks
     yield (
         f"signs {size}",
         partial(host.signs, out, **ONE),
@@ -262,7 +262,7 @@ def dense(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
 
 def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
     """Every value in few bits, in blocks of 256, against NumPy's passes for 8 bits and for a sum."""
-    values, residual = (rng.standard_normal(length // 256 * 256, np.float32) for _ in range(2))
+    values, residual = (rng.standard_normal(-(-length // 256) * 256, np.float32) for _ in range(2))
     out, rows = np.empty_like(values), values.reshape(-1, 256)
 
     def by_numpy() -> Array:

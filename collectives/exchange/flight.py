@@ -1,0 +1,318 @@
+"""A bucket in a step: compressed and started, its sum received, and committed.
+
+Everything that can fail on one rank is in `start`, `pass_down` and `settle`. `commit` follows and cannot fail, except
+in the conversion of means to another library's arrays: it writes to allocated memory, and swaps. Before it no state
+that outlives the step changes, except compressors, whose earlier attributes are in `snapshot`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.agreement import raise_together
+from collectives.collective import unpack_sum
+from collectives.dense import dense_iallreduce
+from collectives.faults import ledger
+from collectives.runtime.engine import Request
+from collectives.votes import contributors
+from mpicomp.arrays import kernels_for
+from mpicomp.bucket import Bucket
+from mpicomp.errors import NotFiniteError
+from mpicomp.feedback.base import check_range
+from mpicomp.outputs import Outputs
+from mpicomp.vector import SparseVector, split, whole
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Any]  # of any kind, by name
+Mean = SparseVector | Array
+
+OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
+CONTRIBUTORS, SIGN = "contributors", "sign"  # average: by the number of ranks that sent an entry; the mean's sign
+
+
+class Collectives(NamedTuple):
+    """The functions of an exchange: the sum, and in a server exchange the broadcast of the mean.
+
+    takes_arrays: the sum is of dense arrays. rounds: it returns (sum, rejected), and writes to arrays given as `out`.
+    """
+
+    sum: Callable[..., Any]
+    broadcast: Callable[..., Any] | None = None
+    takes_arrays: bool = False
+    rounds: bool = False
+
+
+SMALL = Collectives(dense_iallreduce, takes_arrays=True)  # of tensors too small to be compressed
+
+
+class Flight:
+    """A bucket in a step: owns the arrays of its vector until the step ends."""
+
+    def __init__(self, bucket: Bucket, collectives: Collectives, *, checked: bool, skips: bool) -> None:
+        self.bucket, self.length, self.snapshot = bucket, bucket.length, bucket.snapshot()
+        self._by = SMALL if bucket.dense else collectives
+        self.sent = self.received = self.rejected = self.nbytes = 0
+        self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0
+        self.total: Mean | None = None  # the sum over the ranks, where this rank gets it
+        self.outcome: Any = None  # a Request; what a collective that blocks returned; or why the step is skipped
+        self.account: Any = ledger.Account(bucket) if checked else None  # of the debug mode
+        self._refused = NotFiniteError if skips else ValueError if checked else None  # for what is not finite
+        self.homes: list[Array] = []  # the gradients' own arrays, where they hold the residual
+        self._changes: list[tuple[Array, SparseVector]] = []  # to be added to these
+        self._outputs = Outputs(bucket.tensors, bucket.bounds, {})
+        self._serves = False  # on the root, once it has compressed the mean
+
+    def start(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None = None) -> None:
+        """Compress this rank's gradients, and start the collective; `wait` raises an error of this rank, on all ranks.
+
+        error: of a rank that failed before; it is contributed in place of a vector.
+        """
+        with self._clocked("compress_seconds"):
+            contribution, options = self._compressed(arrays, outs, comm, error)
+        with self._clocked("communicate_seconds"):
+            try:
+                self.outcome = self._by.sum(contribution, comm, **options)
+            except Exception as raised:
+                if raised is contribution:  # the frames of the collective would hold it, and it the gradient
+                    raised.__traceback__ = None
+                raise
+            finally:
+                del contribution
+
+    def _compressed(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None) -> tuple[Any, Any]:
+        """Return the collective's input and options, or this rank's error, without its traceback and its frames."""
+        bucket, root = self.bucket, {} if self.bucket.root is None else {"root": self.bucket.root}
+        try:
+            if error is None:
+                gradient = self._take(arrays, outs)
+        except Exception as raised:  # whatever it is: the other ranks must learn of it
+            error = raised.with_traceback(None)
+        if bucket.compressor.communicates:
+            raise_together(error, comm, OPERATION)
+        try:
+            if error is not None:
+                return error, root
+            if self.account is not None:
+                self.account.expect(gradient)
+            if self._by.takes_arrays:
+                return self._corrected_array(gradient)
+            self._corrected, self._sent = bucket.feedback.compress(gradient, bucket.compressor)
+            if self.account is not None:
+                self.account.check_input(self._corrected)
+            self.sent, self.nbytes = self._sent.nnz, self._sent.nbytes
+            return self._sent, root
+        except Exception as raised:
+            return self._explained(raised, arrays).with_traceback(None), root
+        finally:
+            del error
+
+    def _take(self, arrays: Arrays, outs: Arrays) -> Any:
+        """Return this rank's gradients as a vector or its parts, and store views of the output buffers."""
+        bucket = self.bucket
+        self._outputs = Outputs(bucket.tensors, bucket.bounds, outs)
+        if bucket.feedback.in_place:
+            self.homes = [tensor.residual_in(arrays.get(tensor.name)) for tensor in bucket.tensors]
+        gradient = bucket.take(arrays)
+        if self._refused is not None:
+            bucket.check_finite(arrays, self._refused)
+        return gradient if bucket.basis is None else bucket.forward(gradient)
+
+    def _corrected_array(self, gradient: Any) -> tuple[Array, dict[str, Any]]:
+        """Return the corrected gradient, of which all values are sent, and where the collective writes its results.
+
+        What it rejects replaces the values, and so becomes the residual, unless others need them.
+        """
+        self._corrected, feedback = self.bucket.feedback.correct(gradient), self.bucket.feedback
+        self.bucket.check_vector(self._corrected)
+        self.sent, self.nbytes = self.length, self._corrected.nbytes
+        self._is_spare = self._corrected is not gradient and not feedback.has_dense_result
+        if not self._by.rounds:
+            return self._corrected, {}
+        spare = self._corrected if self._is_spare else np.empty_like(self._corrected)
+        return self._corrected, {"out": (np.empty_like(self._corrected), spare)}
+
+    def _explained(self, error: Exception, arrays: Arrays) -> Exception:
+        """Return the error; of coefficients, one that names the gradient with a value that is not finite."""
+        if isinstance(error, ValueError) and self.bucket.basis is not None:
+            try:
+                self.bucket.check_finite(arrays, ValueError)
+            except ValueError as found:
+                return found
+        return error
+
+    def test(self) -> bool:
+        """Advance the collective, without waiting; return whether it has ended."""
+        return self.outcome.test() if isinstance(self.outcome, Request) else True
+
+    def wait(self) -> Any:
+        """Return the result of the collective; if it fails, it raises on all ranks."""
+        with self._clocked("communicate_seconds"):
+            if isinstance(self.outcome, Exception):
+                raise self.outcome
+            return self.outcome.wait() if isinstance(self.outcome, Request) else self.outcome
+
+    def has_failed(self) -> bool:
+        """Wait for the collective, and return whether it failed, the same on all ranks."""
+        if isinstance(self.outcome, Request) and not self.outcome.failed:  # to raise it again would add this frame
+            with suppress(Exception):
+                self.outcome.wait()
+        return self.outcome.failed if isinstance(self.outcome, Request) else isinstance(self.outcome, Exception)
+
+    def pass_down(self, comm: Any, *, average: bool | str) -> None:
+        """Start the broadcast of the mean that the root's downlink compressed; all raise an error of the root."""
+        if self._by.broadcast is None:
+            return
+        passed: Any = SparseVector.empty(
+            0, self._corrected.dtype, beside=self._corrected
+        )  # on the device of the result
+        if comm.rank == self.bucket.root:
+            try:
+                mean, _, _ = self._sparse_mean(comm.size, average=average)
+                self._serves = True
+                with self._clocked("compress_seconds"):
+                    passed = self.bucket.compress_mean(mean)
+            except Exception as raised:  # whatever it is: the other ranks must learn of it
+                passed = raised.with_traceback(None)
+        try:
+            self.outcome = self._by.broadcast(passed, comm, self.bucket.root)
+        finally:
+            del passed
+
+    def settle(self, ranks: int, *, average: bool | str, form: str) -> None:
+        """Prepare to commit the mean (or sum). form: of the results, "dense", "sparse" or "vectors"."""
+        with self._clocked("restore_seconds"):
+            self._check_form(form)
+            if self._by.takes_arrays:
+                added = self._settle_array(ranks, average=average)
+            else:
+                added = self._settle_vector(ranks, average=average)
+            for changes in added:
+                self._changes += zip(self.homes, split(changes, self.bucket.bounds), strict=True)
+            self._form, self._is_sign = form, average == SIGN
+            self._result: Mean | None = self.mean
+            if form == "dense":
+                self._result = None if self.bucket.feedback.has_dense_result else self._in_values(self.mean)
+                self._outputs.prepare(self._result)
+            elif form == "sparse":
+                signs = self.mean if not self._is_sign else self.mean.with_values(np.sign(self.mean.values))
+                self._means = split(signs, self.bucket.bounds)
+
+    def _check_form(self, form: str) -> None:
+        """Raise ValueError if there is no sparse mean, or no buffer that it could be written to."""
+        if form == "dense":
+            return
+        if self.bucket.feedback.has_dense_result:
+            raise ValueError(f"{type(self.bucket.feedback).__name__} returns a dense gradient: expected sparse=False")
+        if form == "sparse" and (self.bucket.basis is not None or (self._by.takes_arrays and self._by.rounds)):
+            what = f"in the basis {self.bucket.basis!r} a mean" if self.bucket.basis else "the mean of dense arrays"
+            raise ValueError(f"got sparse=True, and {what} has all values: expected sparse=False")
+        if self._outputs.is_given:
+            raise ValueError("got out= and sparse=True: a sparse mean is returned, and not written to an array")
+
+    def _settle_vector(self, ranks: int, *, average: bool | str) -> Any:
+        """Store the mean of sparse vectors, and return what feedback in place adds to the gradients."""
+        bucket = self.bucket
+        if bucket.root is None:
+            self.mean, rejected, votes = self._sparse_mean(ranks, average=average)
+        else:
+            self.mean, rejected, votes = self.wait(), None, None
+            self.received = max(self.received, self.mean.nnz)
+        self.rejected = rejected.nnz if rejected is not None else 0
+        if bucket.compressor.observes:
+            bucket.compressor.observe(self.mean, None if votes is None else votes / ranks)
+        self._returned = rejected
+        return bucket.feedback.settle(self._corrected, self._sent, rejected, self.mean)
+
+    def _sparse_mean(
+        self, ranks: int, *, average: bool | str
+    ) -> tuple[SparseVector, SparseVector | None, Array | None]:
+        """Return the mean or the sum, the rejected entries, and the votes, from the result of the collective."""
+        counting = self.bucket.compressor.observes or average == CONTRIBUTORS
+        total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
+        if average == CONTRIBUTORS:
+            values = total.values / contributors(total, votes, ranks, self.bucket.compressor.whole)
+        else:
+            values = total.values / ranks if average else total.values
+        mean = total.with_values(values.astype(self._corrected.dtype, copy=False))
+        check_range(mean, "sum over the ranks")
+        mean.check_order(mean.length)
+        self.total = total
+        return mean, rejected, votes
+
+    def _settle_array(self, ranks: int, *, average: bool | str) -> Any:
+        """Store the mean of arrays, and return what feedback in place adds to the gradients."""
+        outcome, corrected, nothing = (
+            self.wait(),
+            self._corrected,
+            SparseVector.empty(self.length, self._corrected.dtype),
+        )
+        total, rejected = outcome if self._by.rounds else (outcome, None)
+        spare = None if self.account is not None else total  # the account needs the sum
+        self.mean = mean = np.divide(total, ranks, out=spare) if average else total
+        check_range(mean, "sum over the ranks")
+        self.total = total if self.account is not None else None
+        self.received, self.rejected = self.length, 0 if rejected is None else self.length
+        if self.account is not None:
+            self._sent = whole(self.account.expected)
+            self._returned = None if rejected is None else whole(rejected.copy())
+        if not self._is_spare:
+            back = None if rejected is None else whole(rejected)
+            return self.bucket.feedback.settle(corrected, whole(corrected), back, whole(mean))
+        if rejected is None:
+            kernels_for(corrected).clear(corrected)
+        nothing = SparseVector.empty(self.length, corrected.dtype, beside=corrected)
+        return self.bucket.feedback.settle(corrected, nothing, None, nothing)  # what was rejected is in its place
+
+    def _in_values(self, mean: Mean) -> Mean:
+        """Return a mean, out of the basis if there is one, and its sign if that is asked for."""
+        if self.bucket.basis is not None:
+            dense = mean.to_dense() if isinstance(mean, SparseVector) else mean.copy()
+            mean = self.bucket.inverse(dense)
+            check_range(mean, "mean out of the basis")
+        elif self._is_sign and self.bucket.feedback.has_dense_result:
+            mean = mean.copy()  # type: ignore[union-attr]
+        if not self._is_sign:
+            return mean
+        if isinstance(mean, SparseVector):
+            return mean.with_values(np.sign(mean.values))
+        kernels_for(mean).signs(mean)
+        return mean
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's arrays that `commit` writes to."""
+        return [*self.homes, *self._outputs.written]
+
+    def commit(self) -> dict[str, Any]:
+        """Keep the entries that were not sent, and return the results by name; none for "vectors"."""
+        bucket = self.bucket
+        with self._clocked("restore_seconds"):
+            bucket.feedback.commit()
+            if self._serves and bucket.downlink is not None:
+                bucket.downlink.commit()
+            for home, changes in self._changes:
+                kernels_for(home).scatter_add(home, changes.indices, changes.values)
+            if self.account is not None:
+                self.account.close(self.homes, self._sent, self._returned, self.mean, self.total)
+            if self._form == "dense":
+                result = self._result
+                return self._outputs.write(
+                    self._in_values(bucket.feedback.result(self.mean)) if result is None else result
+                )
+            return dict(zip(bucket.names_of_tensors, self._means, strict=True)) if self._form == "sparse" else {}
+
+    def skip(self, *, sparse: bool) -> dict[str, Any]:
+        """Return the results of a skipped step by name: zeros, or with `sparse` empty vectors."""
+        if sparse:
+            return {each.name: each.nothing for each in self.bucket.tensors}
+        return self._outputs.clear()
+
+    @contextmanager
+    def _clocked(self, name: str) -> Iterator[None]:
+        began = perf_counter()
+        yield
+        vars(self)[name] += perf_counter() - began
