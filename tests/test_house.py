@@ -110,12 +110,12 @@ def code_of(*folders):
 
 def test_the_exchange_is_small():
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "collectives" / "exchange").rglob("*.py"))
-    assert lines <= 1074  # skipped steps, states of any number of ranks, contributors, and the server exchange
+    assert lines <= 1140  # skipped steps, states, contributors, the server exchange, bases, sums of dense arrays
     trees = code_of("collectives/exchange").values()
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     (exchange,) = (node for node in classes if node.name == "GradientExchange")
     methods = [node.name for node in exchange.body if isinstance(node, ast.FunctionDef)]
-    assert len(methods) <= 24, methods
+    assert len(methods) <= 26, methods
 
 
 def test_contracts_are_classes_and_not_guessed_from_attributes():

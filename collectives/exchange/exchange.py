@@ -41,14 +41,20 @@ class GradientExchange:
     exception as the vector, and all ranks have to raise. It returns the same sum on all ranks: a SparseVector, (sum,
     rejected), (sum, votes), a list of every rank's vector, or a Request for these.
 
+    Or a collective of dense arrays with `Dense()`, which None stands for then: `quantised_allreduce`, with its bits
+    bound, whose `rejected` is the next residual, or `dense_allreduce`.
+
     average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
-    number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count. Tensors that are sent dense
-    (small ones, and those of `Dense`) are divided by the number of ranks. downlink: compress the mean again, in a
-    server exchange: `sparse_reduce` to a root, which compresses the mean with a residual of its own, and `sparse_bcast`
-    of the result. The collective is then `sparse_reduce`, also if none is given. Each bucket of named tensors has
-    another root; small tensors are sent dense as without a downlink. small: named tensors with fewer values are sent
-    dense. bucket_nbytes: approximate size of the gradients in one message, in bytes. log: called with the `Statistics`
-    of each step that was kept; an error in it becomes a warning.
+    number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count; "sign" returns the sign of the
+    sum, 1, -1 or 0. Tensors that are sent dense (small ones, and those of `Dense`) are divided by the number of ranks.
+    basis: compress the coefficients of each tensor in an orthonormal basis, such as `Hadamard()`, and transform the
+    mean back: a dense array, also of few coefficients. The residual is in the basis. downlink: compress the mean again,
+    in a server exchange: `sparse_reduce` to a root, which compresses the mean with a residual of its own, and
+    `sparse_bcast` of the result. The collective is then `sparse_reduce`, also if none is given. Each bucket of named
+    tensors has another root; small tensors are sent dense as without a downlink. small: named tensors with fewer values
+    are sent dense; by default 1024, and 0 in a basis and for dense arrays. bucket_nbytes: approximate size of the
+    gradients in one message, in bytes. log: called with the `Statistics` of each step that was kept; an error in it
+    becomes a warning.
 
     nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN or an infinity, which takes one
     more pass over the gradients. Residuals do not change, all means are zero, so that an optimiser without momentum
@@ -60,6 +66,14 @@ class GradientExchange:
 
     >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
     [0.0, -3.0, 0.0, 2.0]
+
+    DeMo's update, for parameters -= rate * sign (see docs/feedback.md):
+
+    >>> demo = GradientExchange(
+    ...     comm, ChunkedTopK(k=1, chunk=4), ErrorFeedback(decay=0.999), basis=Hadamard(chunk=4), average="sign"
+    ... )
+    >>> demo(gradient).tolist()
+    [1.0, -1.0, -1.0, 1.0]
 
     With bins as AdaComp's authors use them:
 

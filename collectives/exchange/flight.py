@@ -198,7 +198,8 @@ class Flight:
                 self._result = None if self.bucket.feedback.has_dense_result else self._in_values(self.mean)
                 self._outputs.prepare(self._result)
             elif form == "sparse":
-                signs = self.mean if not self._is_sign else self.mean.with_values(np.sign(self.mean.values))
+                vector = self.mean if isinstance(self.mean, SparseVector) else whole(self.mean)
+                signs = vector.with_values(np.sign(vector.values)) if self._is_sign else vector
                 self._means = split(signs, self.bucket.bounds)
 
     def _check_form(self, form: str) -> None:
@@ -236,7 +237,7 @@ class Flight:
         if average == CONTRIBUTORS:
             values = total.values / contributors(total, votes, ranks, self.bucket.compressor.whole)
         else:
-            values = total.values / ranks if average else total.values
+            values = total.values / ranks if average is True else total.values
         mean = total.with_values(values.astype(self._corrected.dtype, copy=False))
         check_range(mean, "sum over the ranks")
         mean.check_order(mean.length)
@@ -252,7 +253,7 @@ class Flight:
         )
         total, rejected = outcome if self._by.rounds else (outcome, None)
         spare = None if self.account is not None else total  # the account needs the sum
-        self.mean = mean = np.divide(total, ranks, out=spare) if average else total
+        self.mean = mean = np.divide(total, ranks, out=spare) if average in (True, CONTRIBUTORS) else total
         check_range(mean, "sum over the ranks")
         self.total = total if self.account is not None else None
         self.received, self.rejected = self.length, 0 if rejected is None else self.length

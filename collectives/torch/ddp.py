@@ -177,7 +177,7 @@ class DDPHandle(Handle):
         sums, self._sums = self._sums, []
         self._raise_failed()
         if self.is_dense:
-            ranks = self.exchange.comm.size if self.exchange.average else 1
+            ranks = self.exchange.comm.size if self.exchange.average not in (False, SIGN) else 1
             for bucket, request in zip(buckets, sums, strict=True):
                 mean = request.wait().div_(ranks)
                 bucket.buffer.copy_(mean.sign_() if self.exchange.average == SIGN else mean)

@@ -84,7 +84,7 @@ def test_a_collective_that_does_not_give_all_ranks_the_sum_is_refused(comm, call
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"small": None}, "small is None: expected an integer of at least 0"),
+        ({"small": 1.5}, "small is 1.5: expected an integer of at least 0"),
         ({"small": -3}, "small is -3: expected an integer of at least 0"),
         ({"bucket_nbytes": 1.5}, "bucket_nbytes is 1.5: expected an integer of at least 0"),
     ],
@@ -162,7 +162,7 @@ def test_the_root_of_a_server_exchange_counts_what_it_compresses(comm, monkeypat
             now[0] += 5
             return super().compress(corrected)
 
-    monkeypatch.setattr("collectives.exchange.step.perf_counter", lambda: now[0])
+    monkeypatch.setattr("collectives.exchange.flight.perf_counter", lambda: now[0])
     exchange = GradientExchange(comm, TopK(k=7), downlink=TwoWay(Slow(k=3)))
     exchange(gradients(comm.rank, 0))
     assert exchange.statistics.compress_seconds == (5 if comm.rank == 0 else 0)

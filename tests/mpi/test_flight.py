@@ -226,6 +226,7 @@ def resident_bytes():
 
 
 @pytest.mark.exactly(4)
+@pytest.mark.slow
 def test_a_thousand_rounds_in_flight_leave_memory_flat_and_nothing_open(comm):
     vector, dense = contribution("random", comm.rank, comm.size), np.ones(1000)
 

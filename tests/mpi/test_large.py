@@ -28,6 +28,7 @@ SHORT = MPI.COMM_WORLD.allreduce(int(available() < NEEDED))  # all ranks collect
 
 @pytest.mark.skipif(SHORT > 0, reason=f"needs {NEEDED >> 30} GiB of free memory")
 @pytest.mark.exactly(2)
+@pytest.mark.slow
 def test_a_message_above_two_gibibytes(comm):
     """One row of 2^29 + 17 float32: 2 GiB and a little."""
     width = 2**29 + 17

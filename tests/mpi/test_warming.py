@@ -18,6 +18,7 @@ print(warm_up(MPI.COMM_SELF, ["float32"]))
 
 
 @pytest.mark.exactly(1)
+@pytest.mark.slow
 def test_a_cold_cache_is_filled_and_said_so_and_a_warm_one_is_read(comm, tmp_path):
     mpi = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "HYDRA_", "MPIR_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(mpi)}
