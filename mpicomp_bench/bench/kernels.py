@@ -184,18 +184,14 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
             yield name, partial(forward_and_inverse, chunk, number), {"two copies": copy_twice}, values
     chunks = rng.standard_normal(max(1, length // 2048) * 256, np.float32)  # an eighth: a product takes long
     product: Mapping[str, Call] = {"the product of BLAS": lambda: chunks.reshape(-1, 256) @ cosine}
-    yield f"cosine transform {size} / 8 of 256", partial(multiplied, chunks, cosine, np.empty_like(chunks)), product, chunks
+    multiply = partial(host.multiply_chunks, chunks, cosine, np.empty_like(chunks), **ONE)
+    yield f"cosine transform {size} / 8 of 256", multiply, product, chunks
     yield (
         f"signs {size}",
         partial(host.signs, out, **ONE),
         {"numpy.sign": partial(np.sign, out, out)},
         values,
     )
-
-
-def multiplied(chunks: Array, matrix: Array, out: Array) -> None:
-    """Multiply chunks by a matrix."""
-    host.multiply_chunks(chunks, matrix, out[: chunks.size], threads=1)
 
 
 def several_threads(rng: np.random.Generator, length: int) -> Comparisons:
