@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from cases import select
 
-from collectives import allgather, allreduce, gtopk, gtopk_allreduce, reduce_scatter, rooted, sparse_allreduce
+from collectives import (
+    allgather,
+    allreduce,
+    gtopk,
+    gtopk_allreduce,
+    quantised_allreduce,
+    reduce_scatter,
+    rooted,
+    sparse_allreduce,
+)
 from collectives.faults.notification import all_or_none
 from collectives.partition import likely
 from collectives.runtime.group import Group
@@ -175,6 +184,65 @@ def send_counted(link, send, between, buffer, dest, tag, arrival=None):
     return send(buffer, dest, tag, arrival)
 
 
+def drawn(rank, length):
+    return np.random.default_rng([rank, length]).integers(-9, 10, length).astype(np.float32)
+
+
+def in_few_bits(network, name, length, bits, block=32):
+    """Return results and rounds of a sum in few bits, whose conservation and bits on all ranks are checked."""
+
+    def run(rank, group):
+        own = {"bits": bits, "block": block, "array": drawn(rank, length), "out": None}
+        return quantised_allreduce.algorithms[name](SparseVector.empty(length), group, **own)
+
+    results, rounds = network.run(run, length=length, dtype="float32")
+    assert len({total.tobytes() for total, _ in results}) == 1
+    conserved = results[0][0].astype(np.float64) + sum(rejected.astype(np.float64) for _, rejected in results)
+    np.testing.assert_array_equal(conserved, sum(drawn(rank, length) for rank in range(len(results))))
+    return results, rounds
+
+
+FEW_BITS_ROUNDS = {
+    "direct": lambda size: 2 * (size > 1),
+    "halving": lambda size: 3 * lower(size) + 2 * fold(size),  # a third of them compares the call signatures
+    "node_lanes": lambda size: 2 * (size > 1) + lower(size) + fold(size),
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS_ROUNDS)
+@pytest.mark.parametrize("length", [0, 33, 700])
+def test_sums_in_few_bits_lose_nothing_and_have_the_rounds_of_the_table(name, length):
+    for size in FEW:
+        for rendezvous in (False, True):
+            _, rounds = in_few_bits(Network(size, rendezvous=rendezvous), name, length, 4)
+            assert rounds == FEW_BITS_ROUNDS[name](size), size
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_in_few_bits_have_the_bytes_of_the_bits(bits):
+    for size in (2, 3, 4, 7, 8):
+        length, exact = 20_000 * size, 2 * (size - 1) * 20_000 * bits / 8
+        network = Network(size)
+        in_few_bits(network, "direct", length, bits, 256)
+        assert exact <= max(link.traffic.nbytes for link in network.links) <= 1.04 * exact
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_sums_in_few_bits_over_nodes(nodes):
+    """Between nodes a rank sends the codes of its lane, not of all values."""
+    for size in FEW:
+        network, sending = Network(size, NODES[nodes](size)), []
+        for link in network.links:
+            link.send = partial(send_counted, link, link.send, sending)
+        in_few_bits(network, "node_lanes", 3000, 4)
+        among = network.links[0].nodes
+        count = len(set(among))
+        lanes = min(among.count(first) for first in set(among))
+        codes = 2 * (count - 1) * (3000 / 2 + 3000 / 32 * 2)  # of all lanes
+        most = codes + 2 * count * (count - 1) * lanes * (64 + 64 + 32) + 64 * size * 2 * size
+        assert sum(sending) <= most
+
+
 def test_the_others():
     for size in SIZES:
         terms = {"length": 2 * size + 1, "dtype": "float64"}
@@ -304,6 +372,10 @@ NAMED = {
         if name in ("auto", *ROUNDS)
     },
     "gtopk_allreduce": {"auto": gtopk_allreduce.automatic, **gtopk_allreduce.algorithms},
+    "quantised_allreduce": {
+        name: partial(steps, bits=4, block=32, array=np.ones(100), out=None)
+        for name, steps in [("auto", quantised_allreduce.automatic), *quantised_allreduce.algorithms.items()]
+    },
 }
 
 
