@@ -67,7 +67,7 @@ def total_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
-@collective(total_and_rejected, meet=agreed)
+@collective(total_and_rejected, meet=agreed, gives_sum=True, takes_arrays=True)
 def quantised_allreduce(
     array: Any,
     comm: Any,
