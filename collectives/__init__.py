@@ -14,6 +14,7 @@ from collectives.faults.recovery import agree, shrink
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.outer import OuterLoop
 from collectives.plan import CyclicLeader, SupportPlan, aligned_allreduce, aligned_iallreduce
+from collectives.quantised import quantised_allreduce, quantised_iallreduce
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
 from collectives.runtime.engine import Request, configure
@@ -38,6 +39,8 @@ __all__ = [
     "dense_iallreduce",
     "gtopk_allreduce",
     "gtopk_iallreduce",
+    "quantised_allreduce",
+    "quantised_iallreduce",
     "shrink",
     "sparse_allgather",
     "sparse_allreduce",

@@ -12,6 +12,7 @@ soon as that is smaller; shares hold about equal numbers of entries, however the
 comes first.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -163,7 +164,8 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
         case = Case(group.size, *about)
         return str(group.link.choice.algorithm("sparse_allreduce", case, nodes, whole=whole))
 
-    last, like = group.link.choice.last, (whole, group.size, vector.length, vector.value_nbytes)
+    kind = vector.length, vector.value_nbytes, vector.nnz.bit_length(), math.frexp(bits)[1]  # powers of two
+    last, like = group.link.choice.last, (whole, group.size, *kind)
     again = last.get(like) == "allgather" and not on_device(vector.indices)
     again = again and not is_long(encoded_nbytes(vector, coding), group)
     if len(last) >= MOST_KINDS:

@@ -6,7 +6,7 @@ A part is a vector and an integer, its count.
 from collections.abc import Callable
 from functools import partial
 
-from collectives.runtime.group import Group, Part
+from collectives.runtime.group import Group, Part, PartOf, V
 from collectives.runtime.messages import Steps
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
 from mpicomp.vector import SparseVector, merge
@@ -19,7 +19,12 @@ def add(ours: Part, theirs: Part, block: int = 1) -> Part:
     return merge(ours[0], theirs[0]), max(ours[1], theirs[1])
 
 
-def folded(part: Part, group: Group, combine: Combine, core: Callable[[Part], Steps[Part]]) -> Steps[Part]:
+def folded(
+    part: PartOf[V],
+    group: Group,
+    combine: Callable[[PartOf[V], PartOf[V], int], PartOf[V]],
+    core: Callable[[PartOf[V]], Steps[PartOf[V]]],
+) -> Steps[PartOf[V]]:
     """Run `core` on the core ranks, a power of two; the other ranks fold into these first and receive the result last.
 
     Additional rounds: 2 if P is no power of two, else none.
@@ -36,7 +41,9 @@ def folded(part: Part, group: Group, combine: Combine, core: Callable[[Part], St
     return part
 
 
-def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
+def doubling(
+    part: PartOf[V], group: Group, combine: Callable[[PartOf[V], PartOf[V], int], PartOf[V]]
+) -> Steps[PartOf[V]]:
     """Exchange over doubling distances and combine, and return the result of all core ranks. lg(core) rounds.
 
     combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.

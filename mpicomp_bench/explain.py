@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, TextIO
 
@@ -31,11 +32,12 @@ keeps the residual and writes the mean, and smaller again for a training step (-
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network 1.5e-6,24e9 --per-node 8
+mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network 200gbit:2us --per-node 8
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
+FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
 
 Row = dict[str, Any]
@@ -136,6 +138,9 @@ def explained(
     chosen: dict[str, float] = {}
     rows: list[Row] = []
     for collective, declared in COLLECTIVES.items():
+        if collective == "quantised_allreduce":
+            rows += in_few_bits(collective, case, nodes, links, dense)
+            continue
         taken: dict[str, Taken] = {}
         if collective in formulas.FORMULAS:
             taken = predicted(collective, case, nodes, links)
@@ -152,12 +157,30 @@ def explained(
             least = upper(case.ranks), 0, nbytes, 0
             rows.append(row(collective, "least bytes", None, least, dense))
         if collective in formulas.FORMULAS:
-            several = [*[per_node] * (nodes - 1), case.ranks - per_node * (nodes - 1)]
-            name = Choice(links=links, crowding=case.crowding).algorithm(collective, case, several)
+            name = chosen_by_auto(collective, case, nodes, links)
             chosen[collective] = taken[name][0]
             rows.append({**row(collective, "auto", *taken[name], dense), "by": name})
     yield from rows
     yield from whole_steps(case, chosen, dense, constants[0] * upper(case.ranks), step)
+
+
+def chosen_by_auto(collective: str, case: Case, nodes: int, links: Links) -> str:
+    """Return the algorithm that "auto" takes without a table."""
+    per_node = -(-case.ranks // nodes)
+    several = [*[per_node] * (nodes - 1), case.ranks - per_node * (nodes - 1)]
+    return Choice(links=links, crowding=case.crowding).algorithm(collective, case, several)
+
+
+def in_few_bits(collective: str, case: Case, nodes: int, links: Links, dense: float) -> list[Row]:
+    """Return the rows of a sum of dense arrays in few bits, for each of `FEW_BITS`."""
+    rows: list[Row] = []
+    for bits in FEW_BITS:
+        own = replace(case, entries=case.length, bits=bits)
+        taken = predicted(collective, own, nodes, links)
+        rows += ranked(collective, {f"{name}, {bits} bits": each for name, each in taken.items()}, dense)
+        name = chosen_by_auto(collective, own, nodes, links)
+        rows.append({**row(collective, f"auto, {bits} bits", *taken[name], dense), "by": name})
+    return rows
 
 
 def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float) -> Row:

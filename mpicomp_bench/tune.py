@@ -15,8 +15,7 @@ import numpy as np
 import collectives
 from collectives import gtopk_allreduce, sparse_allreduce, warm_up
 from collectives.choice import Choice, winners
-from collectives.choice.formulas import FORMULAS
-from collectives.collective import link_of
+from collectives.collective import Collective, link_of
 from mpicomp import SparseVector
 from mpicomp_bench.files import a_profile, look, new_file, write
 from mpicomp_bench.measuring import Call, Contestant, Row, interleave, loops_of
@@ -39,6 +38,8 @@ mpirun -n 4 mpicomp tune --profile profile.json --check --lengths 10000 --json r
 """
 
 LENGTHS, DENSITIES = [10_000, 100_000, 1_000_000], [0.001, 0.01, 0.1, 0.3]  # of the grid
+# The collectives that the table has.
+SUMS: dict[str, Collective[..., Any]] = {each.name: each for each in (sparse_allreduce, gtopk_allreduce)}
 AUTO, RULE, DENSE = "auto", "auto, no profile", "dense_allreduce"
 NEAR_BEST, NEAR_DENSE = 1.15, 1.10  # times the fastest, and times dense_allreduce: what "auto" is to stay below
 
@@ -144,13 +145,16 @@ def random_vector(length: int, entries: int, seed: int, *, signs: bool) -> Spars
 
 def contestants(vector: SparseVector, comm: Any, fixed: Any, *, several: bool) -> dict[tuple[str, str], Call]:
     """Return the contestants, by collective and algorithm. fixed: a communicator without a table; None: no "auto"."""
-    both = (sparse_allreduce, gtopk_allreduce)
-    names = [(each.name, name) for each in both for name in each.algorithms if several or not name.startswith("node")]
-    names += [("sparse_allreduce", AUTO), ("gtopk_allreduce", AUTO)] if fixed else []
-    calls = {name: partial(getattr(collectives, name[0]), vector, comm, algorithm=name[1]) for name in names}
+    names = [
+        (collective, name)
+        for collective, each in SUMS.items()
+        for name in each.algorithms
+        if several or not name.startswith("node")
+    ]
+    names += [(collective, AUTO) for collective in SUMS] if fixed else []
+    calls = {name: partial(SUMS[name[0]], vector, comm, algorithm=name[1]) for name in names}
     if fixed:
-        calls["sparse_allreduce", RULE] = partial(collectives.sparse_allreduce, vector, fixed)
-        calls["gtopk_allreduce", RULE] = partial(collectives.gtopk_allreduce, vector, fixed)
+        calls |= {(collective, RULE): partial(each, vector, fixed) for collective, each in SUMS.items()}
     return {**calls, (DENSE, "mpi"): partial(collectives.dense_allreduce, vector.to_dense(), comm)}
 
 
@@ -159,7 +163,7 @@ def fastest(comm: Any, rows: Sequence[Row]) -> Row:
     host, mpi = winners.host_and_library()
     found: dict[str, list[Any]] = {}
     for (length, density, bits), place in by_place(rows).items():
-        for collective in FORMULAS:
+        for collective in SUMS:
             own = {name: seconds for (of, name), seconds in place.items() if of == collective and name != "tree"}
             found.setdefault(collective, []).append([length, density, bits, min(own, key=own.__getitem__)])
     nodes = len(set(link_of(comm).nodes))

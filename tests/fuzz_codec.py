@@ -13,9 +13,21 @@ from collections import Counter
 import numpy as np
 
 from mpicomp import CodecError, SparseVector
-from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, plain
+from mpicomp.codec import (
+    FEW_BITS,
+    HEADER_NBYTES,
+    KIND_AT,
+    Coding,
+    decode,
+    decode_few_bits,
+    encode,
+    few_bits_nbytes,
+    fill_few_bits,
+    plain,
+)
 from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
+from mpicomp.few_bits import BITS, as_they_are, quantise
 
 FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (64, 8), (72, 8), (-16, 8), (-8, 8))
 NASTY = np.array([0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64)
@@ -37,6 +49,14 @@ def sound_message(rng):
     small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
     coding = Coding(int(rng.choice(small or [plain(vector).indices])), own[rng.integers(len(own))])
     return encode(vector, coding=coding).copy()
+
+
+def sound_few_bits(rng):
+    """Return a message with a random dense vector in few bits, or as it is."""
+    values = rng.standard_normal(int(rng.integers(0, 200))).astype(rng.choice(["f4", "f8"]))
+    bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
+    coded = quantise(values, values.copy(), bits, block) if bits else as_they_are(values, block)
+    return fill_few_bits(np.zeros(few_bits_nbytes(coded), np.uint8), coded)
 
 
 def mutate(message, rng):
@@ -63,6 +83,8 @@ def mutate(message, rng):
 def decodes_or_raises(message):
     """Decode a message that ends at the end of its buffer, and check what comes out; return what happened."""
     try:
+        if message.size >= HEADER_NBYTES and message[KIND_AT] == FEW_BITS:
+            return few_bits_decode(message)
         vector = decode(message)
     except CodecError:
         return "refused"
@@ -71,12 +93,21 @@ def decodes_or_raises(message):
     return "decoded"
 
 
+def few_bits_decode(message):
+    """Decode a message with values in few bits, and all of its values."""
+    coded = decode_few_bits(message)
+    assert coded.size <= 8 * message.size, "more values than the message can hold"
+    with np.errstate(invalid="ignore"):
+        coded.write(np.empty(coded.size, coded.dtype))
+    return "decoded in few bits"
+
+
 def run(count, seed):
     """Return how often a message was refused and decoded; faults of one sound message come in dozens."""
     rng, counts, sound = np.random.default_rng(seed), Counter(), None
     for number in range(count):
         if number % 12 == 0:
-            sound = sound_message(rng)
+            sound = sound_message(rng) if rng.random() < 0.7 else sound_few_bits(rng)
         message = mutate(sound.copy(), rng)
         try:
             counts[decodes_or_raises(message)] += 1

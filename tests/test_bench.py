@@ -116,13 +116,20 @@ def test_exchange_compares_with_the_dense_allreduce(capsys, bench):
     consistent(rows)
 
 
+def test_sums_in_few_bits_are_compared_with_the_dense_allreduce(bench):
+    rows = bench("quantised", "--length", "5000", "--bits", "4", "1", "--algorithms", "direct", "halving")["rows"]
+    assert [row["name"] for row in rows] == ["4 bits direct", "4 bits halving", "1 bits direct", "1 bits halving"]
+    assert {row["baseline"] for row in rows} == {"MPI_Allreduce"}
+    consistent(rows)
+
+
 def test_exchange_of_a_model_has_its_tensors_beside_one_vector(bench):
     about = bench("exchange", "--tensors", "gpt", "--density", "0.01", "--repeats", "1")
     assert about["length"] == 3_225_665
     tensors = [f"54 tensors, {returned}" for returned in ("sparse means", "means in out=", "new dense means")]
     returned = " residual in place, sparse mean", ", sparse mean", ", mean in out=", ", new dense mean"
     names = [row["name"].partition(" ")[2] for row in about["rows"]]
-    assert names == [*tensors, *(f"one vector{each}" for each in returned)]
+    assert names == [*tensors, *(f"one vector{each}" for each in returned), "54 tensors, a round of OuterLoop"]
 
 
 @pytest.mark.parametrize("link", [[], ["--link", "1e8"]])

@@ -171,7 +171,7 @@ def test_auto_is_predicted_within_a_tenth_of_the_fastest(network, crowding):
         nodes = -(-ranks // per_node)
         case = Case(ranks, length, max(1, density * length), coded=nodes > 1, crowding=crowding)
         rows = list(explained(case, nodes, links_of(network), most_counted=0))
-        for collective in FORMULAS:
+        for collective in "sparse_allreduce", "gtopk_allreduce":
             taken = {row["algorithm"]: row["seconds"] for row in rows if row["operation"] == collective}
             auto, _ = taken.pop("auto"), taken.pop("least bytes")
             assert auto <= 1.1 * min(taken.values()), (collective, case, nodes, taken)
@@ -302,3 +302,32 @@ def test_the_default_path(monkeypatch, tmp_path, relative):
     path = winners.default_path(8, 2)
     assert path.parent == (tmp_path / "home" / ".config" if relative else tmp_path) / "mpicomp"
     assert path.name.endswith("-P8-N2.json")
+
+
+def test_sums_in_few_bits_are_halved_where_a_round_costs_little_more_than_a_message():
+    for links in NETWORKS.values():
+        by_rule = Choice(links=links).quantised
+        for nodes in [[1], [4], [8], [1] * 8]:
+            assert by_rule(25_000_000, 4, 4, nodes) == "direct"
+        assert by_rule(1000, 8, 4, [1] * 512) == by_rule(1000, 1, 4, [16]) == "halving"
+    found = [Choice(links=NETWORKS[name]).quantised(1000, 4, 4, [1] * 16) for name in ("1gbit", "hdr")]
+    assert found == ["direct", "halving"]
+
+
+def test_sums_in_few_bits_take_lanes_on_several_nodes_where_bytes_between_nodes_count():
+    slow, fast = Choice(links=NETWORKS["1gbit"]).quantised, Choice(links=NETWORKS["hdr"]).quantised
+    for bits, nodes in product((8, 4, 2, 1), ([2, 2], [8, 3, 1], [8, 8], [4] * 8)):
+        assert slow(10**6, bits, 4, nodes) == slow(10**7, bits, 8, nodes) == "node_lanes"
+        assert fast(10**7, bits, 4, nodes) == "direct"
+    assert slow(100, 4, 4, [2, 2]) == "direct"
+
+
+def test_halving_has_to_save_a_fifth():
+    saved = {"little": 0, "enough": 0}
+    for ranks, length in product((4, 8, 16, 32, 64), (1024, 1 << 17, 1 << 20, 1 << 22)):
+        case = Case(ranks, length, length, bits=4, coded=False)
+        direct, halving = (seconds(cost(case), inside(1)) for cost in FORMULAS["quantised_allreduce"].values())
+        saved["little"] += 0.8 * direct < halving < direct
+        saved["enough"] += halving < 0.8 * direct
+        assert Choice().quantised(length, 4, 4, [ranks]) == ("halving" if halving < 0.8 * direct else "direct")
+    assert all(saved.values())

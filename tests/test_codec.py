@@ -9,9 +9,22 @@ from hypothesis.extra import numpy as hnp
 from strategies import DTYPES, sparse_vectors
 
 from mpicomp import CodecError, SparseVector
-from mpicomp.codec import HEADER_NBYTES, Coding, decode, encode, encoded_nbytes, plain, quick, smallest
+from mpicomp.codec import (
+    HEADER_NBYTES,
+    Coding,
+    decode,
+    decode_few_bits,
+    encode,
+    encoded_nbytes,
+    few_bits_nbytes,
+    fill_few_bits,
+    plain,
+    quick,
+    smallest,
+)
 from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
+from mpicomp.few_bits import BITS, as_they_are, quantise
 
 HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
 
@@ -431,3 +444,54 @@ def test_mutated_messages_decode_or_raise_codec_error():
     counts = fuzz_codec.run(10_000, seed=0)
     assert counts["refused"] > 5000
     assert counts["decoded"] > 500
+
+
+def few_bits_message(values, bits=4, block=32):
+    coded = quantise(values, np.empty_like(values), bits, block) if bits else as_they_are(values, block)
+    return fill_few_bits(np.full(few_bits_nbytes(coded), 255, np.uint8), coded), coded
+
+
+@given(
+    st.integers(0, 200),
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from([0, *BITS]),
+    st.sampled_from([32, 64]),
+)
+def test_values_in_few_bits_come_back(size, dtype, bits, block):
+    message, coded = few_bits_message(np.random.default_rng(size).standard_normal(size).astype(dtype), bits, block)
+    back = decode_few_bits(message)
+    assert (back.size, back.bits, back.block, back.dtype) == (size, bits or 8 * coded.dtype.itemsize, block, dtype)
+    assert (back.codes.tobytes(), back.scales.tobytes()) == (coded.codes.tobytes(), coded.scales.tobytes())
+
+
+def test_the_layout_of_few_bits_is_the_documented_one():
+    values = np.zeros(33, np.float32)
+    values[[0, 1, 16, 32]] = 7, -3, 2, 14
+    message, _ = few_bits_message(values)
+    assert message.tobytes() == (
+        b"MV"
+        + bytes([3, 1, 32, 0, 0, 0])
+        + struct.pack("<qqq", 33, 33, 64 + 8 + 32)
+        + bytes(16)
+        + bytes([3, *[0] * 15])
+        + struct.pack("<HHxxxx", 0x3F80, 0x4000)  # 1 and 2
+        + bytes([0xAF, 0x85, *[0x88] * 14])  # 7 and 2, -3 and 0
+        + bytes([0x8F, *[0x88] * 15])
+    )
+    values = np.zeros(32, np.float32)
+    values[[0, 8]] = -5, 5
+    for bits, codes in (2, [0b1011, *[0] * 7]), (1, [0b1, 0, 0, 0]):
+        assert few_bits_message(values, bits)[0][72:].tolist() == codes
+
+
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [(3, 5), (3, 13), (3, 255), (4, 0), (4, 31), (4, 48), (4, 1 << 17), (8, -1), (8, 34), (16, 34), (24, 70), (48, 0)],
+)
+def test_few_bits_that_lie_are_refused(at, number):
+    message, _ = few_bits_message(np.ones(33, np.float32))
+    assert decode_few_bits(message).size == 33
+    nbytes = {3: 1, 4: 4, 48: 1}.get(at, 8)
+    message[at : at + nbytes] = np.array([number], np.int64).view(np.uint8)[:nbytes]
+    with pytest.raises(CodecError):
+        decode_few_bits(message)

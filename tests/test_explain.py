@@ -4,16 +4,19 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from commands import left
 
-from collectives import gtopk_allreduce
+from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.choice import winners
 from collectives.choice.formulas import FORMULAS
 from collectives.choice.links import NETWORKS, links_of
 from collectives.choice.predictions import ON_NODES
+from mpicomp import SparseVector
 from mpicomp_bench import main, tune
-from mpicomp_bench.explain import PASSES
+from mpicomp_bench.explain import FEW_BITS, PASSES
+from mpicomp_bench.network import Network
 
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
@@ -32,6 +35,11 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
     known = {("gtopk_allreduce", name) for name in gtopk_allreduce.algorithms}
     known |= {("sparse_allreduce", name) for name in (*FORMULAS["sparse_allreduce"], *ON_NODES["sparse_allreduce"])}
     known |= {("sparse_reduce", "tree"), ("sparse_bcast", "tree"), ("sparse_reduce_scatter", "split")}
+    known |= {
+        ("quantised_allreduce", f"{name}, {bits} bits")
+        for name in (*quantised_allreduce.algorithms, "auto")
+        for bits in FEW_BITS
+    }
     known |= {("GradientExchange", name) for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")}
     known |= {("step of 0.2 s", name) for name in ("by sparse_allreduce", "by gtopk_allreduce", "dense allreduce")}
     assert known <= set(rows)
@@ -106,7 +114,7 @@ def test_tune_writes_a_table_and_checks_it(capsys, tmp_path, monkeypatch):
     assert main(["tune", *grid]) == 0
     path = winners.default_path(1, 1)
     assert f"written to {path}" in capsys.readouterr().out
-    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(FORMULAS, 2)
+    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(tune.SUMS, 2)
     assert main(["tune", "--profile", str(path), "--check", *grid, "--json", str(tmp_path / "rows.json")]) == 0
     said, found = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
     assert f"within 15 % of the best algorithm in {found['best']:.0%} of the grid" in said
@@ -178,3 +186,26 @@ def test_what_is_no_network_is_refused(capsys):
     status, line = left([*SOME, "--network", "25gb"], capsys)
     assert status == 2
     assert "expected one of 100mbit, 1gbit, 10gbit, 25gbit, 100gbit, hdr, or a rate" in line
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 1), (8, 1), (13, 1), (8, 2), (12, 4)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network(capsys, ranks, per_node, bits):
+    length, network = 100_000, [rank // per_node * per_node for rank in range(ranks)]
+    asked = f"explain --ranks {ranks} --per-node {per_node} --length {length} --density 0.01 --json"
+    assert main(asked.split()) == 0
+    rows = by_name(json.loads(capsys.readouterr().out))
+    for name, steps in quantised_allreduce.algorithms.items():
+        if ("quantised_allreduce", f"{name}, {bits} bits") not in rows:
+            assert (name, per_node) == ("node_lanes", 1)
+            continue
+        simulated = Network(ranks, network)
+        own = {"bits": bits, "block": 256, "out": None, "array": np.ones(length, "f4")}
+
+        def run(rank, group, steps=steps, own=own):
+            return steps(SparseVector.empty(length), group, **own)
+
+        _, rounds = simulated.run(run, length=length)
+        row = rows["quantised_allreduce", f"{name}, {bits} bits"]
+        assert abs(row["rounds"] - rounds) <= 2 * (name == "node_lanes"), name
+        assert row["bytes"] == pytest.approx(max(link.traffic.nbytes for link in simulated.links), rel=0.04, abs=2000)

@@ -11,6 +11,7 @@ from kernel_cases import families
 from strategies import DTYPES
 
 from mpicomp import threads
+from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
 from mpicomp.kernels.host import selection
 
@@ -65,6 +66,22 @@ def dense_calls(values, other, number):
         matrix = np.random.default_rng(0).standard_normal((9, 9)).astype(wide)
         yield host.multiply_chunks(values[:whole], matrix, room[:whole], **options)
         yield total.copy()
+    yield from few_bits_calls(values, other, number)
+
+
+def few_bits_calls(values, other, number):
+    """Return what the kernels of values in few bits give on so many threads."""
+    values, other = (each.astype(np.promote_types(each.dtype, np.float32)) for each in (values, other))
+    blocks = -(-values.size // 64)
+    for each in BITS:
+        codes, scales = np.zeros(8 * each * blocks, np.uint8), np.zeros(2 * blocks, f"u{values.itemsize // 2}")
+        scales = scales[: blocks * (1 + (each == 2))]
+        rejected, total = np.zeros_like(values), other.copy()
+        with np.errstate(all="ignore"):
+            host.quantise(values, other, each, 64, codes, scales, rejected, threads=number)
+            host.add_quantised(codes, scales, each, 64, total, threads=number)
+            host.dequantise(codes, scales, each, 64, other, threads=number)
+        yield codes, scales, rejected, total, other
 
 
 def sparse_calls(values, number):

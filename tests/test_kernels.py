@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from few_bits_cases import quantised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families, magnitude_keys
@@ -14,10 +15,12 @@ from strategies import DTYPES, finite_values
 
 from mpicomp import Cosine, ErrorFeedback, Hadamard, TopK, codec
 from mpicomp.codec.values import Offsets
+from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
     coding,
+    few_bits,
     fused,
     instructions,
     merging,
@@ -31,7 +34,7 @@ from mpicomp.kernels.host import (
 )
 from mpicomp.vector import add_up, merge, top_k
 
-MODULES = [bits, coding, fused, merging, segments, selection, statistics, streaming, surveying, transforms]
+MODULES = [bits, coding, few_bits, fused, merging, segments, selection, statistics, streaming, surveying, transforms]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 INDEX_DTYPES = [np.int32, np.int64]
 
@@ -945,3 +948,74 @@ def test_a_view_taken_for_writable_holds_the_same_memory(dtype, step):
     del values, view
     np.testing.assert_array_equal(writable, np.arange(0, 12, step))
     assert bits.as_writable(np.broadcast_to(dtype.type(3), 0)).size == 0
+
+
+def coded(values, residual, bits, block, *, short=False, rejected=None):
+    """Return the values in few bits, decoded, and the errors."""
+    blocks, stored = -(-values.size // block), f"u{values.itemsize // 2}"
+    codes, scales = np.full(blocks * block * bits // 8, 7, np.uint8), np.ones(blocks * (1 + (bits == 2)), stored)
+    rejected, decoded = np.full_like(values, 7) if rejected is None else rejected, np.full_like(values, 7)
+    host.quantise(values, residual, bits, block, codes, scales, rejected, short=short)
+    host.dequantise(codes, scales, bits, block, decoded)
+    total = np.ones_like(values)
+    host.add_quantised(codes, scales, bits, block, total)
+    np.testing.assert_array_equal(total, 1 + decoded)
+    return decoded, rejected
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("number", BITS)
+def test_few_bits_are_those_of_numpy(mode, dtype, number):
+    for size in (0, 1, 31, 32, 33, 200) if mode == "interpreted" else (0, 1, 31, 32, 33, 3000):
+        for family in ("normal", "laplace", "zeros", "all equal", "negative zeros", "one far off"):
+            values = families(dtype, max(size, 18))[family][:size].astype(dtype)
+            residual = np.random.default_rng(size).standard_normal(size).astype(dtype) / 4
+            for block in (32, 128):
+                decoded, rejected = coded(values, residual, number, block)
+                expected = quantised(values + residual, number, block, dtype)
+                room = {"rtol": 0, "atol": 9 * np.finfo(dtype).eps * np.abs(values).max(initial=1)}
+                np.testing.assert_allclose(decoded, expected, **room)
+                np.testing.assert_allclose(decoded + rejected, values + residual, **room)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("number", [8, 4])
+def test_8_and_4_bits_lose_no_bit(mode, dtype, number):
+    for family in ("normal", "cauchy", "denormal", "neighbours", "largest"):
+        values = families(dtype, 300)[family].astype(dtype)
+        decoded, rejected = coded(values, None, number, 64)
+        in_place = values.copy()
+        coded(values, in_place * 0, number, 64, rejected=in_place * 0)
+        assert np.isfinite(decoded).all()
+        np.testing.assert_array_equal(decoded.astype(np.longdouble) + rejected, values)
+
+
+@pytest.mark.parametrize("number", BITS)
+def test_short_few_bits_are_float16_numbers(mode, number):
+    for family in ("normal", "cauchy", "denormal", "largest", "one far off", "zeros"):
+        values = families(np.float16, 300)[family].astype(np.float16).astype(np.float32)
+        decoded, rejected = coded(values, None, number, 64, short=True)
+        np.testing.assert_array_equal(decoded.astype(np.float16), decoded)
+        np.testing.assert_allclose(decoded.astype(float) + rejected, values, rtol=0, atol=1e-6 * np.abs(values).max())
+
+
+@pytest.mark.parametrize("number", BITS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_decodes_to_nothing_finite(mode, number, bad):
+    values = np.ones(96, np.float32)
+    values[40] = bad
+    with np.errstate(invalid="ignore"):
+        decoded, rejected = coded(values, None, number, 32)
+    assert not np.isfinite(decoded[32:64]).any()
+    assert not np.isfinite(rejected[32:64]).any()
+    assert np.isfinite(decoded[:32]).all()
+    assert np.isfinite(decoded[64:]).all()
+
+
+def test_the_residual_may_be_the_array_for_the_errors(mode):
+    values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
+    for number in BITS:
+        residual = np.roll(values, 3)
+        _, expected = coded(values, residual, number, 64)
+        coded(values, residual, number, 64, rejected=residual)
+        assert residual.tobytes() == expected.tobytes()

@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 from cases import select
 
-from collectives import allgather, allreduce, gtopk, gtopk_allreduce, reduce_scatter, rooted, sparse_allreduce
+from collectives import (
+    allgather,
+    allreduce,
+    gtopk,
+    gtopk_allreduce,
+    quantised_allreduce,
+    reduce_scatter,
+    rooted,
+    sparse_allreduce,
+)
 from collectives.faults.notification import all_or_none
 from collectives.partition import likely
 from collectives.runtime.group import Group
-from mpicomp import CollectiveError, SparseVector, TopK
+from mpicomp import CollectiveError, SparseVector, TopK, quantise
 from mpicomp_bench.network import Network
 
 SIZES = [*range(1, 18), 31, 32, 33, 64, 65, 100, 128]
@@ -175,6 +184,65 @@ def send_counted(link, send, between, buffer, dest, tag, arrival=None):
     return send(buffer, dest, tag, arrival)
 
 
+def drawn(rank, length):
+    return np.random.default_rng([rank, length]).integers(-9, 10, length).astype(np.float32)
+
+
+def in_few_bits(network, name, length, bits, block=32):
+    """Return results and rounds of a sum in few bits, whose conservation and bits on all ranks are checked."""
+
+    def run(rank, group):
+        own = {"bits": bits, "block": block, "array": drawn(rank, length), "out": None}
+        return quantised_allreduce.algorithms[name](SparseVector.empty(length), group, **own)
+
+    results, rounds = network.run(run, length=length, dtype="float32")
+    assert len({total.tobytes() for total, _ in results}) == 1
+    conserved = results[0][0].astype(np.float64) + sum(rejected.astype(np.float64) for _, rejected in results)
+    np.testing.assert_array_equal(conserved, sum(drawn(rank, length) for rank in range(len(results))))
+    return results, rounds
+
+
+FEW_BITS_ROUNDS = {
+    "direct": lambda size: 2 * (size > 1),
+    "halving": lambda size: 3 * lower(size) + 2 * fold(size),  # a third of them compares the call signatures
+    "node_lanes": lambda size: 2 * (size > 1) + lower(size) + fold(size),
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS_ROUNDS)
+@pytest.mark.parametrize("length", [0, 33, 700])
+def test_sums_in_few_bits_lose_nothing_and_have_the_rounds_of_the_table(name, length):
+    for size in FEW:
+        for rendezvous in (False, True):
+            _, rounds = in_few_bits(Network(size, rendezvous=rendezvous), name, length, 4)
+            assert rounds == FEW_BITS_ROUNDS[name](size), size
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_in_few_bits_have_the_bytes_of_the_bits(bits):
+    for size in (2, 3, 4, 7, 8):
+        length, exact = 20_000 * size, 2 * (size - 1) * 20_000 * bits / 8
+        network = Network(size)
+        in_few_bits(network, "direct", length, bits, 256)
+        assert exact <= max(link.traffic.nbytes for link in network.links) <= 1.04 * exact
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_sums_in_few_bits_over_nodes(nodes):
+    """Between nodes a rank sends the codes of its lane, not of all values."""
+    for size in FEW:
+        network, sending = Network(size, NODES[nodes](size)), []
+        for link in network.links:
+            link.send = partial(send_counted, link, link.send, sending)
+        in_few_bits(network, "node_lanes", 3000, 4)
+        among = network.links[0].nodes
+        count = len(set(among))
+        lanes = min(among.count(first) for first in set(among))
+        codes = 2 * (count - 1) * (3000 / 2 + 3000 / 32 * 2)  # of all lanes
+        most = codes + 2 * count * (count - 1) * lanes * (64 + 64 + 32) + 64 * size * 2 * size
+        assert sum(sending) <= most
+
+
 def test_the_others():
     for size in SIZES:
         terms = {"length": 2 * size + 1, "dtype": "float64"}
@@ -220,35 +288,56 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
     length, few = 100_000, 9000 // (size - 1)  # entries, just too many to be sent in place of metadata
     network = Network(size, nodes=range(size))
 
-    def summed(entries, network):
+    def summed(entries, network, form=None):
         rng = np.random.default_rng(entries)
         drawn = [np.sort(rng.choice(length, entries, replace=False)) for _ in range(size)]
         vectors = [SparseVector(each, rng.standard_normal(entries).astype(np.float32), length) for each in drawn]
+        vectors = [quantise(each, form)[0] if form else each for each in vectors]
         for link in network.links:
             link.clock = link.sent = link.traffic.nbytes = 0
         results, rounds = network.run(
             lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
         )
-        (chosen,) = {link.choice.last[True, size, length, 4] for link in network.links}
+        kinds = [(link.choice.last, key) for link in network.links for key in link.choice.last]
+        (chosen,) = {last[key] for last, key in kinds if key[4] == entries.bit_length()}
         assert len({total.values.tobytes() for total in results}) == 1
         return chosen, results[0].values.tobytes(), rounds, sum(link.traffic.nbytes for link in network.links)
 
-    def fresh(entries):
-        return summed(entries, Network(size, nodes=range(size)))
+    def fresh(entries, form=None):
+        return summed(entries, Network(size, nodes=range(size)), form)
 
     first, again = summed(few, network), summed(few, network)
     assert first == fresh(few)
     assert again[:3] == ("allgather", first[1], first[2] // 2)
     assert again[3] < first[3]
-    longer, expected = summed(40_000, network), fresh(40_000)  # gathered, and then summed in another way
-    assert longer[:3] == expected[:3]
-    assert longer[0] != "allgather"
-    assert longer[3] > expected[3]
-    assert summed(40_000, network) == expected
-    summed(few, network)
+    assert summed(40_000, network) == fresh(40_000)  # another number of entries is no call like it
+    assert fresh(40_000)[0] != "allgather"
     network.links[size - 1].choice.last.clear()  # as after an error on this rank alone
     assert summed(few, network)[:3] == first[:3]
     assert summed(few, network) == again
+
+
+def test_what_a_sum_of_signs_was_says_nothing_of_one_of_other_values():
+    """The call after it sends the bytes of one that remembers nothing."""
+    size, length, entries = 8, 2_000_000, 40_000
+
+    def summed(network, form):
+        rng = np.random.default_rng(0)
+        vectors = []
+        for _ in range(size):
+            indices = np.sort(rng.choice(length, entries, replace=False))
+            values = rng.standard_normal(entries).astype(np.float32)
+            vectors.append(quantise(SparseVector(indices, values, length), form)[0])
+        for link in network.links:
+            link.clock = link.sent = link.traffic.nbytes = 0
+        network.run(
+            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
+        )
+        return sum(link.traffic.nbytes for link in network.links)
+
+    network = Network(size, nodes=range(size))
+    summed(network, "sign")
+    assert summed(network, "bfloat16") == summed(Network(size, nodes=range(size)), "bfloat16")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -283,6 +372,10 @@ NAMED = {
         if name in ("auto", *ROUNDS)
     },
     "gtopk_allreduce": {"auto": gtopk_allreduce.automatic, **gtopk_allreduce.algorithms},
+    "quantised_allreduce": {
+        name: partial(steps, bits=4, block=32, array=np.ones(100), out=None)
+        for name, steps in [("auto", quantised_allreduce.automatic), *quantised_allreduce.algorithms.items()]
+    },
 }
 
 

@@ -68,6 +68,11 @@ class Choice:
         case = Case(sum(nodes), length, entries, value_nbytes=value_nbytes, coded=len(nodes) > 1)
         return self.algorithm("gtopk_allreduce", case, nodes)
 
+    def quantised(self, length: int, bits: int, value_nbytes: int, nodes: Sequence[int]) -> str:
+        """Return the algorithm of `quantised_allreduce` for so many bits a value."""
+        case = Case(sum(nodes), length, length, value_nbytes=value_nbytes, bits=bits, coded=len(nodes) > 1)
+        return self.algorithm("quantised_allreduce", case, nodes)
+
 
 def _coordinates(length: float, density: float, bits: float) -> tuple[float, float, float]:
     return math.log2(max(1, length)), math.log2(max(1e-18, density)), math.log2(1 + bits)

@@ -77,6 +77,12 @@ class Case:
                 indices = bitmap
         return LINE * math.ceil((LINE + indices + values) / LINE)
 
+    def few_bits(self) -> float:
+        """Return the bytes of all values in `bits` bits each, with scales of blocks of 256."""
+        bits = self.bits or 4.0
+        scales = (2 if bits == 2 else 1) * max(2, self.value_nbytes // 2)
+        return self.length * (bits / 8 + scales / 256)
+
 
 def both(first: Cost, second: Cost) -> Cost:
     """Return the summed cost of two steps."""
@@ -183,6 +189,21 @@ def gtopk_tree(case: Case) -> Cost:
     return 2 * rounds, 3 * rounds, 2 * rounds * case.message(case.entries, summed=True), 4 * case.entries * working
 
 
+def quantised_direct(case: Case) -> Cost:
+    """See `collectives.quantised.direct`; a value takes `case.bits` bits, and merging is coding and decoding."""
+    others = case.ranks - 1
+    return 2 * min(1, others), 2 * others, 2 * others * case.few_bits() / case.ranks, case.length / 4
+
+
+def quantised_halving(case: Case) -> Cost:
+    """See `collectives.quantised.halving`; rank 0 is the busiest."""
+    core, nbytes = core_size(case.ranks), case.few_bits()
+    beyond = case.ranks > core
+    rounds, sent = 2 * (core.bit_length() - 1 + beyond), 2 * (core - 1) / core * nbytes + beyond * nbytes
+    agreed = core.bit_length() - 1 + 2 * beyond
+    return agreed + rounds, agreed + rounds, agreed * LINE + sent, case.length / 4
+
+
 FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
     "sparse_allreduce": {
         each.__name__: each
@@ -194,6 +215,7 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
         "recursive_doubling": gtopk_doubling,
         "tree": gtopk_tree,
     },
+    "quantised_allreduce": {"direct": quantised_direct, "halving": quantised_halving},
 }
 
 

@@ -75,7 +75,9 @@ def _account(contributed: Any, promise: Promise, result: Any) -> dict[str, Any]:
             "contributed": _mass_of(contributed),
             "everywhere": total_mass(map(_mass_of, everywhere)),
             "own": total_mass(map(_mass_of, own)),
-            "bits": _digest(everywhere) if isinstance(contributed, SparseVector) else None,  # else MPI's own sums
+            "bits": _digest(everywhere)
+            if own or isinstance(contributed, SparseVector)
+            else None,  # else MPI's own sums
         }
     except Exception as error:  # the other ranks have to receive it
         return {"fault": f"{type(error).__name__}: {error}"}
@@ -118,12 +120,14 @@ def _mass_of(part: Any) -> list[float]:
     return mass(part) if isinstance(part, SparseVector) else dense_mass(part)
 
 
-def _digest(vectors: Sequence[SparseVector]) -> str:
+def _digest(vectors: Sequence[Any]) -> str:
     digest = blake2b(digest_size=8)
     for vector in vectors:
-        digest.update(repr((vector.length, str(vector.dtype), vector.values.shape)).encode())
-        digest.update(to_numpy(vector.indices).data)
-        digest.update(np.ascontiguousarray(to_numpy(vector.values)).data)
+        sparse = isinstance(vector, SparseVector)
+        values = vector.values if sparse else vector
+        digest.update(repr((vector.length if sparse else vector.size, str(values.dtype), values.shape)).encode())
+        for array in (vector.indices, values) if sparse else (values,):
+            digest.update(np.ascontiguousarray(to_numpy(array)).data)
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +32,27 @@ from mpicomp.codec import (
     CODECS,
     CRC_AT,
     ERROR,
+    FEW_BITS,
     HEADER_NBYTES,
     TEXT,
     Header,
     decode,
+    decode_few_bits,
     encoded_nbytes,
+    few_bits_nbytes,
     fill,
+    fill_few_bits,
     fill_text,
     plain,
     read_header,
 )
 from mpicomp.errors import CodecError, DamagedMessageError
+from mpicomp.few_bits import FewBits
 from mpicomp.vector import SparseVector
 
-Part = tuple[SparseVector, int]  # a vector, and the count that is sent with it
+V = TypeVar("V", SparseVector, FewBits)  # what is sent: the same kind by all ranks of an operation
+PartOf = tuple[V, int]  # a vector, and the count that is sent with it
+Part = PartOf[SparseVector]
 _PAUSE = 2e-5  # seconds
 
 
@@ -120,21 +127,21 @@ class Group:
         """
         yield from self.gather(self.nothing)
 
-    def exchange(self, vector: SparseVector, partner: int, count: int = 0) -> Steps[Part]:
+    def exchange(self, vector: V, partner: int, count: int = 0) -> Steps[PartOf[V]]:
         """Send a vector to the partner, and return the partner's."""
         return (yield from self.shift(vector, partner, partner, count))
 
-    def shift(self, vector: SparseVector, dest: int, source: int, count: int = 0) -> Steps[Part]:
+    def shift(self, vector: V, dest: int, source: int, count: int = 0) -> Steps[PartOf[V]]:
         """Send a vector to `dest` and return the vector from `source`, in one step; they may be the same rank."""
         arrival = self._arrival(source, self.beside)
         yield arrival, self._sending(self.pack(vector, count), dest, arrival if source == dest else None)
         return self._received(arrival)
 
-    def send(self, vector: SparseVector, dest: int, count: int = 0) -> Steps[None]:
+    def send(self, vector: V, dest: int, count: int = 0) -> Steps[None]:
         """Send a vector to a rank; may wait until that rank receives, so ranks in a cycle use `shift`."""
         yield (self._sending(self.pack(vector, count), dest),)
 
-    def receive(self, source: int) -> Steps[Part]:
+    def receive(self, source: int) -> Steps[tuple[Any, int]]:
         """Receive a vector from a rank, and return it."""
         arrival = self._arrival(source, self.beside)
         yield (arrival,)
@@ -152,12 +159,24 @@ class Group:
             self._header(message)
         return [json.loads(text_of(message)) for message in messages]
 
-    def all_to_all(self, vectors: Sequence[SparseVector], count: int = 0) -> Steps[list[Part]]:
-        """Send the j-th vector to rank j, and return the received vectors, in rank order. One step."""
+    def all_to_all(self, vectors: Sequence[V], count: int = 0) -> Steps[list[PartOf[V]]]:
+        """Send the j-th vector to rank j, and return the received vectors, in rank order. One step.
+
+        A vector that is sent to several ranks is encoded once.
+        """
         received = [(vector, count) for vector in vectors]  # its own among them
-        arrivals = {source: self._arrival(source, self.beside) for source in schedule.hearing(self.rank, self.size)}
-        sendings = [
-            self._sending(self.pack(vectors[dest], count), dest, arrivals[dest] if source == dest else None)
+        packed: dict[int, Buffer] = {}
+
+        def message(vector: V) -> Buffer:
+            if id(vector) not in packed:
+                packed[id(vector)] = self.pack(vector, count)
+            return packed[id(vector)]
+
+        arrivals: dict[int, Arrival] = {
+            source: self._arrival(source, self.beside) for source in schedule.hearing(self.rank, self.size)
+        }
+        sendings: list[Sending] = [
+            self._sending(message(vectors[dest]), dest, arrivals[dest] if source == dest else None)
             for dest, source in schedule.rotation(self.rank, self.size)
         ]
         yield (*arrivals.values(), *sendings)
@@ -188,20 +207,24 @@ class Group:
             yield Notifications(self, [rank for rank in others if rank not in self.notifications]), *sendings
         return [text_of(self.notifications.get(rank, message)) for rank in range(self.size)]
 
-    def pack(self, vector: SparseVector, count: int = 0) -> Buffer:
+    def pack(self, vector: SparseVector | FewBits, count: int = 0) -> Buffer:
         """Return a vector as a message."""
-        coding = self.coding(vector) if vector.nnz else plain(vector)
-        nbytes = encoded_nbytes(vector, coding)
-        message: Buffer = namespace(vector.values).empty(_whole(nbytes), np.uint8)
-        fill(message[:nbytes], vector, coding, count, self._digest)
-        message[nbytes:] = 0
+        if isinstance(vector, FewBits):
+            nbytes = few_bits_nbytes(vector)
+            message = _room(nbytes, vector.codes)
+            fill_few_bits(message[:nbytes], vector, count, self._digest)
+        else:
+            coding = self.coding(vector) if vector.nnz else plain(vector)
+            nbytes = encoded_nbytes(vector, coding)
+            message = _room(nbytes, vector.values)
+            fill(message[:nbytes], vector, coding, count, self._digest)
         return self._with_checksum(message)
 
-    def _received(self, arrival: Arrival) -> Part:
+    def _received(self, arrival: Arrival) -> tuple[Any, int]:
         """Return the contents of a message that has arrived."""
         return self.unpack(arrival.buffer, arrival.source, arrival.copy)
 
-    def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> Part:
+    def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> tuple[Any, int]:
         """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.
 
         copy: of the message, on the device of the vector; made here if it is missing.
@@ -213,11 +236,13 @@ class Group:
             raise DisagreementError
         if _whole(header.nbytes) != message.size:
             raise DamagedMessageError(f"received a damaged message: {message.size} bytes of {header.nbytes}")
-        if not header.entries and "length" in self.signature:  # and so are dtype and width
+        if header.kind != FEW_BITS and not header.entries and "length" in self.signature:  # and so are dtype and width
             return self.nothing, header.sender_count
         try:
             if copy is None:
                 copy = _beside(message, self.beside) if on_device(self.beside) else message
+            if header.kind == FEW_BITS:
+                return decode_few_bits(copy, header), header.sender_count
             return decode(copy, header, message), header.sender_count
         except CodecError as error:
             raise DamagedMessageError(f"received a damaged message: {error}") from None
@@ -336,6 +361,13 @@ def _digest(signature: tuple[tuple[str, Any], ...]) -> int:
 @lru_cache(maxsize=256)
 def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
     return SparseVector.empty(length, dtype, width)
+
+
+def _room(nbytes: int, beside: Any) -> Buffer:
+    """Return room for a message of this size, on the device of an array, with zeros behind it."""
+    message: Buffer = namespace(beside).empty(_whole(nbytes), np.uint8)
+    message[nbytes:] = 0
+    return message
 
 
 def _whole(nbytes: int) -> int:

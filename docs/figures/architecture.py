@@ -14,8 +14,8 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
     ["collectives.torch", "collectives.jax"],
     ["collectives.outer", "collectives.exchange", "collectives.faults.ledger"],
     ["collectives.gtopk", "collectives.allreduce", "collectives.allgather", "collectives.reduce_scatter",
-     "collectives.rooted", "collectives.dense", "collectives.plan", "collectives.agreement", "collectives.votes",
-     "collectives.warming"],
+     "collectives.rooted", "collectives.dense", "collectives.quantised", "collectives.plan", "collectives.agreement",
+     "collectives.votes", "collectives.warming"],
     ["collectives.collective", "collectives.choice", "collectives.patterns", "collectives.faults.debug",
      "collectives.faults.notification", "collectives.faults.recovery"],
     ["collectives.runtime", "collectives.faults"],
@@ -26,7 +26,7 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
 BOXES = [  # x, y, width, height, name, what is in it, colour
     (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, tune, explain, train", "tool"),
     (0, 7.1, 9.2, 1.2, "collectives/exchange/", "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
-    (0, 5.5, 9.2, 1.2, "collectives/", "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  plan  votes\n"
+    (0, 5.5, 9.2, 1.2, "collectives/", "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  quantised  plan\n"
      "a collective a file;  agreement: of ranks on an object, or a step", "ranks"),
     (0, 3.9, 4.45, 1.2, "collective.py  choice/", "declares a collective once;\n"
      'which algorithm "auto" takes', "ranks"),

@@ -11,7 +11,7 @@ Layout, little-endian: a header of 64 bytes, the indices, the values. The indice
           24   i64  bytes of the whole message, header included
           32   i64  count: an integer of the sender
           40   i64  signature: a digest of what the ranks must have in common
-          48   u8   kind: 0 for a vector, 1 for text, 2 for the text of an error notification
+          48   u8   kind: 0 for a vector, 1 for text, 2 for the text of an error notification, 3 for few bits (`dense`)
           52   u32  CRC-32 of the message with zeros here, or 0
 
 count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes zeros by default, and `decode`
@@ -28,20 +28,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import namespace, read_fields, write_fields
+from mpicomp.codec import dense
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import ValueFormat, format_of
 from mpicomp.errors import CodecError
+from mpicomp.few_bits import FewBits
 from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
 Buffer = NDArray[np.uint8]
 
 MAGIC, VERSION = b"MV", 3
-VECTOR, TEXT, ERROR = range(3)  # kinds of messages
+VECTOR, TEXT, ERROR, FEW_BITS = range(4)  # kinds of messages
 
 _HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")
 HEADER_NBYTES = _HEADER.size
-CRC_AT = 52
+KIND_AT, CRC_AT = 48, 52
 _FORM_BITS = 3  # of the index format
 
 
@@ -139,6 +141,20 @@ def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Bu
     return message
 
 
+def few_bits_nbytes(coded: FewBits) -> int:
+    """Return the size in bytes of the message for values in few bits."""
+    return HEADER_NBYTES + dense.payload_nbytes(coded)
+
+
+def fill_few_bits(message: Buffer, coded: FewBits, count: int = 0, signature: int = 0) -> Buffer:
+    """Write values in few bits to all of `message`, which has `few_bits_nbytes(coded)` bytes, and return it."""
+    form, size = dense.form_of(coded), coded.size
+    whole = MAGIC, VERSION, form, coded.block, size, size, message.size, count, signature, FEW_BITS, 0
+    write_fields(message, _HEADER, *whole)
+    dense.write(coded, message[HEADER_NBYTES:])
+    return message
+
+
 def read_header(message: Buffer) -> Header:
     """Return the header of a message; CodecError if it is not valid, or the message is shorter than it states."""
     if message.size < HEADER_NBYTES:
@@ -182,6 +198,18 @@ def decode(message: Buffer, header: Header | None = None, fields: Buffer | None 
         return SparseVector(indices, values.reshape(shape), length)
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
+
+
+def decode_few_bits(message: Buffer, header: Header | None = None) -> FewBits:
+    """Return the values in few bits in `message`, as views of it; header: as for `decode`.
+
+    Raises CodecError for a header that `fill_few_bits` does not write.
+    """
+    header = header or read_header(message)
+    if header.kind != FEW_BITS:
+        raise CodecError(f"got a message of kind {header.kind}: expected {FEW_BITS}, values in few bits")
+    payload = message[HEADER_NBYTES : header.nbytes]
+    return dense.read(payload, header.formats, header.row, header.length, header.entries)
 
 
 def _plain_indices(vector: SparseVector) -> int:

@@ -18,6 +18,7 @@ from mpicomp.codec import Coding, decode, encode, plain, quick
 from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
 from mpicomp.compressors import TopK
+from mpicomp.few_bits import BITS, quantise
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
@@ -51,7 +52,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
         yield from compared(top_k(np, host, rng, size), 3 * repeats if size <= 1_000_000 else repeats)
     for both in passes, sums, dense:
         yield from compared(both(np, host, rng, length), repeats)
-    for subject in fused, transforms, several_threads, coding, offsets:
+    for subject in fused, transforms, several_threads, few_bits, coding, offsets:
         yield from compared(subject(rng, length), repeats)
 
 
@@ -181,20 +182,16 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
         for chunk in 64, 256, 1024, 4096:
             name = f"hadamard {size} of {chunk}, forward and inverse, threads={number}"
             yield name, partial(forward_and_inverse, chunk, number), {"two copies": copy_twice}, values
-    chunks = values[: length // 256 // 8 * 256]  # an eighth: a product takes long
+    chunks = rng.standard_normal(max(1, length // 2048) * 256, np.float32)  # an eighth: a product takes long
     product: Mapping[str, Call] = {"the product of BLAS": lambda: chunks.reshape(-1, 256) @ cosine}
-    yield f"cosine transform {size} / 8 of 256", partial(multiplied, chunks, cosine, out), product, chunks
+    multiply = partial(host.multiply_chunks, chunks, cosine, np.empty_like(chunks), **ONE)
+    yield f"cosine transform {size} / 8 of 256", multiply, product, chunks
     yield (
         f"signs {size}",
         partial(host.signs, out, **ONE),
         {"numpy.sign": partial(np.sign, out, out)},
         values,
     )
-
-
-def multiplied(chunks: Array, matrix: Array, out: Array) -> None:
-    """Multiply chunks by a matrix."""
-    host.multiply_chunks(chunks, matrix, out[: chunks.size], threads=1)
 
 
 def several_threads(rng: np.random.Generator, length: int) -> Comparisons:
@@ -257,6 +254,33 @@ def dense(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
         yield f"scatter_add {name}", ours, {"dense[indices] += values": add}, indices.size
         take = partial(array.__getitem__, indices)
         yield f"gather {name}", partial(kernels.gather, array, indices, **one), {"dense[indices]": take}, indices.size
+
+
+def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
+    """Every value in few bits, in blocks of 256, against NumPy's passes for 8 bits and for a sum."""
+    values, residual = (rng.standard_normal(-(-length // 256) * 256, np.float32) for _ in range(2))
+    out, rows = np.empty_like(values), values.reshape(-1, 256)
+
+    def by_numpy() -> Array:
+        scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
+        codes = np.rint(rows / scales)
+        errors: Array = rows - codes * scales
+        return errors
+
+    for bits in BITS:
+        coded = quantise(values, out, bits, 256)
+        arrays = coded.codes, coded.scales
+        calls: dict[str, Call] = {
+            "quantise": partial(host.quantise, values, None, bits, 256, *arrays, out, threads=1),
+            "quantise with a residual": partial(host.quantise, values, residual, bits, 256, *arrays, out, threads=1),
+            "dequantise": partial(host.dequantise, *arrays, bits, 256, out, threads=1),
+            "add_quantised": partial(host.add_quantised, *arrays, bits, 256, out, threads=1),
+        }
+        for name, ours in calls.items():
+            against = (
+                {"8 bits by NumPy": by_numpy} if name == "quantise" else {"add": partial(np.add, values, out, out=out)}
+            )
+            yield f"{name} {bits} bits {length / 1e6:g}e6", ours, against, values
 
 
 def coding(rng: np.random.Generator, length: int) -> Comparisons:

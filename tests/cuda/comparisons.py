@@ -426,6 +426,29 @@ def offsets(device, cupy):
                 compare_in_place(device, cupy, "from_offsets", planes, least, width, np.zeros(size, dtype), written=[3])
 
 
+def few_bits(device, cupy):
+    for dtype, bits, block in product(DTYPES[1:], (8, 4, 2, 1), (32, 64, 256, 512)):
+        rng = np.random.default_rng(block)
+        for size, short in ((0, False), (1, False), (block, True), (9 * block + 7, False)):
+            for family in ("normal", "denormal", "largest", "negative zeros"):
+                values = families(np.float16 if short else dtype, max(size, 18))[family][:size].astype(dtype)
+                residual = None if family == "largest" else np.roll(values, 3) / 4 + rng.random(size).astype(dtype)
+                compare_few_bits(device, cupy, values, residual, bits, block, short)
+
+
+def compare_few_bits(device, cupy, values, residual, bits, block, short):
+    blocks, stored = -(-values.size // block), np.dtype(f"u{values.itemsize // 2}")
+    codes, scales = np.zeros(blocks * block * bits // 8, np.uint8), np.zeros(blocks * (1 + (bits == 2)), stored)
+    sent = there(cupy, [values, residual, bits, block, codes, scales, np.zeros_like(values)])
+    device.quantise(*sent, short=short)
+    args = values, residual, bits, block, codes, scales, np.zeros_like(values)
+    host.quantise(*args, short=short)
+    for i in (4, 5, 6):
+        assert_same(sent[i].get(), args[i])
+    compare_in_place(device, cupy, "dequantise", codes, scales, bits, block, np.ones_like(values), written=[4])
+    compare_in_place(device, cupy, "add_quantised", codes, scales, bits, block, values, written=[4])
+
+
 def compare_fused(device, cupy, a, b, *, k, threshold):
     """Compare the sum, and what is found in it; the vectors may lie at any place of their memory."""
     with np.errstate(all="ignore"):
@@ -543,6 +566,7 @@ ALL = [
     bitmaps,
     elias_fano,
     offsets,
+    few_bits,
     sums_and_the_largest_of_them,
     sums_sampled,
     misaligned_sums,

@@ -33,6 +33,7 @@ LONG = [
     comparisons.surveys,
     comparisons.sums_and_the_largest_of_them,
     comparisons.sums_sampled,
+    comparisons.few_bits,
 ]
 SHORT = [each for each in comparisons.ALL if each not in LONG]
 
@@ -57,7 +58,7 @@ def test_the_bits_are_those_of_the_host_in_many_launches(cupy, device, monkeypat
         monkeypatch.setenv(VARIABLE, draw.choice(SCHEDULES))
         launch(*args, **more)
 
-    for module in (device.selection, device.surveying):
+    for module in (device.selection, device.surveying, device.few_bits):
         monkeypatch.setattr(module, "launch", launched)
     comparison(device, cupy)
 

@@ -16,6 +16,7 @@ from collectives import (
     dense_allreduce,
     dense_iallreduce,
     gtopk_allreduce,
+    quantised_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
@@ -86,6 +87,9 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
         contribution(pattern, root, root + 1)
     )
     np.testing.assert_array_equal(dense_allreduce(window(vector), watched), total)
+    for name in quantised_allreduce.algorithms:
+        checked, own = (quantised_allreduce(window(vector), each, 2, algorithm=name) for each in (watched, comm))
+        assert [part.tobytes() for part in checked] == [part.tobytes() for part in own]
     plan = SupportPlan.union(vector, watched)
     np.testing.assert_array_equal(plan.allreduce(window(vector)[plan.indices]), total[plan.indices])
     aligned = SparseVector(np.arange(5), np.full(5, 1.0 + comm.rank), 9)
@@ -308,3 +312,18 @@ def test_off_it_sends_nothing_more(comm, watched):
     plain = traffic(comm).messages - before
     sparse_allgather(vector, watched)
     assert traffic(watched).messages == 3 * plain, "the order of calls, the operation, and the account"
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(("fault", "message"), [(0, "the ranks hold different bits"), (1, "mass is not conserved")])
+def test_a_dense_sum_in_few_bits_that_differs_or_loses_something_is_found(comm, watched, monkeypatch, fault, message):
+    direct = quantised_allreduce.algorithms["direct"]
+
+    def broken(*given, **arguments):
+        outcome = yield from direct(*given, **arguments)
+        outcome[fault][0] += comm.rank == 0
+        return outcome
+
+    monkeypatch.setitem(quantised_allreduce.algorithms, "direct", broken)
+    with pytest.raises(CheckError, match=message):
+        quantised_allreduce(np.arange(100.0), watched, algorithm="direct")

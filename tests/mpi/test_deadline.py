@@ -16,6 +16,7 @@ from collectives import (
     dense_allreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
+    quantised_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
@@ -39,6 +40,7 @@ COLLECTIVES = {
     "sparse_bcast": sparse_bcast,
     "aligned_allreduce": aligned_allreduce,
     "dense_allreduce": lambda vector, comm: dense_allreduce(np.ones(4), comm),
+    "quantised_allreduce": lambda vector, comm: quantised_allreduce(np.ones(4), comm),
 }
 
 

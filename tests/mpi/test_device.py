@@ -17,6 +17,7 @@ from collectives import (
     dense_allreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
+    quantised_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
@@ -112,6 +113,29 @@ def test_dense(comm, cupy, dtype):
     total = dense_allreduce(cupy.asarray(mine), comm)
     np.testing.assert_array_equal(total.get(), dense_allreduce(mine, comm))
     assert total.dtype == dtype
+
+
+@pytest.mark.parametrize("algorithm", quantised_allreduce.algorithms)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@for_each(bits=[8, 4, 2, 1])
+def test_few_bits(comm, cupy, algorithm, dtype, bits):
+    mine = np.random.default_rng(comm.rank).standard_normal((3, 100)).astype(dtype)
+    results = quantised_allreduce(cupy.asarray(mine), comm, bits, 32, algorithm=algorithm)
+    for result, expected in zip(results, quantised_allreduce(mine, comm, bits, 32, algorithm=algorithm), strict=True):
+        assert (result.dtype, result.shape) == (dtype, mine.shape)
+        assert result.get().tobytes() == expected.tobytes()
+
+
+def test_few_bits_in_given_arrays(comm, cupy):
+    mine, expected = np.arange(60.0) * (comm.rank + 1), quantised_allreduce(np.arange(60.0) * (comm.rank + 1), comm)
+    total, array = cupy.asarray(mine * 0), cupy.asarray(mine)
+    quantised_allreduce(array, comm, out=(total, array))
+    for result, wanted in zip((total, array), expected, strict=True):
+        assert result.get().tobytes() == wanted.tobytes()
+    if comm.rank == 0:
+        mine[7] = np.nan
+    with pytest.raises(ValueError if comm.rank == 0 else CollectiveError):
+        quantised_allreduce(cupy.asarray(mine), comm)
 
 
 def test_some_ranks_on_a_device_and_some_not(comm, cupy):

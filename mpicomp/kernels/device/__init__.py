@@ -10,7 +10,8 @@ device and stream. Importing this package imports CuPy.
 ``statistics``  sums over a gradient, in one read
 ``surveying``   sums in one fast read, and the values that the next steps are expected to need
 ``merging``     sums of sparse vectors, and copies between sparse and dense
-``coding``      indices as bitmaps, indices and values in few bits
+``coding``      indices as bitmaps, indices and values in few bits, without loss
+``few_bits``    every value of a vector in few bits, with the rounding error
 ``transforms``  orthonormal transforms of chunks of consecutive values; signs
 """
 
@@ -23,6 +24,7 @@ from mpicomp.kernels.device.coding import (
     to_elias_fano,
     to_offsets,
 )
+from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
@@ -65,9 +67,11 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_quantised",
     "add_scaled",
     "clear",
     "consecutive",
+    "dequantise",
     "divide",
     "divide_largest",
     "exceeding",
@@ -86,6 +90,7 @@ __all__ = [
     "merge",
     "moments",
     "multiply_chunks",
+    "quantise",
     "raise_not_finite",
     "sample",
     "scatter",

@@ -19,6 +19,7 @@ FILES = (
     "surveying.cu",
     "merging.cu",
     "coding.cu",
+    "few_bits.cu",
     "transforms.cu",
 )
 OPTIONS = ("--std=c++17", "--fmad=false")  # a product and a sum are rounded one after the other, as on the host

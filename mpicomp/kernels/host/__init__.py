@@ -15,13 +15,15 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 ``streaming``     passes over dense vectors that are longer than the cache
 ``fused``         a sum, and in the same pass its largest magnitudes
 ``bits``          magnitudes as integers; indices as bitmaps
-``coding``        indices and values in few bits
+``coding``        indices and values in few bits, without loss
+``few_bits``      every value of a vector in few bits, with the rounding error
 ``transforms``    orthonormal transforms of chunks of consecutive values; signs
 ``instructions``  instructions of processors that Numba does not expose
 """
 
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
+from mpicomp.kernels.host.few_bits import add_quantised, dequantise, quantise
 from mpicomp.kernels.host.fused import add_above, add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
@@ -59,9 +61,11 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_quantised",
     "add_scaled",
     "clear",
     "consecutive",
+    "dequantise",
     "divide",
     "divide_largest",
     "exceeding",
@@ -80,6 +84,7 @@ __all__ = [
     "merge",
     "moments",
     "multiply_chunks",
+    "quantise",
     "raise_not_finite",
     "sample",
     "scatter",

@@ -1,6 +1,7 @@
 """Compile every kernel, or load it from Numba's cache, by running it on a few values."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
     coding,
+    few_bits,
     fused,
     merging,
     segments,
@@ -20,7 +22,7 @@ from mpicomp.kernels.host import (
     transforms,
 )
 
-MODULES = (bits, coding, fused, merging, segments, selection, statistics, streaming, surveying, transforms)
+MODULES = (bits, coding, few_bits, fused, merging, segments, selection, statistics, streaming, surveying, transforms)
 
 
 class Step(NamedTuple):
@@ -44,6 +46,21 @@ def _compiled() -> int:
     """Return the number of kernels that were not in the cache."""
     kernels = (kernel for module in MODULES for kernel in vars(module).values() if hasattr(kernel, "stats"))
     return sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
+
+
+def _few_bits(dtype: np.dtype[Any]) -> list[Callable[[], Any]]:
+    """Return calls of the kernels of values in few bits; those of float16 are of float32."""
+    wide = np.promote_types(dtype, np.float32)
+    values, codes, scales = np.ones(64, wide), np.zeros(64, np.uint8), np.zeros(4, f"u{wide.itemsize // 2}")
+    calls: list[Callable[[], Any]] = []
+    for each in (8, 2):
+        coded = codes[: 8 * each], scales[: 2 * (1 + (each == 2))]
+        calls += [
+            partial(host.quantise, values, values, each, 32, *coded, values.copy()),
+            partial(host.dequantise, *coded, each, 32, values.copy()),
+            partial(host.add_quantised, *coded, each, 32, values.copy()),
+        ]
+    return calls
 
 
 def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[], Any]]:
@@ -90,4 +107,5 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.magnitude_range(values),
         lambda: host.to_offsets(long, 0, 8 * long.itemsize - 1, planes),
         lambda: host.from_offsets(planes, 0, 8 * long.itemsize - 1, np.empty_like(long)),
+        *_few_bits(dtype),
     ]

@@ -1,0 +1,326 @@
+"""Quantised allreduce: the sum of dense arrays with every value in few bits, on the way to the sum and back.
+
+Sources: H. Tang et al., "1-bit Adam", ICML 2021 (arXiv 2102.02888), for the compressed allreduce with an error on both
+sides; H. Tang et al., "DoubleSqueeze", ICML 2019 (arXiv 1905.05957); G. Wang et al., "ZeRO++" (arXiv 2306.10209), for
+blocks of 4 bits and sums inside nodes; R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005, for halving and
+doubling.
+
+m = n b / 8 bytes of codes, and 2 (for 2 bits: 4) bytes of scales a block, twice that for float64; f = (P-1)/P.
+`direct`: 2 rounds, 2 f m. `halving`: after the comparison of the call signatures 2 floor(lg P) rounds, 2 f m; where P
+is no power of two 2 rounds more, and m more at the ranks that fold and their partners. `node_lanes`: after the same
+comparison 1 round and f 4 n inside a node, `direct` between the nodes with the share of a lane, 1 round and f m inside
+a node.
+
+Invariant: each rank rounds each index once, either when it sends its values, or its partial sum, or as the owner of the
+sum; `rejected` contains the error of that rounding. So result and rejected entries of all ranks are the sum of the
+arrays. Owners send the codes of the sum, and all ranks decode the same codes: the same bits everywhere.
+
+Differences from the papers: any number of ranks; the owner of a share adds its own values as they are, last, and rounds
+only the sum, so it has one error, not two; scales have 8 significant bits, so that errors need no rounding; shares are
+whole blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from collectives.collective import Call, collective
+from collectives.patterns import agreed, doubling, folded
+from collectives.runtime.group import DisagreementError, Group, PartOf
+from collectives.runtime.messages import Steps
+from collectives.schedule import halving as halves
+from mpicomp.arrays import (
+    Array,
+    address,
+    check_apart,
+    contiguous,
+    kernels_for,
+    like,
+    namespace,
+    on_device,
+    to_values,
+    writable_vector,
+)
+from mpicomp.few_bits import (
+    BITS,
+    LONGEST_BLOCK,
+    SHORTEST_BLOCK,
+    FewBits,
+    as_they_are,
+    block_bounds,
+    join,
+    quantise,
+    quantise_sum,
+)
+from mpicomp.vector import SparseVector
+
+Result = tuple[Array, Array]
+
+
+def total_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
+    """Promise the same total on all ranks, which with the rejected values of all ranks adds up to the sum."""
+    return [outcome[0]], [outcome[1]]
+
+
+@collective(total_and_rejected, meet=agreed)
+def quantised_allreduce(
+    array: Any,
+    comm: Any,
+    bits: int = 4,
+    block: int = 256,
+    *,
+    algorithm: str = "auto",
+    out: tuple[Any, Any] | None = None,
+) -> Call[tuple[Any, Any]]:
+    """Sum an array over all ranks, with every value in few bits, and return what was rounded away.
+
+    array: any shape, float16, float32 or float64, of one size and dtype on all ranks; see `mpicomp.arrays` for the
+    kinds. bits: of a value, 8, 4, 2 or 1; block: consecutive values with one scale, a power of two from 32 to 65536;
+    both the same on all ranks. 8 and 4 bits: 255 or 15 levels, evenly spaced up to the largest magnitude of the block.
+    2 bits: a sign and one of two magnitudes. 1 bit: a sign and the mean magnitude. The scales take 16 bits a block
+    more, 32 for 2 bits, and twice that for float64.
+    algorithm: "direct"; "halving", for many ranks and short arrays, which rounds partial sums as well; "node_lanes",
+    for several ranks on each of several nodes, which does not round inside a node; or "auto", which chooses by
+    `collectives.choice`.
+
+    out: two C-contiguous arrays of the size and dtype of `array`, of which the second may be `array` itself: they are
+    written to and returned, which saves the time to map new memory. Their contents are undefined if an error is raised.
+
+    Returns (total, rejected), arrays of the same kind, shape and dtype. total: the same bits on every rank.
+    rejected: what this rank must keep, for example in its residual. total + the sum of all ranks' rejected is the sum
+    of the arrays: bitwise if all partial sums are exact, as on small integers, else within the rounding of one
+    addition a rank. A single rank rounds its array as well. Zeros stay zeros for 8 and 4 bits, and in blocks of zeros;
+    for 2 and 1 bits a zero becomes the smaller magnitude of its block, and `rejected` has its negative.
+
+    >>> total, rejected = quantised_allreduce(gradient, comm, bits=8)
+    >>> (total + rejected).tolist()  # of a single rank
+    [0.5, -3.0, 0.25, 2.0]
+    """
+    return Call(array, comm, algorithm, arguments={"bits": bits, "block": block}, own={"out": out}, prepare=prepared)
+
+
+quantised_iallreduce = quantised_allreduce.nonblocking
+
+
+def prepared(call: Call[Any], size: int) -> SparseVector:
+    """Return an empty vector of length and dtype of the array, for the call signature; store the array in the call.
+
+    Raises TypeError or ValueError for bad arguments; values that are not finite are found by the algorithms.
+    """
+    given = call.contribution
+    call.arguments |= {
+        "bits": _checked("bits", call.arguments["bits"]),
+        "block": _checked("block", call.arguments["block"]),
+    }
+    values = to_values(given)
+    flat, out = contiguous(values).reshape(-1), call.own["out"]
+    call.own = {"array": flat, "out": None if out is None else _outputs(out, flat)}
+
+    def finish(result: Result) -> tuple[Any, Any]:
+        total, rejected = (like(each.reshape(values.shape), original=given) for each in result)
+        return out or (total, rejected)
+
+    call.finish = finish
+    return SparseVector.empty(flat.size, flat.dtype, beside=flat)
+
+
+def _outputs(out: Any, values: Array) -> Result:
+    """Return the arrays of `out` as vectors; TypeError or ValueError unless the result for these values fits."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"out is {type(out).__name__}: expected a tuple of two arrays, for the total and for rejected")
+    total, rejected = (writable_vector(each) for each in out)
+    for each in (total, rejected):
+        if (each.size, each.dtype, on_device(each)) != (values.size, values.dtype, on_device(values)):
+            raise ValueError(
+                f"out has {each.size} values of {each.dtype}: expected {values.size} of {values.dtype}, in the memory "
+                "of the array"
+            )
+    check_apart([total, rejected])
+    check_apart([total, values])
+    return total, rejected
+
+
+def _checked(name: str, given: Any) -> int:
+    """Return bits or block as Python's integer; TypeError or ValueError for others."""
+    try:
+        number = index(given) if not isinstance(given, bool) else None
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {given!r}: expected an integer")
+    if name == "bits" and number not in BITS:
+        raise ValueError(f"bits is {number}: expected one of {BITS}")
+    if name == "block" and not (SHORTEST_BLOCK <= number <= LONGEST_BLOCK and not number & (number - 1)):
+        raise ValueError(f"block is {number}: expected a power of two from {SHORTEST_BLOCK} to {LONGEST_BLOCK}")
+    return number
+
+
+@dataclass
+class Rounding:
+    """A rank's values, or partial sums, and its errors; both float32 or float64.
+
+    short: decoded values are float16 numbers, so that the result is exact in float16.
+    """
+
+    values: Array
+    rejected: Array
+    bits: int
+    block: int
+    short: bool = False
+
+    @classmethod
+    def of(cls, array: Array, bits: int, block: int, out: Result | None) -> "Rounding":
+        """Return the rounding of an array; float16 is converted to float32. out: to write the results to, if any."""
+        wide, short = array.astype(np.promote_types(array.dtype, np.float32), copy=False), array.dtype == np.float16
+        return cls(wide, np.empty_like(wide) if out is None or short else out[1], bits, block, short)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the errors replace the values."""
+        return self.values.size > 0 and address(self.values) == address(self.rejected)
+
+    def bounds(self, shares: int) -> tuple[int, ...]:
+        """Return the bounds of shares of whole blocks."""
+        return block_bounds(self.values.size, self.block, shares)
+
+    def code(self, start: int, end: int) -> FewBits:
+        """Return a range of the values in few bits, and keep the error."""
+        return quantise(self.values[start:end], self.rejected[start:end], self.bits, self.block, short=self.short)
+
+    def code_sum(self, others: Sequence[FewBits], start: int, end: int) -> FewBits:
+        """Return the sum of the others and of a range of the values in few bits, and keep the error."""
+        own, rejected = self.values[start:end], self.rejected[start:end]
+        return quantise_sum(own, others, rejected, self.bits, self.block, short=self.short)
+
+    def result(self, parts: Sequence[FewBits], dtype: np.dtype[Any], out: Result | None) -> Result:
+        """Return the decoded sum, and the errors."""
+        total = np.empty_like(self.values) if out is None or self.short else out[0]
+        start = 0
+        for part in parts:
+            part.write(total[start : start + part.size])
+            start += part.size
+        found = total.astype(dtype, copy=False), self.rejected.astype(dtype, copy=False)
+        if out is not None and self.short:
+            out[0][...], out[1][...] = found
+        return found if out is None else out
+
+
+@quantised_allreduce.auto
+def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+    """Run the algorithm that `collectives.choice` takes for length and bits."""
+    name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes())
+    run = quantised_allreduce.algorithms[name]
+    result: Result = yield from run(vector, group, bits=bits, block=block, array=array, out=out)
+    return result
+
+
+@quantised_allreduce.algorithm(meets=True)
+def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+    """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
+    rounding = Rounding.of(array, bits, block, out)
+    if rounding.is_in_place:  # rounding would change what is to be checked
+        refuse_not_finite(array, group)
+    return rounding.result((yield from shares_of_sum(rounding, group, checked=True)), vector.dtype, out)
+
+
+def shares_of_sum(rounding: Rounding, group: Group, *, checked: bool = False) -> Steps[list[FewBits]]:
+    """Return the shares of the sum over a group, one of each rank.
+
+    checked: refuse values that are not finite, which the scales tell without a pass over the values.
+    """
+    bounds = rounding.bounds(group.size)
+    start, end = bounds[group.rank : group.rank + 2]
+    parts = [rounding.code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
+    if checked and not all([part.is_finite() for part in parts]):
+        refuse_not_finite(rounding.values, group)
+    parts.insert(group.rank, as_they_are(rounding.values[:0], rounding.block))
+    received = yield from group.all_to_all(parts)
+    share = rounding.code_sum([theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank], start, end)
+    if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
+        refuse_not_finite(rounding.values, group)
+    del parts, received
+    return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
+
+
+def refuse_not_finite(values: Array, group: Group) -> None:
+    """Raise ValueError on this rank, and CollectiveError on the others, if a value is not finite."""
+    try:
+        kernels_for(values).raise_not_finite(values)
+    except ValueError as error:
+        group.error = error.with_traceback(None)
+        raise DisagreementError from None
+
+
+@quantised_allreduce.algorithm
+def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+    """Halve the range in each round, and double the shares of the sum; see the module."""
+    refuse_not_finite(array, group)
+    rounding = Rounding.of(array, bits, block, out)
+    if rounding.values is array:
+        rounding.values = array.copy()  # partial sums
+    outer = group.rank >= group.core
+    first = rounding.code(0, array.size) if outer else as_they_are(rounding.values, block)
+
+    def combine(ours: PartOf[FewBits], theirs: PartOf[FewBits], distance: int) -> PartOf[FewBits]:
+        theirs[0].add_to(rounding.values)
+        return ours
+
+    core = partial(halved, rounding=rounding, group=group)
+    total, _ = yield from folded((first, 0), group, combine, core)
+    return rounding.result([total], vector.dtype, out)
+
+
+def halved(part: PartOf[FewBits], rounding: Rounding, group: Group) -> Steps[PartOf[FewBits]]:
+    """Return the sum over the core ranks, whose values are in `rounding`, in few bits."""
+    bounds, low, high = rounding.bounds(group.core), 0, group.core  # in shares
+    for partner in halves(group.rank, group.core):
+        middle = (low + high) // 2
+        lower, upper = (low, middle), (middle, high)
+        (low, high), given = (lower, upper) if group.rank < partner else (upper, lower)
+        sent = rounding.code(bounds[given[0]], bounds[given[1]])
+        theirs, _ = yield from group.exchange(sent, partner)
+        theirs.add_to(rounding.values[bounds[low] : bounds[high]])
+
+    def put_together(ours: PartOf[FewBits], theirs: PartOf[FewBits], block: int) -> PartOf[FewBits]:
+        both = (theirs, ours) if group.rank & block // 2 else (ours, theirs)
+        return join([part for part, _ in both]), 0
+
+    share = rounding.code(bounds[low], bounds[high])
+    return (yield from doubling((share, 0), group, put_together))
+
+
+@quantised_allreduce.algorithm
+def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+    """Reduce-scatter values inside each node, sum every share over the nodes in few bits, gather it inside each node.
+
+    There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
+    """
+    refuse_not_finite(array, group)
+    nodes, whole = group.nodes(), Rounding.of(array, bits, block, out)
+    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    bounds = whole.bounds(min(len(ranks) for ranks in nodes))
+    parts = [as_they_are(whole.values[start:end], block) for start, end in pairwise(bounds)]
+    lanes, nothing = len(parts), as_they_are(whole.values[:0], block)
+    received = yield from node.all_to_all(parts + [nothing] * (node.size - lanes))
+    own = slice(*bounds[node.rank : node.rank + 2]) if node.rank < lanes else slice(0, 0)
+    values, share = summed(received, whole.values[own]), nothing
+    whole.rejected[...] = 0
+    if node.rank < lanes:
+        mine = replace(whole, values=values, rejected=whole.rejected[own])
+        lane = group.subgroup([ranks[node.rank] for ranks in nodes])
+        share = join((yield from shares_of_sum(mine, lane)))
+    everywhere = yield from node.all_to_all([share] * node.size)
+    return whole.result([theirs for theirs, _ in everywhere[:lanes]], vector.dtype, out)
+
+
+def summed(parts: Sequence[PartOf[FewBits]], beside: Array) -> Array:
+    """Return the sum of parts, in order, as an array of the size and dtype of another one."""
+    total: Array = namespace(beside).zeros(beside.size, beside.dtype)
+    for part, _ in parts:
+        part.add_to(total)
+    return total

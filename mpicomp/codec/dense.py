@@ -1,0 +1,70 @@
+"""Messages with consecutive values of a dense vector in few bits (`mpicomp.few_bits`): the kind 3.
+
+The header is that of a vector, with these fields: offset 3: a number of the bits (8, 4, 2, 1, or all of the dtype: 0 to
+4), plus 8 if the values decode to float64, not float32; offset 4: values of a block; offsets 8 and 16: the number of
+values. Then come the scales, a multiple of 8 bytes, and the codes.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.errors import CodecError
+from mpicomp.few_bits import BITS, LONGEST_BLOCK, SCALES, SHORTEST_BLOCK, FewBits, sizes
+from mpicomp.vector import MAX_LENGTH
+
+Buffer = NDArray[np.uint8]
+
+_FORMS: dict[int, tuple[int, np.dtype[Any]]] = {
+    number | wide << 3: (bits or 8 * dtype.itemsize, dtype)
+    for wide, dtype in enumerate(SCALES)
+    for number, bits in enumerate((*BITS, 0))
+}
+_NUMBERS = {form: number for number, form in _FORMS.items()}
+
+
+def form_of(coded: FewBits) -> int:
+    """Return the number of bits and dtype in a header."""
+    return _NUMBERS[coded.bits, coded.dtype]
+
+
+def payload_nbytes(coded: FewBits) -> int:
+    """Return the bytes after the header."""
+    return _padded(coded.scales.nbytes) + int(coded.codes.nbytes)
+
+
+def write(coded: FewBits, payload: Buffer) -> None:
+    """Fill the whole payload, including padding."""
+    scales, padded = coded.scales.nbytes, _padded(coded.scales.nbytes)
+    payload[scales:padded] = 0
+    payload[:scales].view(coded.scales.dtype)[:] = coded.scales
+    payload[padded:] = coded.codes
+
+
+def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> FewBits:
+    """Return the values in a payload, as views; CodecError if the fields of the header do not fit it."""
+    if form not in _FORMS:
+        raise CodecError(f"got {form} for the bits of a value: expected a known number")
+    if not SHORTEST_BLOCK <= block <= LONGEST_BLOCK or block & (block - 1):
+        raise CodecError(f"got blocks of {block} values: expected a power of two, {SHORTEST_BLOCK} to {LONGEST_BLOCK}")
+    bits, dtype = _FORMS[form]
+    if not 0 <= size <= MAX_LENGTH or entries != size:
+        raise CodecError(f"got {entries} of {size} values: expected all of them")
+    nbytes, scales = _nbytes(size, bits, block, dtype)
+    if payload.size != _padded(scales) + nbytes:
+        raise CodecError(f"{payload.size} bytes do not hold {size} values of {bits} bits in blocks of {block}")
+    codes = payload[_padded(scales) :]
+    return FewBits(codes, payload[:scales].view(SCALES[dtype]), size, bits, block)
+
+
+def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return the bytes of codes and of scales."""
+    if bits not in BITS:
+        return size * dtype.itemsize, 0
+    (width, scales), blocks = sizes(bits, block, dtype), -(-size // block)
+    return blocks * width, blocks * scales * SCALES[dtype].itemsize
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8

@@ -1,0 +1,71 @@
+"""`mpicomp bench quantised`: the dense sum in few bits, compared with MPI's dense allreduce in the same run."""
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from collectives import quantised_allreduce, warm_up
+from mpicomp.few_bits import BITS, LONGEST_BLOCK, SHORTEST_BLOCK
+from mpicomp_bench.bench.suite import Options, Suite
+from mpicomp_bench.measuring import Row, compare, read_once
+from mpicomp_bench.options import add_list, positive
+
+ABOUT = """\
+Results are written to existing arrays, as those of MPI's dense sum are. All calls are interleaved;
+a time is that of the slowest rank, from a common start. The floor is one read of the array by all
+ranks at the same time.
+"""
+
+EXAMPLES = """\
+mpirun -n 4 mpicomp bench quantised
+mpirun -n 4 mpicomp bench quantised --bits 8 4 --algorithms direct --json p4.json
+"""
+
+
+def algorithms() -> list[str]:
+    """Return the declared algorithms, and "auto"."""
+    return ["auto", *quantised_allreduce.algorithms]
+
+
+def rows(options: Options, comm: Any) -> Iterator[Row]:
+    """Yield the comparisons; each rank's array is `length` normal float32."""
+    warm_up(comm)
+    array = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
+    total, rejected = np.empty_like(array), np.empty_like(array)
+    calls = {
+        f"{bits} bits {algorithm}": partial(
+            quantised_allreduce, array, comm, int(bits), options.block, algorithm=algorithm, out=(total, rejected)
+        )
+        for bits, algorithm in product(options.bits, options.algorithms)
+    }
+    dense = {"MPI_Allreduce": partial(comm.Allreduce, array, total)}
+    yield from compare(calls, dense, options.repeats, comm, floor=read_once(array))
+
+
+def block(text: str) -> int:
+    """Return the number of values in an option's text."""
+    number = positive(text, LONGEST_BLOCK)
+    if number < SHORTEST_BLOCK or number & (number - 1):
+        raise ArgumentTypeError(f"got {text!r}: expected a power of two from {SHORTEST_BLOCK} to {LONGEST_BLOCK}")
+    return number
+
+
+def add_options(parser: Any) -> None:
+    """Add the options of the suite."""
+    add_list(parser, "--bits", ["8", "4"], "bits of a value: ", choices=[str(bits) for bits in BITS])
+    add_list(parser, "--algorithms", ["auto"], "algorithms: ", choices=algorithms())
+    parser.add_argument("--block", type=block, default=256, metavar="B", help="values with one scale (%(default)s)")
+
+
+SUITE = Suite(
+    help="the dense sum in few bits, against MPI's dense allreduce",
+    about=ABOUT,
+    examples=EXAMPLES,
+    add_options=add_options,
+    rows=rows,
+    length=25_000_000,
+)

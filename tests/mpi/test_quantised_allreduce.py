@@ -1,0 +1,289 @@
+"""Dense sums in few bits against dense NumPy in float64; what they conserve, and what they refuse."""
+
+import numpy as np
+import pytest
+from cases import for_each
+from few_bits_cases import ORACLES, quantised
+from mpi4py import MPI
+
+from collectives import quantised_allreduce, quantised_iallreduce, sparse_allgather, traffic
+from collectives.runtime import link
+from mpicomp import CollectiveError, SparseVector
+
+BITS = [8, 4, 2, 1]
+LENGTHS = [0, 1, 33, 1000]
+EVERY = pytest.mark.parametrize("algorithm", ORACLES)
+DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+
+
+def reals(rank, length, dtype):
+    return np.random.default_rng([rank, length]).laplace(size=length).astype(dtype)
+
+
+def integers(rank, length, dtype=np.float32):
+    values = np.random.default_rng([rank, length, 1]).integers(-9, 10, length)
+    values[length // 3 : length // 2] = 0
+    return values.astype(dtype)
+
+
+def of_all(make, comm, *args):
+    return [make(rank, *args).astype(np.float64) for rank in range(comm.size)]
+
+
+def check_same_bits(comm, array):
+    assert len(set(comm.allgather(array.tobytes()))) == 1, "the ranks hold different bits"
+
+
+def assert_close(found, expected, room, most=0):
+    """Fail unless arrays are the same within `room`, but for at most so many values."""
+    assert np.count_nonzero(~np.isclose(found, expected, rtol=0, atol=room)) <= most
+
+
+@EVERY
+@DTYPES
+@for_each(bits=BITS, length=LENGTHS)
+def test_the_result_is_that_of_the_oracle(comm, algorithm, dtype, bits, length):
+    """Real numbers between two levels, where rounding decides, are rare; of float16 there are some in any data.
+
+    The mean of a block may be between two magnitudes of 8 significant bits.
+    """
+    total, rejected = quantised_allreduce(reals(comm.rank, length, dtype), comm, bits, block=32, algorithm=algorithm)
+    arrays = of_all(reals, comm, length, dtype)
+    expected, errors = ORACLES[algorithm](arrays, lambda part: quantised(part, bits, 32, dtype), 32)
+    room = 4 * comm.size * np.finfo(dtype).eps * max((np.abs(each).max() for each in arrays if length), default=0)
+    assert total.dtype == rejected.dtype == dtype
+    most = length // 40 if dtype == np.float16 else 32 if dtype == np.float32 and bits < 4 else 0
+    assert_close(total, expected, room, most)
+    assert_close(rejected, errors[comm.rank], room, most)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])  # float16 has too few bits for some errors
+@for_each(bits=BITS, length=LENGTHS)
+def test_integers_are_conserved_bitwise(comm, algorithm, dtype, bits, length):
+    total, rejected = quantised_allreduce(integers(comm.rank, length, dtype), comm, bits, 64, algorithm=algorithm)
+    check_same_bits(comm, total)
+    kept = comm.allgather(rejected.astype(np.float64))
+    np.testing.assert_array_equal(total + sum(kept), sum(of_all(integers, comm, length, dtype)))
+
+
+@EVERY
+@DTYPES
+@for_each(bits=BITS, length=[3001])
+def test_reals_are_conserved_within_the_rounding_of_an_addition_a_rank(comm, algorithm, dtype, bits, length):
+    total, rejected = quantised_allreduce(reals(comm.rank, length, dtype), comm, bits, algorithm=algorithm)
+    check_same_bits(comm, total)
+    kept, arrays = comm.allgather(rejected.astype(np.float64)), of_all(reals, comm, length, dtype)
+    room = (comm.size + 1) * np.finfo(dtype).eps * sum(np.abs(each).max() for each in arrays)
+    np.testing.assert_allclose(total + sum(kept), sum(arrays), rtol=0, atol=room)
+
+
+@DTYPES
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_single_rank_loses_no_bit_to_8_and_4_bits(comm, dtype, bits):
+    mine = reals(comm.rank, 3001, dtype)
+    total, rejected = quantised_allreduce(mine, MPI.COMM_SELF, bits)
+    assert (total != mine).any()
+    np.testing.assert_array_equal(total.astype(np.float64) + rejected, mine)
+
+
+@EVERY
+@for_each(bits=BITS)
+def test_levels_that_are_represented_are_not_rounded(comm, algorithm, bits):
+    top = max(1, 2 ** (bits - 1) - 1)
+    mine = np.resize(np.array([top, -top], np.float32), 500)
+    total, rejected = quantised_allreduce(mine, comm, bits, algorithm=algorithm)
+    np.testing.assert_array_equal(total, comm.size * mine)
+    assert not rejected.any()
+
+
+@EVERY
+@for_each(bits=BITS)
+def test_zeros(comm, algorithm, bits):
+    mine = np.zeros(600, np.float32)
+    mine[300::7] = 1 + comm.rank
+    total, rejected = quantised_allreduce(mine, comm, bits, block=32, algorithm=algorithm)
+    assert not total[:288].any()  # blocks of zeros
+    assert not np.signbit(total[:288]).any()
+    assert not rejected[:288].any()
+    if bits > 2:
+        np.testing.assert_array_equal(total != 0, mine != 0)
+    np.testing.assert_array_equal(total + sum(comm.allgather(rejected)), sum(range(1, comm.size + 1)) * (mine != 0))
+
+
+@EVERY
+@pytest.mark.parametrize("shape", [(), (0,), (7, 11, 3)], ids=str)
+def test_shapes_and_orders(comm, algorithm, shape):
+    mine = np.array(integers(comm.rank, int(np.prod(shape))).reshape(shape), order="F")
+    before = mine.copy()
+    total, rejected = quantised_allreduce(mine, comm, algorithm=algorithm)
+    assert total.shape == rejected.shape == shape
+    kept, arrays = comm.allgather(rejected), of_all(integers, comm, mine.size)
+    np.testing.assert_array_equal(total + sum(kept), sum(arrays).reshape(shape))
+    np.testing.assert_array_equal(mine, before)
+
+
+@EVERY
+@DTYPES
+def test_results_are_written_to_given_arrays(comm, algorithm, dtype):
+    mine = integers(comm.rank, 1000, dtype)
+    expected = quantised_allreduce(mine, comm, algorithm=algorithm)
+    out = np.full_like(mine, 7), np.full_like(mine, 7)
+    assert quantised_allreduce(mine, comm, algorithm=algorithm, out=out) is out
+    in_place = np.full_like(mine, 7), mine.copy()
+    quantised_allreduce(in_place[1], comm, algorithm=algorithm, out=in_place)
+    for found in (out, in_place):
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
+
+
+@EVERY
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_value_that_is_not_finite_raises_on_all_ranks(comm, algorithm, bad):
+    last = comm.rank == comm.size - 1
+    for place in (0, 500, 999):
+        for in_place in (False, True):
+            mine = integers(comm.rank, 1000)
+            mine[place] = bad if last else 0
+            out = (np.empty_like(mine), mine) if in_place else None
+            with pytest.raises(
+                ValueError if last else CollectiveError, match=rf"values\[{place}\] is" if last else "ValueError"
+            ):
+                quantised_allreduce(mine, comm, block=64, algorithm=algorithm, out=out)
+    comm.Barrier()
+    assert not link.link_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+    comm.Barrier()
+
+
+@EVERY
+@DTYPES
+@for_each(bits=BITS)
+def test_the_largest_numbers_stay_in_range(comm, algorithm, dtype, bits):
+    """Of one rank, as a sum of them would not be; with zeros, from which the scales of 2 bits differ."""
+    largest = np.finfo(dtype).max
+    mine = (largest if comm.rank == comm.size - 1 else dtype(0)) * np.resize([-1, 1, 1, 0, 0.5], 300).astype(dtype)
+    total, rejected = quantised_allreduce(mine, comm, bits, algorithm=algorithm)
+    assert np.isfinite(total).all()
+    if comm.size == 1:
+        kept = total.astype(np.longdouble) + rejected
+        np.testing.assert_allclose(
+            kept / largest, mine.astype(np.longdouble) / largest, rtol=0, atol=np.finfo(dtype).eps
+        )
+    check_same_bits(comm, total)
+
+
+@EVERY
+@pytest.mark.at_least(2)
+@DTYPES
+@for_each(bits=BITS)
+def test_a_sum_out_of_range_is_not_finite_on_any_rank(comm, algorithm, dtype, bits):
+    mine = np.full(300, np.finfo(dtype).max)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total, _ = quantised_allreduce(mine, comm, bits, algorithm=algorithm)
+    assert not np.isfinite(total).any()
+    check_same_bits(comm, total)
+
+
+@EVERY
+@for_each(bits=BITS)
+def test_subnormal_numbers_are_conserved(comm, algorithm, bits):
+    mine = np.float32(1e-44) * integers(comm.rank, 300)
+    total, rejected = quantised_allreduce(mine, comm, bits, algorithm=algorithm)
+    arrays = [np.float32(1e-44) * each.astype(np.float32) for each in of_all(integers, comm, 300)]
+    np.testing.assert_array_equal(total + sum(comm.allgather(rejected)), sum(arrays))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"bits": 3}, ValueError, r"bits is 3: expected one of \(8, 4, 2, 1\)"),
+        ({"bits": True}, TypeError, "bits is True: expected an integer"),
+        ({"bits": 4.0}, TypeError, "bits is 4.0: expected an integer"),
+        ({"block": 100}, ValueError, "block is 100: expected a power of two from 32 to 65536"),
+        ({"block": 16}, ValueError, "block is 16: expected"),
+        ({"block": 1 << 17}, ValueError, "block is 131072: expected"),
+        ({"array": np.arange(9)}, TypeError, "values are int64: expected float16, float32 or float64"),
+        ({"out": np.ones(9)}, TypeError, "out is ndarray: expected a tuple of two arrays"),
+        ({"out": (np.ones(9), np.ones(8))}, ValueError, "out has 8 values of float64: expected 9 of float64"),
+        ({"algorithm": "tree"}, ValueError, "algorithm is 'tree': expected one of"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_raise_on_all_ranks(comm, wrong, error, message):
+    bad = comm.rank == comm.size - 1
+    arguments = {"array": np.ones(9)} | (wrong if bad else {})
+    with pytest.raises(error if bad else CollectiveError, match=message if bad else error.__name__):
+        quantised_allreduce(arguments.pop("array"), comm, **arguments)
+
+
+def test_out_shares_no_memory(comm):
+    array, twice = np.ones(9), np.ones(18)
+    for out in ((twice[:9], twice[5:14]), (array, np.ones(9))):
+        with pytest.raises(ValueError, match="share memory"):
+            quantised_allreduce(array, comm, out=out)
+
+
+@pytest.mark.at_least(2)
+@for_each(
+    mine=[
+        {"bits": 8},
+        {"block": 512},
+        {"array": np.ones(8)},
+        {"array": np.ones(9, np.float32)},
+        {"algorithm": "halving"},
+        {"algorithm": "node_lanes"},
+    ]
+)
+def test_a_mismatch_raises_on_all_ranks(comm, mine):
+    for other in ({}, {"algorithm": "direct"}):
+        for odd in {0, comm.size - 1}:
+            arguments = {"array": np.ones(9)} | (mine if comm.rank == odd else other)
+            with pytest.raises(CollectiveError, match="must be the same on all ranks"):
+                quantised_allreduce(arguments.pop("array"), comm, **arguments)
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("length", [30, 200_000], ids=["short", "long"])
+def test_any_mixture_of_algorithms_raises_and_leaves_nothing_in_flight(comm, length):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        names, bad = rng.choice([*ORACLES], comm.size), rng.random(comm.size) < 0.2
+        if len(set(names)) == 1 and not bad.any():
+            continue
+        mine = np.ones(length)
+        mine[length // 2] = np.nan if bad[comm.rank] else 1
+        with pytest.raises((ValueError, CollectiveError) if bad[comm.rank] else CollectiveError):  # what it finds first
+            quantised_allreduce(mine, comm, bits=8, algorithm=names[comm.rank])
+        comm.Barrier()
+        assert not link.link_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        comm.Barrier()
+
+
+def test_several_are_in_flight(comm):
+    arrays = [integers(comm.rank, length) for length in (1000, 5, 0, 3001)]
+    expected = [quantised_allreduce(array, comm, bits=8) for array in arrays]
+    started = [quantised_iallreduce(array, comm, bits=8) for array in arrays]
+    vector = sparse_allgather(SparseVector([1], [2.0], 3), comm)[0]
+    assert vector.nnz == 1
+    for request, pair in zip(reversed(started), reversed(expected), strict=True):
+        assert [each.tobytes() for each in request.wait()] == [each.tobytes() for each in pair]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_bytes_are_those_of_the_bits(comm, bits):
+    """2 f n b / 8, and 2 bytes a block of scales; 64 bytes a header, and zeros up to whole lines."""
+    length, before = 100_000 * comm.size, traffic(comm).nbytes
+    quantised_allreduce(np.ones(length, np.float32), comm, bits, algorithm="direct")
+    sent = traffic(comm).nbytes - before
+    exact = 2 * (comm.size - 1) * length * bits // 8 // comm.size
+    assert exact <= sent <= 1.04 * exact
+
+
+@EVERY
+def test_threads_and_chunks_change_no_bit(comm, algorithm, monkeypatch):
+    mine = reals(comm.rank, 3001, np.float32)
+    expected = quantised_allreduce(mine, comm, block=32, algorithm=algorithm)
+    monkeypatch.setattr("mpicomp.threads._LEAST", 64)
+    monkeypatch.setattr("mpicomp.few_bits._CHUNK", 128)
+    monkeypatch.setenv("MPICOMP_THREADS", "3")
+    found = quantised_allreduce(mine, comm, block=32, algorithm=algorithm)
+    assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
