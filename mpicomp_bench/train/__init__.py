@@ -60,8 +60,8 @@ def add_to(commands: Any) -> None:
     )
     add("--task", choices=TASKS, default="digits", help=about)
     about = (
-        "rows of the table; in-basis: the largest coefficients of chunks of 256, and the sign of their mean (DeMo) at a "
-        "hundredth of the rate; few-bits-B: every value in B bits: "
+        "rows of the table; in-basis: the largest coefficients of chunks of 256, and the sign of their mean (DeMo), at "
+        "a hundredth of the rate; few-bits-B: every value in B bits: "
     )
     add_list(parser, "--methods", None, about, choices=list(METHODS))
     about = "custom methods, beside dense: every combination of the parts given; settings behind a colon"

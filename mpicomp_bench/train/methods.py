@@ -113,9 +113,9 @@ METHODS = {
         ("local-dense", "Dense", "none", "allreduce", True, True),
         ("local-sparse", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", "contributors", True),
         ("local-sparse-mean", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", True, True),
-        *((name, "Dense", "error-feedback", name) for name in FEW_BITS),
     )
 }
+METHODS |= {name: Method(name, "Dense", "error-feedback", name) for name in FEW_BITS}
 METHODS |= {
     name: Method(
         name, f"{compressor}:chunk={CHUNK}", "error-feedback:decay=0.999", "allreduce", average="sign", basis=True
@@ -225,7 +225,7 @@ def exchange_of(
     parts = Parts(method, density, comm, record)
     feedback = made(FEEDBACKS, method.feedback, rate, momentum)
     selecting = parts.of_tensor if method.by_tensor else parts.compressor(0)
-    run = FEW_BITS.get(method.collective)
+    run: Callable[..., Any] | None = FEW_BITS.get(method.collective)
     if run is None:
         run = partial(sparse_reduce if method.downlink else COLLECTIVES[method.collective], codec="smallest")
     settings: dict[str, Any] = {"average": method.average, "downlink": parts.downlink(), "small": 0}
