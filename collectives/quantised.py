@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -67,14 +67,14 @@ def total_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
-@collective(total_and_rejected, meet=agreed)
+@collective(total_and_rejected, meet=agreed, gives_sum=True, takes_arrays=True)
 def quantised_allreduce(
     array: Any,
     comm: Any,
     bits: int = 4,
     block: int = 256,
     *,
-    algorithm: str = "auto",
+    algorithm: Literal["auto", "direct", "halving", "node_lanes"] = "auto",
     out: tuple[Any, Any] | None = None,
 ) -> Call[tuple[Any, Any]]:
     """Sum an array over all ranks, with every value in few bits, and return what was rounded away.

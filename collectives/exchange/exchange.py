@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from collectives.exchange.statistics import Statistics, report
 from collectives.exchange.step import Step
 from collectives.faults.ledger import accounts, balance, name_step
 from collectives.plan import CyclicLeader
+from collectives.quantised import quantised_allreduce
 from collectives.rooted import server_halves, sparse_reduce
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
@@ -42,7 +44,7 @@ class GradientExchange:
     rejected), (sum, votes), a list of every rank's vector, or a Request for these.
 
     Or a collective of dense arrays with `Dense()`, which None stands for then: `quantised_allreduce`, with its bits
-    bound, whose `rejected` is the next residual, or `dense_allreduce`.
+    bound, whose `rejected` is the next residual, or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
 
     average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
     number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count; "sign" returns the sign of the
@@ -66,6 +68,10 @@ class GradientExchange:
 
     >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
     [0.0, -3.0, 0.0, 2.0]
+
+    Every value in four bits, on the way to the sum and back:
+
+    >>> exchange = GradientExchange(comm, bits=4)
 
     DeMo's update, for parameters -= rate * sign (see docs/feedback.md):
 
@@ -91,6 +97,7 @@ class GradientExchange:
         average: bool | str = True,
         downlink: TwoWay | None = None,
         basis: Basis | None = None,
+        bits: int | None = None,
         small: int | None = None,
         bucket_nbytes: int = 2**25,
         nonfinite: str = "raise",
@@ -98,6 +105,13 @@ class GradientExchange:
     ) -> None:
         feedback = ErrorFeedback() if feedback is None else feedback
         check_communicator(comm)
+        if bits is not None and (collective is not None or downlink is not None):
+            raise ValueError(
+                f"got bits={bits}, and a collective or a downlink: expected one of them; bits= stands for "
+                "collective=partial(quantised_allreduce, bits=bits)"
+            )
+        if bits is not None:
+            collective = partial(quantised_allreduce, bits=bits)
         collective = collective or (sparse_allreduce if downlink is None else sparse_reduce)
         self._collectives = _functions(collective, downlink, average)
         takes_arrays = self._collectives.takes_arrays

@@ -1,0 +1,129 @@
+"""GradientExchange and OuterLoop with every value in few bits, both ways: the residual is what was rounded away."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from collectives import GradientExchange, OuterLoop, quantised_allreduce
+from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
+from mpicomp.vector import whole
+
+SHAPES = {"w": (30, 40), "b": (40,), "v": (25, 8), "s": ()}
+
+
+def gradients(rank, step, dtype=np.float32):
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(arrays[name]).astype(np.float64) for name in SHAPES])
+
+
+def residual(exchange):
+    return np.concatenate([bucket.feedback.residual for bucket in exchange.buckets]).astype(np.float64)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bucket_nbytes", [1, 2**25])
+def test_applied_and_residuals_are_what_was_given(comm, bits, bucket_nbytes):
+    """Within the rounding of an addition a rank; small tensors are sent with the others; the same bits on all ranks."""
+    exchange = GradientExchange(comm, bits=bits, average=False, bucket_nbytes=bucket_nbytes)
+    applied, given = np.zeros(1441), np.zeros(1441)
+    for step in range(4):
+        totals = exchange(gradients(comm.rank, step))
+        assert len(set(comm.allgather(flat(totals).tobytes()))) == 1
+        applied += flat(totals)
+        given += sum(flat(gradients(rank, step)) for rank in range(comm.size))
+        everyone = comm.allreduce(residual(exchange))
+        np.testing.assert_allclose(applied + everyone, given, atol=2e-5 * (step + 1) * comm.size)
+    assert len(exchange.buckets) == (1 if bucket_nbytes > 1 else len(SHAPES))
+    assert (exchange.statistics.sent, exchange.statistics.rejected) == (1441, 1441)
+
+
+@pytest.mark.parametrize("feedback", [NoFeedback, EF21, MomentumCorrection, partial(StepAhead, 0.1)])
+def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(comm, feedback):
+    """As if each step were called by hand, in which the whole vector is sent."""
+    exchange = GradientExchange(comm, None, feedback(), partial(quantised_allreduce, bits=4))
+    method = feedback()
+    for step in range(3):
+        mine = flat(gradients(comm.rank, step))
+        before, corrected = mine.copy(), method.correct(mine).copy()
+        total, rejected = quantised_allreduce(corrected, comm, bits=4)
+        as_vectors = [whole(each.copy()) for each in (corrected, rejected, total / comm.size)]
+        method.settle(method.correct(mine), *as_vectors)
+        method.commit()
+        expected = method.result(as_vectors[2])
+        expected = expected if isinstance(expected, np.ndarray) else expected.values
+        np.testing.assert_allclose(exchange(mine), expected, atol=1e-12)
+        np.testing.assert_array_equal(mine, before, "the gradient is not written to")
+
+
+def test_the_gradients_own_arrays_may_hold_the_residual(comm):
+    inside, beside = (GradientExchange(comm, None, ErrorFeedback(in_place=here), bits=4) for here in (True, False))
+    home = np.zeros(3000)
+    for step in range(3):
+        mine = np.random.default_rng([step, comm.rank]).standard_normal(3000)
+        home += mine
+        np.testing.assert_allclose(inside(home), beside(mine), atol=1e-12)
+        np.testing.assert_allclose(home, residual(beside), atol=1e-12)
+
+
+def test_means_over_the_gradients_and_a_state_that_continues_in_other_buckets(comm):
+    first, second = (GradientExchange(comm, Dense(), bits=4, bucket_nbytes=nbytes) for nbytes in (1, 2**25))
+    for exchange in first, second:
+        exchange.register(gradients(0, 0))
+    mine = gradients(comm.rank, 0)
+    means = first(mine, out=mine)
+    assert all(means[name] is mine[name] for name in SHAPES)
+    second.load_state_dict(first.state_dict())
+    np.testing.assert_array_equal(residual(second), residual(first))
+    one, other = first(gradients(comm.rank, 1)), second(gradients(comm.rank, 1))
+    assert one["w"].tobytes() != gradients(comm.rank, 1)["w"].tobytes()
+    assert all(np.abs(one[name] - other[name]).max() < 1 for name in SHAPES)  # blocks begin elsewhere
+
+
+@pytest.mark.parametrize("name", ["w", "s"])
+def test_a_step_that_fails_on_one_rank_changes_nothing(comm, name):
+    exchange = GradientExchange(comm, bits=4)
+    exchange(gradients(comm.rank, 0))
+    before, bad = residual(exchange), gradients(comm.rank, 1)
+    if comm.rank == comm.size - 1:
+        bad[name][...] = np.inf
+    error = ValueError if comm.rank == comm.size - 1 else CollectiveError
+    with pytest.raises(error, match=rf"in {name}: values\[0\] is inf"):
+        exchange(bad)
+    np.testing.assert_array_equal(residual(exchange), before)
+    assert len(set(comm.allgather(flat(exchange(gradients(comm.rank, 1))).tobytes()))) == 1
+
+
+def test_settings_that_do_not_go_together_are_refused(comm):
+    with pytest.raises(ValueError, match="got bits=4, and a collective or a downlink"):
+        GradientExchange(comm, bits=4, collective=quantised_allreduce)
+    with pytest.raises(ValueError, match=r"compressor is TopK\(density=0.1\), and the collective sums all values"):
+        GradientExchange(comm, TopK(0.1), bits=4)
+    with pytest.raises(ValueError, match="and the mean of dense arrays has all values: expected sparse=False"):
+        GradientExchange(comm, bits=4)(np.ones(9), sparse=True)
+    with pytest.raises(ValueError, match="bits is 3: expected one of"):
+        GradientExchange(comm, bits=3)(np.ones(9))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_local_steps_with_all_values_of_the_pseudo_gradient_in_few_bits(comm, momentum, delay):
+    """The anchor, what has been learnt since, and the residuals are what all ranks learnt, without momentum."""
+    parameters = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    exchange = GradientExchange(comm, bits=8)
+    loop = OuterLoop(exchange, parameters, every=2, momentum=momentum, nesterov=bool(momentum), delay=delay)
+    learnt = np.zeros(1441)
+    for step in range(6):
+        mine = gradients(comm.rank, step, np.float64)
+        for name in SHAPES:
+            parameters[name] += mine[name]
+        learnt += flat(mine)
+        loop.step()
+    assert len(set(comm.allgather(flat(loop.anchor).tobytes()))) == 1
+    if not (momentum or delay):
+        expected = comm.allreduce(learnt + residual(exchange)) / comm.size
+        np.testing.assert_allclose(flat(loop.anchor), expected, atol=1e-9)
