@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
+from methods import every_exchange
 
-from collectives import GradientExchange, dense_allreduce
-from mpicomp import TopK
+from collectives import dense_allreduce
 from mpicomp_bench.train.layers import Floats
 from mpicomp_bench.train.methods import MOMENTUM
 from mpicomp_bench.train.network import Network, perceptron
@@ -38,7 +38,7 @@ class Trainer:
         if kind == "dense":
             self.mean = lambda gradient: dense_allreduce(gradient, comm) / np.float32(comm.size)
         else:
-            self.mean = GradientExchange(comm, TopK(density=value))
+            self.mean = every_exchange(kind, value, comm)
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

@@ -1,22 +1,48 @@
-"""A GPT in plain PyTorch, trained by AdamW, and the ways of PyTorch's users to average its gradients in every step."""
+"""A GPT in plain PyTorch, its optimisers, and the ways to average its gradients in every step."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import text
 import torch
+from methods import OURS_OF_GPT, every_exchange
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import GradientExchange
-from mpicomp import TopK
-
-RATE = 1e-3  # of AdamW
 WINDOWS = 256  # of held-out text that judge the model, all ranks together
 START_OF_POWERSGD = 2  # the steps before are dense: the least that the hook accepts
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675): steps by the sign of a momentum, with betas 0.9 and 0.99."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+                momentum = self.state[parameter]["momentum"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(torch.lerp(momentum, parameter.grad, 0.1).sign_(), alpha=group["lr"])
+                momentum.lerp_(parameter.grad, 0.01)
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
+SIGNS = partial(torch.optim.SGD, lr=2e-3, weight_decay=0.01)  # the exchange returns the signs
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of kinds of methods; of the others ADAMW
+    "in-basis": SIGNS,
+    "in-basis-two-bit": SIGNS,
+    "lion": partial(Lion, lr=5e-4, weight_decay=0.01),
+}
 
 
 class Sizes(NamedTuple):
@@ -75,7 +101,7 @@ class Trainer:
         self.text, self.sizes, self.seed, self.rank = text.load(), sizes, seed, rank
         self.network = Gpt(self.text.count, sizes)
         self.model: nn.Module = self.network  # that computes the loss of a batch: the replica, or what wraps it
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), RATE)
+        self.optimizer = ADAMW(self.network.parameters())
         windows = self.text.judges(WINDOWS, sizes.context + 1)
         self.judges = torch.from_numpy(np.array_split(windows, size)[rank])
 
@@ -85,7 +111,8 @@ class Trainer:
         return dict(self.network.named_parameters())
 
     def average(self, kind: str, value: float, comm: Any) -> None:
-        """Let every step average the gradients over the ranks, as a method says."""
+        """Let every step average the gradients over the ranks, and the optimiser use them, as a method says."""
+        self.optimizer = OPTIMISERS.get(kind, ADAMW)(self.network.parameters())
         wrap = partial(DistributedDataParallel, self.network)
         if kind == "powersgd":
             self.model = wrap(bucket_cap_mb=1000)  # one bucket: with several the hook fails over gloo
@@ -96,10 +123,10 @@ class Trainer:
         self.model = wrap()
         if kind == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if kind == "topk":
+        if kind in OURS_OF_GPT:
             from collectives.torch import attach
 
-            attach(self.model, GradientExchange(comm, TopK(density=value)))
+            attach(self.model, every_exchange(kind, value, comm))
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

@@ -1,21 +1,31 @@
 """The methods by name: what is exchanged, a dash, and a number of the method, such as local-sparse-10."""
 
+import re
+from functools import partial
 from typing import Any
 
-from collectives import GradientExchange, OuterLoop
-from mpicomp import ChunkedTopK, Dense, ErrorFeedback, NoFeedback, Quantised, TopK
+from collectives import GradientExchange, OuterLoop, quantised_allreduce
+from mpicomp import ChunkedTopK, Dense, ErrorFeedback, Hadamard, NoFeedback, Quantised, TopK
 
 LOCAL = ("local-dense", "local-nesterov", "local-sparse", "local-topk")
-EVERY_STEP = {"gpt": ("dense", "fp16", "powersgd", "topk"), "characters": ("dense", "topk")}
+OURS_OF_GPT = ("topk", "in-basis", "in-basis-two-bit", "few-bits")  # a `GradientExchange` in every step
+EVERY_STEP = {"gpt": ("dense", "lion", "fp16", "powersgd", *OURS_OF_GPT), "characters": ("dense", "topk")}
+NAME = re.compile(r"([a-z].*?)(?:-([0-9.]+))?(-two-bit)?")  # kind, number, and how coefficients are sent
+BITS = 8, 4, 2, 1  # of few-bits
 DENSITY = 0.03  # of local-topk
 CHUNKS = {"k": 128, "chunk": 4096}  # of local-sparse: 3.1 %
 DECAY = 0.95
+IN_BASIS = 256  # the chunk of in-basis, and of its basis
 
 
 def parts(name: str) -> tuple[str, float]:
-    """Return the kind of a method, and its number: the density, PowerSGD's rank, or steps between two exchanges."""
-    kind, _, number = name.rpartition("-")
-    return (kind, float(number)) if kind else (name, 1.0)
+    """Return the kind of a method, and its number.
+
+    That is the density, PowerSGD's rank, the bits of a value, the coefficients of a chunk, or steps between exchanges.
+    """
+    found = NAME.fullmatch(name)
+    kind, number, form = found.groups() if found else (name, None, None)
+    return kind + (form or ""), float(number or 1)
 
 
 def period(name: str) -> int:
@@ -31,7 +41,8 @@ def known(name: str, model: str) -> bool:
     except ValueError:
         return False
     whole = kind == "topk" or number == int(number)
-    return number > 0 and whole and kind in ("alone", *LOCAL, *EVERY_STEP[model])
+    can_be = number in BITS if kind == "few-bits" else number > 0
+    return can_be and whole and kind in ("alone", *LOCAL, *EVERY_STEP[model])
 
 
 def exchanging(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | None:
@@ -43,6 +54,18 @@ def exchanging(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | No
         return None
     momentum = {"rate": 0.7, "momentum": 0.9, "nesterov": True} if kind == "local-nesterov" else {}
     return OuterLoop(outer_exchange(kind, comm), trainer.arrays, every=int(number), **momentum)
+
+
+def every_exchange(kind: str, value: float, comm: Any) -> GradientExchange:
+    """Return the exchange in every step of a kind of `OURS_OF_GPT`."""
+    if kind == "topk":
+        return GradientExchange(comm, TopK(density=value))
+    if kind == "few-bits":
+        return GradientExchange(comm, collective=partial(quantised_allreduce, bits=int(value)))
+    largest = ChunkedTopK(k=int(value), chunk=IN_BASIS)
+    compressor = largest if kind == "in-basis" else Quantised(largest, "two_bit")
+    feedback, basis = ErrorFeedback(decay=0.999), Hadamard(chunk=IN_BASIS)
+    return GradientExchange(comm, compressor, feedback, basis=basis, average="sign")
 
 
 def outer_exchange(kind: str, comm: Any) -> GradientExchange:

@@ -34,10 +34,11 @@ from mpicomp_bench.output import as_json
 
 HERE = Path(__file__).resolve().parent
 TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"
-EVERY_STEP = ["dense", "fp16", "powersgd-2", "powersgd-8", "topk-0.01", "topk-0.05"]
+HOOKS = ["dense", "fp16", "powersgd-2", "powersgd-8"]
+EXCHANGES = ["topk-0.01", "topk-0.05", "few-bits-4", "in-basis-8", "in-basis-8-two-bit"]
 LOCAL = [f"local-dense-{every}" for every in (5, 10, 20)] + [f"local-sparse-{every}" for every in (1, 5, 10, 20)]
 METHODS = {
-    "gpt": ["alone", *EVERY_STEP, *LOCAL],
+    "gpt": ["alone", *HOOKS, *EXCHANGES, *LOCAL],
     "characters": ["alone", "dense", "topk-0.01", "topk-0.05", *LOCAL],
 }
 PATIENCE = 300.0  # seconds that a training takes beside its own: imports, compilation, evaluation

@@ -17,7 +17,7 @@ from mpicomp_bench.output import draw, markdown
 
 SETTING = "model", "hosts", "rate", "limit"
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
-OURS = "local-sparse"
+OURS = "local-sparse", "in-basis", "few-bits"
 HEADS = ["method", "ms a step", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
 
 

@@ -48,9 +48,9 @@ SETTLING_CALLS = 30  # SIDCo's fits came within 5 % in 26 at most, on all of `da
 CHUNK = 4096
 
 
-def chunked(density: float) -> ChunkedTopK:
+def chunked(density: float, chunk: int = CHUNK) -> ChunkedTopK:
     """Return the compressor that selects this fraction of every chunk, at least one entry."""
-    return ChunkedTopK(max(1, round(density * CHUNK)), CHUNK)
+    return ChunkedTopK(max(1, round(density * chunk)), chunk)
 
 
 COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
@@ -68,7 +68,7 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
         f"Quantised-{form}": lambda density, form=form: Quantised(TopK(density), form)  # type: ignore[misc]
         for form in ("float16", "bfloat16", "two_bit", "sign")
     },
-    "ChunkedTopK-two_bit": lambda density: Quantised(chunked(density), "two_bit"),
+    "ChunkedTopK-two_bit": lambda density, **settings: Quantised(chunked(density, **settings), "two_bit"),
     "AdaComp": lambda density: AdaComp(),
     "Dense": lambda density: Dense(),
 }

