@@ -113,7 +113,7 @@ class GradientExchange:
         if bits is not None:
             collective = partial(quantised_allreduce, bits=bits)
         collective = collective or (sparse_allreduce if downlink is None else sparse_reduce)
-        self._collectives = _functions(collective, downlink, average)
+        self._collectives = _functions(collective, downlink, compressor, average)
         takes_arrays = self._collectives.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
@@ -124,7 +124,8 @@ class GradientExchange:
         self.steps = self.skipped = 0  # that were kept, and skipped
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
-        self._total: Statistics | None = None  # of all steps
+        self._first: Statistics | None = None  # of the first step, which compiles and connects
+        self._later: Statistics | None = None  # of all others
         rest = average, nonfinite, basis, takes_arrays
         self._layout = Layout(compressor, feedback, downlink, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
         self._checked = checking.asked()
@@ -264,9 +265,12 @@ class GradientExchange:
         return {ALONE if name is None else name: each for some in found for name, each in some.items()}
 
     def report(self) -> str:
-        """Return lines to print: bytes and milliseconds of the steps on this rank, compared with a dense allreduce."""
+        """Return lines to print: bytes and milliseconds of an exchange on this rank, compared with a dense allreduce.
+
+        The mean of all but the first one, which compiles and connects.
+        """
         itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
-        return report(self._total, self.steps, self.skipped, self.comm.size, itemsize)
+        return report(self._first, self._later, self.steps, self.skipped, self.comm.size, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
@@ -424,7 +428,10 @@ class GradientExchange:
             balance(gather_objects(accounts(step.flights), self.comm, OPERATION), self.steps - 1)
         sent = traffic(self.comm).nbytes - step.traffic
         self.statistics = Statistics.of(step.flights, sent, self.residual_norm if self.log else None)
-        self._total = self.statistics.plus(self._total)
+        if self._first is None:
+            self._first = self.statistics
+        else:
+            self._later = self.statistics.plus(self._later)
         try:
             if self.log:
                 self.log(self.statistics)
@@ -432,10 +439,15 @@ class GradientExchange:
             warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)
 
 
-def _functions(collective: Any, downlink: TwoWay | None, average: bool | str) -> Collectives:
+def _functions(collective: Any, downlink: TwoWay | None, compressor: Any, average: bool | str) -> Collectives:
     """Return the functions that an exchange calls for a collective; raises for one that it cannot use."""
-    known = declared_by(collective)
-    voted = with_votes(collective) if average == CONTRIBUTORS else collective
+    known, observes = declared_by(collective), getattr(compressor, "needs_votes", False) is True
+    voted = with_votes(collective) if average == CONTRIBUTORS or observes else collective
+    if downlink is not None and observes:
+        raise ValueError(
+            f"got downlink= and {compressor!r}, which needs the votes that only the root would know: expected another "
+            "metric, or no downlink"
+        )
     if downlink is not None:
         return Collectives(*server_halves(voted))
     takes_arrays = known is not None and known.takes_arrays

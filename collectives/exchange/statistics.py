@@ -46,23 +46,27 @@ class Statistics:
         return Statistics(*[vars(self)[name] + vars(other)[name] for name in names])
 
 
-def report(total: Statistics | None, steps: int, skipped: int, ranks: int, itemsize: int) -> str:
-    """Return lines to print: the averages of steps on this rank, compared with a dense allreduce.
+def report(first: Statistics | None, later: Statistics | None, steps: int, skipped: int, ranks: int, size: int) -> str:
+    """Return lines to print: the averages of exchanges on this rank, compared with a dense allreduce.
 
-    total: of the steps that were kept, None without any; skipped: the number of skipped steps. itemsize: bytes of a
-    value. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
+    first: of the exchange that includes compilation and connections, which is left out unless it is the only one; None
+    without any. later: the sum of the others. steps: the number of exchanges that were kept; skipped: of skipped ones.
+    size: bytes of a value. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
     """
     more = f" ({skipped} more skipped)" if skipped else ""
-    if total is None:
-        return f"no step yet{more}"
-    dense = 2 * (ranks - 1) * total.length * itemsize // ranks
+    if first is None:
+        return f"no exchange yet{more}"
+    total, kept = (first, 1) if later is None else (later, steps - 1)
+    kind = "exchange" if kept == 1 else "exchanges"
+    what = f"{kept} {kind} after the first" if steps > 1 else "the first exchange"
+    dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
-    compress, communicate, restore = (f"{1e3 * seconds / steps:.3f}" for seconds in times)
+    compress, communicate, restore = (f"{1e3 * seconds / kept:.3f}" for seconds in times)
     return "\n".join(
         [
-            f"{steps} steps{more} on {ranks} ranks, {total.length // steps} values, density {total.density:.4g}",
-            f"bytes sent by this rank a step: {total.wire_nbytes // steps}, a dense allreduce {dense // steps}{share}",
-            f"milliseconds a step: compress {compress}, communicate {communicate}, restore {restore}",
+            f"{what}{more} on {ranks} ranks, {total.length // kept} values, density {total.density:.4g}",
+            f"bytes sent by this rank each time: {total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}",
+            f"milliseconds each time: compress {compress}, communicate {communicate}, restore {restore}",
         ]
     )

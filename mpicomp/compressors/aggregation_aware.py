@@ -74,6 +74,7 @@ class AggregationAware(Density):
         refuse_bools(weight=weight, decay=decay, quota=quota)
         if not (0 <= weight < np.inf and 0 <= decay <= 1 and 0 <= quota <= 1):
             raise ValueError(f"got weight={weight}, decay={decay}, quota={quota}: expected >= 0, 0 to 1, and 0 to 1")
+        self.needs_votes = metric == "votes"
         self.metric, self.weight, self.decay, self.quota = metric, float(weight), float(decay), float(quota)
         self._bonus: Array | None = None  # of each position, before the weight
 

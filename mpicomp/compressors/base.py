@@ -56,6 +56,9 @@ class Compressor(Configured):
     observes: bool = False
     """Whether `observe` is called with the mean over the ranks."""
 
+    needs_votes: bool = False
+    """Whether `observe` requires `votes`: the collective has to count the ranks that sent an entry."""
+
     communicates: bool = False
     """Whether `compress` is a collective call: all ranks call it, and it raises on all of them or on none."""
 
@@ -173,13 +176,15 @@ class Compressor(Configured):
 class Wrapper(Compressor):
     """Base of compressors that wrap another one.
 
-    compressor: the inner one, else TypeError; its `needs_gradient`, `observes` and `communicates` are copied.
+    compressor: the inner one, else TypeError; its `needs_gradient`, `observes`, `needs_votes` and `communicates` are
+    copied.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         check_compressor(compressor)
         self.compressor = compressor
         self.needs_gradient, self.observes = compressor.needs_gradient, compressor.observes
+        self.needs_votes = compressor.needs_votes
         self.communicates = compressor.communicates
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:

@@ -19,7 +19,7 @@ from collectives import (
     sparse_reduce,
     traffic,
 )
-from mpicomp import AggregationAware, CollectiveError, ErrorFeedback, Quantised, RandomK, SparseVector, TopK
+from mpicomp import AggregationAware, CollectiveError, ErrorFeedback, Quantised, RandomK, SparseVector, TopK, TwoWay
 
 
 class Server:
@@ -91,10 +91,24 @@ def test_each_tensor_of_a_bucket_hears_of_its_own_votes(comm):
 
 @pytest.mark.at_least(2)
 def test_votes_that_do_not_come_raise_everywhere_and_nothing_is_lost(comm):
-    exchange = GradientExchange(comm, AggregationAware(k=2, metric="votes"), ErrorFeedback(), sparse_allreduce)
+    collective = lambda vector, comm: sparse_allreduce(vector, comm)
+    exchange = GradientExchange(comm, AggregationAware(k=2, metric="votes"), ErrorFeedback(), collective)
     with pytest.raises(ValueError, match="votes is None: expected a share for each"):
         exchange(np.arange(5.0) + comm.rank)
     assert exchange.feedback.residual is None
+
+
+def test_votes_are_counted_where_a_compressor_needs_them_and_refused_where_nobody_does(comm):
+    """Where the exchange is made, not in the first step."""
+    compressor = AggregationAware(k=2, metric="votes")
+    exchange = GradientExchange(comm, compressor)
+    exchange(np.arange(5.0) + comm.rank)
+    assert compressor._bonus.any()
+    for given in compressor, Quantised(compressor, "sign"):
+        with pytest.raises(ValueError, match="got downlink= and .* which needs the votes that only the root would know"):
+            GradientExchange(comm, given, downlink=TwoWay(TopK(k=1)))
+        with pytest.raises(ValueError, match="gtopk_allreduce does not count the ranks that sent an entry"):
+            GradientExchange(comm, given, collective=gtopk_allreduce)
 
 
 def test_leaders_take_turns(comm):

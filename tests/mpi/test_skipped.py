@@ -89,7 +89,7 @@ def test_all_ranks_skip_and_go_on_as_if_there_had_been_no_such_step(comm, name):
         assert exchange.finite
         np.testing.assert_equal(kept, same)
     assert (exchange.steps, exchange.skipped) == (3, 3)
-    assert exchange.report().startswith(f"3 steps (3 more skipped) on {comm.size} ranks")
+    assert exchange.report().startswith(f"2 exchanges after the first (3 more skipped) on {comm.size} ranks")
 
 
 @pytest.mark.exactly(2)
@@ -122,7 +122,7 @@ def test_what_comes_back_of_a_step_that_is_skipped(comm):
     first, second = listed([bad[:4], bad[4:].astype(np.float64)])
     assert not first.any()
     assert second.shape == (5,)
-    assert exchange.report() == "no step yet (2 more skipped)"
+    assert exchange.report() == "no exchange yet (2 more skipped)"
 
 
 @pytest.mark.exactly(3)
