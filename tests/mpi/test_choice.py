@@ -167,8 +167,8 @@ def test_in_one_node_and_where_a_variable_names_the_links_nothing_is_measured(fr
 
 def test_a_bad_name_of_the_links_on_rank_0_raises_on_all_ranks(fresh, monkeypatch):
     if fresh.rank == 0:
-        monkeypatch.setenv(links.VARIABLE, "2gbit")
-    with pytest.raises(ValueError, match=r"MPICOMP_NETWORK is not a network: got '2gbit': expected one of"):
+        monkeypatch.setenv(links.VARIABLE, "2gbits")
+    with pytest.raises(ValueError, match=r"MPICOMP_NETWORK is not a network: got '2gbits': expected one of"):
         sparse_allreduce(contributed(fresh.rank, 10), fresh)
     monkeypatch.delenv(links.VARIABLE, raising=False)
     check_sums(fresh, (40,))

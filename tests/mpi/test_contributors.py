@@ -170,7 +170,7 @@ def test_what_gives_no_votes_is_refused(comm):
         GradientExchange(comm, TopK(k=1), collective=sparse_reduce, average="contributors")
     with pytest.raises(ValueError, match=r"EF21\(.*\) keeps the mean over all ranks"):
         GradientExchange(comm, TopK(k=1), EF21(), average="contributors")
-    with pytest.raises(ValueError, match="average is 'contributor': expected True, False or 'contributors'"):
+    with pytest.raises(ValueError, match="average is 'contributor': expected True, False, 'contributors' or 'sign'"):
         GradientExchange(comm, TopK(k=1), average="contributor")
     exchange = GradientExchange(
         comm, TopK(k=1), collective=lambda vector, comm: sparse_allreduce(vector, comm), average="contributors"

@@ -136,7 +136,7 @@ def test_an_allocation_that_fails_after_the_sums_arrived(comm, form, monkeypatch
     exchange = GradientExchange(comm, TopK(k=9), small=10, bucket_nbytes=1)
     gradients = {"array": gradient, "dict": named}[form]
     exchange(gradients(comm.rank, 0))
-    size, zeros = {"array": LENGTH, "dict": 7}[form], np.zeros
+    size, zeros = {"array": LENGTH, "dict": 40}[form], np.zeros
 
     def without_memory(shape, *kind, **settings):
         if shape == size:

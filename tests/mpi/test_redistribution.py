@@ -223,7 +223,9 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
         arrays = {f"gradient/feedback.{name}": np.full(3, value, np.float16) for name in held}
         if "local" in held:
             arrays = {key: array.astype(np.float32) for key, array in arrays.items()}
-        table = np.array([["rank", str(rank)], ["ranks", str(ranks)], ["average", "True"], ["small", "1024"]])
+        table = np.array(
+            [["rank", str(rank)], ["ranks", str(ranks)], ["average", "True"], ["small", "1024"], ["basis", "None"]]
+        )
         return exchange.state_dict() | arrays | {"exchange/settings": table} | more
 
     exchange = GradientExchange(comm, TopK(k=1))

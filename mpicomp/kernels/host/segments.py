@@ -20,7 +20,7 @@ from mpicomp.kernels.host.streaming import _add_scaled, add_scaled
 from mpicomp.threads import in_pieces
 
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
-_SAMPLE = 1 << 12  # values at most: a quarter of the chunk
+_SAMPLE = 1 << 10  # values at most: a quarter of the chunk
 _RUN = 16  # of them are consecutive: they are loaded together
 
 Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and a part of another vector for each segment
