@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hosts import environment
 
+BY_FEW = "few-bits-4", "in-basis-8", "in-basis-8-two-bit"
 RACE = pathlib.Path(__file__).parent.parent / "benchmarks" / "race"
 
 
