@@ -3,8 +3,8 @@
     mpirun -n 2 python -m mpi4py examples/torch_signs.py
 
 The exchange transforms each gradient to the Hadamard basis, sends the 8 largest of every 256 coefficients, keeps the
-others with a decay, and writes the signs of the mean to `.grad`. So the optimiser is plain SGD, whose rate is the length
-of a step of every parameter, with weight decay: no momentum and no second moments, in place of AdamW.
+others with a decay, and writes the signs of the mean to `.grad`. So the optimiser is plain SGD with weight decay,
+without momentum and second moments. Its rate is the length of the step of each parameter.
 
 The rate falls along a cosine. What waits in the residual was computed at the old rate: before each step
 `exchange.rescale(old / new)` weighs it by the new one. The data are the digits that come with scikit-learn.
@@ -30,7 +30,7 @@ from collectives import GradientExchange, warm_up
 from collectives.torch import attach, init_process_group
 from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard
 
-RATE, LEAST, WEIGHT_DECAY = 1e-3, 1e-4, 0.01  # of SGD: the first rate, the last one, and the decay
+RATE, LEAST, WEIGHT_DECAY = 2e-3, 2e-4, 0.01  # of SGD: the first rate, the last one, and the decay
 
 
 def new_model():
@@ -108,7 +108,7 @@ def bits(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="steps (default %(default)s)")
     steps, comm = parser.parse_args().steps, MPI.COMM_WORLD
     torch.set_num_threads(1)
     warm_up(comm)

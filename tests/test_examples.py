@@ -70,6 +70,12 @@ def test_torch_in_ddp_resumes_bit_for_bit(tmp_path):
     checked("torch_ddp.py", "--steps", "60", cwd=tmp_path, checks=3)
 
 
+def test_torch_with_steps_by_signs(tmp_path):
+    pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
+    pytest.importorskip("sklearn")
+    checked("torch_signs.py", cwd=tmp_path, checks=4)
+
+
 def test_torch_with_local_steps(tmp_path):
     pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
     pytest.importorskip("sklearn")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hosts import environment
 
+BY_FEW = "few-bits-4", "in-basis-8", "in-basis-8-two-bit"
 RACE = pathlib.Path(__file__).parent.parent / "benchmarks" / "race"
 
 
@@ -31,7 +32,16 @@ def trained(tmp_path, *arguments):
 def test_the_gpt_of_torch_is_trained(tmp_path):
     pytest.importorskip("torch")
     sizes = "--layers=1", "--width=32", "--heads=2", "--context=16", "--steps=60"
-    methods = "fp16", "powersgd-2", "topk-0.05", "local-sparse-7"
+    methods = (
+        "fp16",
+        "powersgd-2",
+        "topk-0.05",
+        "few-bits-4",
+        "in-basis-8",
+        "in-basis-8-two-bit",
+        "lion",
+        "local-sparse-7",
+    )
     curves = trained(tmp_path, *sizes, "--methods", *methods)
     assert tuple(curves) == methods
     for method, (_, steps, _, losses) in curves.items():
@@ -39,6 +49,16 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
         assert losses[0] == curves["fp16"][-1][0]  # the same start
         assert losses[0] - losses[-1] > 0.3
     assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
+
+
+def test_names_of_methods():
+    from methods import known, parts
+
+    assert parts("in-basis-8-two-bit") == ("in-basis-two-bit", 8)
+    assert parts("fp16") == ("fp16", 1)
+    for name, there in {"few-bits-3": False, "topk-0.01": True, "in-basis-0": False, "powersgd-x": False}.items():
+        assert known(name, "gpt") == there
+    assert not known("in-basis-8", "characters")
 
 
 @pytest.mark.slow

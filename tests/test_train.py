@@ -124,6 +124,15 @@ def test_where_everything_is_sent_every_feedback_is_the_same_descent(feedback):
         np.testing.assert_allclose(descent.update(gradient), 0.25 * velocity, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["in-basis", "in-basis-two-bit"])
+def test_a_step_by_signs_has_a_hundredth_of_the_rate_and_no_momentum(name):
+    descent = Descent(MPI.COMM_SELF, METHODS[name], 0.03, 0.5, 0.9)
+    for step in range(2):
+        update = descent.update(np.random.default_rng(step).standard_normal(1024, np.float32))
+        assert set(np.unique(update)) <= {np.float32(-0.005), 0, np.float32(0.005)}
+        assert entries(descent)[0] == 8 / 256
+
+
 def test_local_steps_with_dense_messages_on_one_rank_are_plain_descent():
     rng = np.random.default_rng(2)
     gradients, dense = (

@@ -1,10 +1,9 @@
 """The methods by name: what is exchanged, a dash, and a number of the method, such as local-sparse-10."""
 
 import re
-from functools import partial
 from typing import Any
 
-from collectives import GradientExchange, OuterLoop, quantised_allreduce
+from collectives import GradientExchange, OuterLoop
 from mpicomp import ChunkedTopK, Dense, ErrorFeedback, Hadamard, NoFeedback, Quantised, TopK
 
 LOCAL = ("local-dense", "local-nesterov", "local-sparse", "local-topk")
@@ -61,7 +60,7 @@ def every_exchange(kind: str, value: float, comm: Any) -> GradientExchange:
     if kind == "topk":
         return GradientExchange(comm, TopK(density=value))
     if kind == "few-bits":
-        return GradientExchange(comm, collective=partial(quantised_allreduce, bits=int(value)))
+        return GradientExchange(comm, bits=int(value))
     largest = ChunkedTopK(k=int(value), chunk=IN_BASIS)
     compressor = largest if kind == "in-basis" else Quantised(largest, "two_bit")
     feedback, basis = ErrorFeedback(decay=0.999), Hadamard(chunk=IN_BASIS)
