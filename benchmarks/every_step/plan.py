@@ -11,11 +11,11 @@ TRIED = {  # the rates that the main methods try
     "adamw": (1e-3, 2e-3, 4e-3),
     "lion": (2.5e-4, 5e-4, 1e-3, 2e-3),
     **dict.fromkeys(("coefficients", "coefficients:form=two_bit", "coefficients:k=4"), (1e-3, 2e-3, 4e-3)),
-    "coefficients:basis=none": (1e-3, 2e-3),
+    "coefficients:basis=none": (1e-3, 2e-3, 4e-3),
+    "coefficients:basis=Cosine": (1e-3, 2e-3, 4e-3),
 }
 CHANGES = (  # settings that are tried at one rate
     "adamw:beta2=0.95",
-    "coefficients:basis=Cosine",
     "coefficients:k=4,form=two_bit",
     "coefficients:k=16,form=two_bit",
     "coefficients:k=2,chunk=64",
