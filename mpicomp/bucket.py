@@ -298,8 +298,8 @@ def load_whole_state(
     place = {name: settings[name] for name in ("rank", "ranks")}
     remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
     check_table("the state", table, place, remedy)
-    if same_settings:
-        check_table("the state", table, settings, OTHER_SETTINGS)
     with restored_on_error(buckets):
-        for bucket in buckets:
+        for bucket in buckets:  # first, so that another compressor is named
             bucket.load_state_dict(state, same_settings=same_settings)
+        if same_settings:
+            check_table("the state", table, settings, OTHER_SETTINGS)

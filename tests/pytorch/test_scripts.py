@@ -62,7 +62,7 @@ def test_the_script_of_the_page_runs_compressed_and_resumes(tmp_path):
 @pytest.mark.parametrize("launch", [TORCHRUN, LAUNCHED], ids=["torchrun", "mpirun"])
 def test_the_script_of_the_page_runs_with_another_launch_line_only(tmp_path, launch):
     script, _, more = page()
-    assert more == 7  # an empty one among them
+    assert more == 6  # an empty one among them
     (tmp_path / "train.py").write_text(script)
     losses(run(launch, tmp_path))
 
