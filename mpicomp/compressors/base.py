@@ -89,7 +89,7 @@ class Compressor(Configured):
         residual, gradient, out: 1-d, C-contiguous, of one length and dtype; `out` shares no memory with the others.
         Raises the errors of `compress`; `out` is written in any case.
         """
-        add_up((residual, 1.0, [gradient]), out)
+        write_sum((residual, 1.0, [gradient]), out)
         return self.compress(read_only(out), gradient=gradient)
 
     def compress_segments(
@@ -103,7 +103,7 @@ class Compressor(Configured):
         of them, and sets `selects_segments`.
         """
         if summands is not None:
-            add_up(summands, corrected)
+            write_sum(summands, corrected)
         spans = [slice(*span) for span in pairwise(bounds)]
         return concatenate([self.compress(read_only(corrected[span])) for span in spans])
 
@@ -200,7 +200,7 @@ class Wrapper(Compressor):
         self.compressor.reset()
 
 
-def add_up(summands: Summands, out: Array) -> None:
+def write_sum(summands: Summands, out: Array) -> None:
     """Write scale * vector + parts to `out`, where the parts of the second summand follow each other."""
     (vector, scale, parts), kernels, end = summands, kernels_for(out), 0
     for part in parts:

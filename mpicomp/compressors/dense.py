@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpicomp.arrays import Array
-from mpicomp.compressors.base import Compressor, Summands, add_up
+from mpicomp.compressors.base import Compressor, Summands, write_sum
 from mpicomp.compressors.common import finite_vector
 from mpicomp.vector import SparseVector
 
@@ -27,5 +27,5 @@ class Dense(Compressor):
     ) -> SparseVector:
         """See `Compressor.compress_segments`."""
         if summands is not None:
-            add_up(summands, corrected)
+            write_sum(summands, corrected)
         return self.compress(corrected)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from mpicomp.arrays import Array, kernels_for, read_only
-from mpicomp.compressors.base import Compressor, Summands, add_up, check_selected
+from mpicomp.compressors.base import Compressor, Summands, check_selected, write_sum
 from mpicomp.compressors.dense import Dense
 from mpicomp.vector import SparseVector, concatenate, split
 
@@ -64,7 +64,7 @@ class Segments(Compressor):
         if not isinstance(gradient, list) and len(self.names) > 1:
             parts = [gradient[first:end] for first, end in pairwise(self.bounds)]
         if len(parts) != len(self.names):  # the arrays of a list
-            add_up((residual, scale, parts), out)
+            write_sum((residual, scale, parts), out)
             return self.compress(read_only(out))
 
         def select(run: Run, span: slice) -> SparseVector:
@@ -102,7 +102,7 @@ class Segments(Compressor):
                 sent = compressor.compress_segments(vector, bounds, summands=summands)
             else:
                 if summands is not None:
-                    add_up(summands, vector)
+                    write_sum(summands, vector)
                 added = None if gradient is None else gradient[self.bounds[first] : self.bounds[end]]
                 sent = compressor.compress(read_only(vector), gradient=added)
             check_selected(sent, vector, compressor)

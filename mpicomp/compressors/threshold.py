@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import Compressor, Summands, add_up
+from mpicomp.compressors.base import Compressor, Summands, write_sum
 from mpicomp.compressors.common import all_at, at_or_above, entries_found, finite_vector
 from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector, concatenate, split, without_zeros
@@ -49,7 +49,7 @@ class Threshold(Compressor):
     ) -> SparseVector:
         """See `Compressor.compress_segments`; one pass, and another over segments without an entry."""
         if summands is not None:
-            add_up(summands, corrected)
+            write_sum(summands, corrected)
         dense = finite_vector(corrected)
         parts = split(without_zeros(all_at(dense, kernels_for(dense).above(dense, self.threshold))), bounds)
         for place, (first, end) in enumerate(pairwise(bounds)):

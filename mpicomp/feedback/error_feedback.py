@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, read_only
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import add_up
+from mpicomp.compressors.base import write_sum
 from mpicomp.compressors.segments import Segments
 from mpicomp.feedback.base import Added, Feedback, Layout, check_range
 from mpicomp.settings import refuse_bools
@@ -73,7 +73,7 @@ class ErrorFeedback(Feedback):
             assert not isinstance(gradient, list), "takes_parts is False in place"
             return gradient
         corrected, parts = self._spare("residual"), gradient if isinstance(gradient, list) else [gradient]
-        add_up((self._arrays["residual"], self.decay, parts), corrected)
+        write_sum((self._arrays["residual"], self.decay, parts), corrected)
         return corrected
 
     def compress(self, gradient: Array | list[Array], compressor: Compressor) -> tuple[Array, SparseVector]:

@@ -71,7 +71,7 @@ def largest_in_segments(
         places, keys = np.empty(most, np.intp), np.empty(most, form.signed)
         some, candidates = np.empty(_SAMPLE, adding[0].dtype), np.empty(most, adding[0].dtype)
         rows = edges, each, size, rest
-        work = some, bits_of(some, form), places, candidates, bits_of(candidates, form), keys
+        work = some, _bits_of(some, form), places, candidates, _bits_of(candidates, form), keys
         span = start, end, slack
         count = int(_largest(bits, form.mask, form.width, *span, *adding, *rows, *work, positions, kept))
         return positions[:count], kept[:count]
@@ -81,7 +81,7 @@ def largest_in_segments(
     return positions, found.view(values.dtype)
 
 
-def bits_of(values: Array, form: Format) -> Array:
+def _bits_of(values: Array, form: Format) -> Array:
     """Return the bits of a buffer; of float16, for which kernels take no values, a buffer of its own."""
     return (
         values.view(form.signed)
