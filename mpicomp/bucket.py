@@ -85,21 +85,30 @@ class Bucket:
 
     def forward(self, gradient: Gradient) -> Array:
         """Return the coefficients of a gradient in the basis, segment by segment, in a buffer of the bucket."""
-        parts = gradient if isinstance(gradient, list) and len(gradient) == len(self.names) else None
-        vector = gradient if not isinstance(gradient, list) else np.concatenate(gradient) if parts is None else None
         if self._buffer is None:
             self._buffer = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
-        for place, (first, end) in enumerate(pairwise(self.edges)):
-            part = vector[first:end] if parts is None else parts[place]  # type: ignore[index]
-            self.basis.forward(part, self._buffer[first:end])  # type: ignore[union-attr]
+        if isinstance(gradient, list):
+            gradient = np.concatenate(gradient, out=self._buffer)
+        for first, end in pairwise(self._cuts):
+            self.basis.forward(gradient[first:end], self._buffer[first:end])  # type: ignore[union-attr]
         return self._buffer
 
     def inverse(self, coefficients: Array) -> Array:
         """Turn the coefficients of a mean into its values, in place, and return these."""
-        for first, end in pairwise(self.edges):
+        for first, end in pairwise(self._cuts):
             part = coefficients[first:end]
             self.basis.inverse(part, part)  # type: ignore[union-attr]
         return coefficients
+
+    @property
+    def _cuts(self) -> list[int]:
+        """The bounds of runs of segments that one call transforms: all of a run but the last have whole chunks."""
+        chunk = self.basis.chunk  # type: ignore[union-attr]
+        cuts = [0]
+        for first, end in pairwise(self.edges):
+            if (end - first) % chunk or end == self.length:
+                cuts.append(end)
+        return cuts
 
     def check_vector(self, vector: Array) -> None:
         """Raise ValueError that names the segment if a value of a vector is not finite."""
