@@ -118,12 +118,17 @@ def choice() -> list[str]:
 def race() -> list[str]:
     """Return the tables of the race, one for each rate of the links."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
-    from results import final, settings
+    from results import by_learning_rate, final, settings, sittings
     from results import table as of_setting
 
-    found = settings(loaded("race")["rows"])
-    best_first = {each: dict(sorted(own.items(), key=lambda pair: final(pair[1]))) for each, own in found.items()}
-    return "\n".join(of_setting(*each) for each in best_first.items()).rstrip().split("\n")
+    rows = loaded("race")["rows"]
+    alone = sittings(rows, "gpt")
+
+    def loss(pair: tuple[str, list[Any]]) -> float:
+        return final(by_learning_rate(pair[1])[0])
+
+    ordered = {setting: dict(sorted(own.items(), key=loss)) for setting, own in settings(rows).items()}
+    return "\n".join(of_setting(*each, alone) for each in ordered.items()).rstrip().split("\n")
 
 
 def quantisers() -> list[str]:
