@@ -4,6 +4,7 @@
     python benchmarks/threads.py --json docs/results/threads.json
     RATES=1gbit SECONDS_A_PLACE=3 benchmarks/tables.sh choice && cp build/tables/choice.json docs/results
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
+    mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
     mpirun -n 4 mpicomp train ... --json docs/results/accuracy.json      # docs/accuracy.md has the whole line
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9        # and so benchmarks/papers/README.md
@@ -156,6 +157,14 @@ def accuracy() -> list[str]:
     return table(heads, lines)
 
 
+def hook() -> list[str]:
+    """Return the table of where the time of a step goes."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
+    from results import where
+
+    return where(loaded("hook")["rows"])
+
+
 def every_step(which: str) -> list[str]:
     """Return a table of losses at equal steps: of all settings by rate, or of the main ones at the best rate."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "every_step"))
@@ -184,6 +193,7 @@ TABLES = {
         "choice": choice,
     },
     "docs/slow_links.md": {"race": race},
+    "docs/frameworks.md": {"hook": hook},
     "docs/compressors.md": {"quantisers": quantisers},
     "docs/feedback.md": {"every_step": partial(every_step, "summary")},
     "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9")},

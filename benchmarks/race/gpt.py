@@ -129,7 +129,8 @@ class Trainer:
         if kind in OURS_OF_GPT:
             from collectives.torch import attach
 
-            attach(self.model, every_exchange(kind, value, comm))
+            self.exchange = every_exchange(kind, value, comm)
+            attach(self.model, self.exchange)
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

@@ -19,6 +19,7 @@ from mpicomp_bench.output import draw, markdown
 SETTING = "model", "hosts", "rate", "delay", "limit"
 ALONE = "alone"  # the method of ranks that never communicate
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
+PARTS = "compress", "communicate", "restore"  # of an exchange, as its statistics count them
 OURS = "local-sparse", "local-few-bits", "in-basis", "few-bits"
 HEADS = ["method", "rate (tried)", "runs", "ms a step", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
 
@@ -152,3 +153,14 @@ def lines(
             y = np.mean([np.interp(x, curve[:, axis], curve[:, LOSS]) for curve in curves], axis=0)
             found.append({"label": method, "x": x, "y": y, "markevery": 5})
     return found
+
+
+def where(rows: Iterable[Row]) -> list[str]:
+    """Return the lines of the table of where the time of a step goes; rows: of hook.py."""
+    by_method = {row["method"]: row["milliseconds"] for row in rows}
+    alone = by_method.get("alone", {"step": float("nan")})["step"]
+    lines = []
+    for method, taken in by_method.items():
+        whole = [f"{each:.0f}" for each in (taken["step"], taken["step"] - alone)]
+        lines.append([method, *whole, *(f"{taken[part]:.0f}" if part in taken else "" for part in PARTS)])
+    return markdown(["method", "ms a step", "above alone", *PARTS], lines).splitlines()
