@@ -222,7 +222,10 @@ class Group:
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
         """Return the contents of a message that has arrived."""
-        return self.unpack(arrival.buffer, arrival.source, arrival.copy)
+        contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
+        if isinstance(contents, FewBits):  # which are read later; a vector's entries have been read
+            arrival.wait_for_copy()
+        return contents, count
 
     def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> tuple[Any, int]:
         """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.

@@ -123,6 +123,9 @@ class Arrival:
             self._awaited[0][0].Wait()
             self._landed(self._awaited.popleft()[1])
 
+    def wait_for_copy(self) -> None:
+        """Wait until `copy` is complete; `buffer` may then be released."""
+
     def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "deque[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
