@@ -39,6 +39,7 @@ MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so man
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
+HALVED = "dense, 16 bits"  # the baseline of 16-bit dense messages, such as those of PyTorch's fp16 hook
 
 Row = dict[str, Any]
 
@@ -139,7 +140,9 @@ def explained(
     rows: list[Row] = []
     for collective, declared in COLLECTIVES.items():
         if collective == "quantised_allreduce":
-            rows += in_few_bits(collective, case, nodes, links, dense)
+            found = in_few_bits(collective, case, nodes, links, dense)
+            chosen |= {each["algorithm"].removeprefix("auto, "): each["seconds"] for each in found if "by" in each}
+            rows += found
             continue
         taken: dict[str, Taken] = {}
         if collective in formulas.FORMULAS:
@@ -160,8 +163,12 @@ def explained(
             name = chosen_by_auto(collective, case, nodes, links)
             chosen[collective] = taken[name][0]
             rows.append({**row(collective, "auto", *taken[name], dense), "by": name})
+    halved = seconds(cost := dense_in_16_bits(case), constants) + case.length * case.value_nbytes / MEMORY
     yield from rows
+    yield row(HALVED, "mpi", halved, cost, dense)
     yield from whole_steps(case, chosen, dense, constants[0] * upper(case.ranks), step)
+    if step:
+        yield row(f"step of {step:g} s", HALVED, step + halved, NOTHING, step + dense)
 
 
 def chosen_by_auto(collective: str, case: Case, nodes: int, links: Links) -> str:
@@ -202,6 +209,13 @@ def dense_allreduce(case: Case) -> Cost:
     return 2 * rounds, 2 * rounds, nbytes, 0
 
 
+def dense_in_16_bits(case: Case) -> Cost:
+    """The cost of a dense allreduce of values in 16 bits, by an MPI that has this type."""
+    rounds, messages, nbytes, _ = dense_allreduce(case)
+    return rounds, messages, nbytes * 2 / max(case.value_nbytes, 4), 0
+
+
+NOTHING: Cost = (0, 0, 0, 0)
 OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {  # collectives of one algorithm
     "sparse_reduce_scatter": ("split", formulas.split),
     "sparse_allgather": ("dissemination", formulas.allgather),
@@ -215,20 +229,20 @@ def whole_steps(
 ) -> Iterator[Row]:
     """Yield the rows of an exchange by each collective, of its parts, and of a training step.
 
-    chosen: seconds of the collectives. agreeing: seconds of the rounds in which the ranks agree to keep the step.
+    chosen: seconds of the collectives; those in few bits, by their bits, have no selection. agreeing: seconds of the
+    rounds in which the ranks agree to keep the step.
     """
     per_pass = case.length * case.value_nbytes / MEMORY
-    nothing = (0.0, 0.0, 0.0, 0.0)
     for name, passes in PASSES.items():
-        yield row("GradientExchange", name, passes * per_pass, nothing, dense)
-    own = sum(PASSES.values()) * per_pass + agreeing
+        yield row("GradientExchange", name, passes * per_pass, NOTHING, dense)
     for collective, taken in chosen.items():
-        yield row("GradientExchange", collective, own + taken, nothing, dense)
+        passes = sum(PASSES.values()) - PASSES["selection"] * collective.endswith(" bits")
+        whole = passes * per_pass + agreeing + taken
+        yield row("GradientExchange", collective, whole, NOTHING, dense)
         if compute:
-            name = f"by {collective}"
-            yield row(f"step of {compute:g} s", name, compute + own + taken, nothing, compute + dense)
+            yield row(f"step of {compute:g} s", f"by {collective}", compute + whole, NOTHING, compute + dense)
     if compute:
-        yield row(f"step of {compute:g} s", "dense allreduce", compute + dense, nothing, compute + dense)
+        yield row(f"step of {compute:g} s", "dense allreduce", compute + dense, NOTHING, compute + dense)
 
 
 ARGUMENTS: dict[str, Callable[[int], Row]] = {  # of the algorithms of a collective, for so many entries

@@ -19,15 +19,24 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from collectives.choice.formulas import Case
-from collectives.choice.links import NETWORKS
+from collectives.choice.links import NETWORKS, Links
 from mpicomp_bench import explain
 
 PAGE = ROOT / "docs" / "choosing.md"
 LINKS = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 RANKS = 8, 64
-LENGTHS = {25_000_000: "25e6", 1_000_000_000: "1e9"}
-DENSITIES = 0.01, 0.001
+LENGTH = 25_000_000
+METHODS = {  # how the pages call them: the operation, the algorithm and the density of `mpicomp explain`
+    "dense, 32 bits": ("dense_allreduce", "mpi", 0.01),
+    "dense, 16 bits": (explain.HALVED, "mpi", 0.01),
+    "`bits=8`": ("GradientExchange", "8 bits", 0.01),
+    "`bits=4`": ("GradientExchange", "4 bits", 0.01),
+    "Top-k, 1 %": ("GradientExchange", "sparse_allreduce", 0.01),
+    "Top-k, 0.1 %": ("GradientExchange", "sparse_allreduce", 0.001),
+}
 STEPS = 200  # of the losses that are compared
+OTHERS = "dense, 32 bits", "dense, 16 bits", "`bits=4`"  # with which each method is compared by link rate
+LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent
 
 QUESTIONS = [  # a question; how the arrow to its answer is called; the answer; how the arrow to the next one is called
     ("Does a dense allreduce take\nover a fifth of a step?", "no",
@@ -94,32 +103,56 @@ def draw_losses() -> None:
     draw([[panel]], target("loss_bytes"))
 
 
-def predicted(network: str, ranks: int, length: int, density: float) -> tuple[float, float]:
-    """Return the seconds of a dense allreduce, and of a whole exchange by `sparse_allreduce`."""
-    rows = list(explain.explained(Case(ranks, length, length * density), ranks, NETWORKS[network], most_counted=0))
-    (dense,) = (row["seconds"] for row in rows if row["operation"] == "dense_allreduce" and row["algorithm"] == "mpi")
-    (whole,) = (
-        row["seconds"]
-        for row in rows
-        if (row["operation"], row["algorithm"]) == ("GradientExchange", "sparse_allreduce")
-    )
-    return dense, whole
+def predicted(links: Links, ranks: int) -> dict[str, float]:
+    """Return the predicted seconds of each method for links and ranks."""
+    found: dict[str, float] = {}
+    for density in {density for _, _, density in METHODS.values()}:
+        rows = explain.explained(Case(ranks, LENGTH, LENGTH * density), ranks, links, most_counted=0)
+        seconds = {(row["operation"], row["algorithm"]): row["seconds"] for row in rows}
+        found |= {name: seconds[key] for name, (*key, own) in METHODS.items() if own == density for key in [tuple(key)]}
+    return found
 
 
 def table() -> list[str]:
     """Return the lines of the table of predictions."""
-    heads = ["link", "ranks"]
-    for values in LENGTHS.values():
-        heads += [f"{values}: dense", *(f"{100 * density:g} %" for density in DENSITIES)]
-    lines = [heads, ["---"] * len(heads)]
+    lines = [["link", "ranks", *METHODS], ["---"] * (2 + len(METHODS))]
     for network, link in LINKS:
         for ranks in RANKS:
-            cells = [link, str(ranks)]
-            for length in LENGTHS:
-                pairs = [predicted(network, ranks, length, density) for density in DENSITIES]
-                cells.append(rounded(pairs[0][0]))
-                cells += [f"{rounded(whole)} ({rounded(dense / whole, 2)}x)" for dense, whole in pairs]
-            lines.append(cells)
+            seconds = predicted(NETWORKS[network], ranks)
+            dense = seconds["dense, 32 bits"]
+            cells = [f"{rounded(each)} ({rounded(dense / each, 2)}x)" for each in seconds.values()]
+            lines.append([link, str(ranks), rounded(dense), *cells[1:]])
+    return lined(lines)
+
+
+def limits() -> list[str]:
+    """Return the lines of the table of the link rates up to which an exchange is faster than another method."""
+    rates = np.geomspace(1e7, 2e11, 201)
+    lines = [["", *(f"{other}, {ranks} ranks" for other in OTHERS for ranks in RANKS)]]
+    lines.append(["---"] * len(lines[0]))
+    links = [Links(LATENCY, rate / 8 / FRAMES) for rate in rates]
+    seconds = {ranks: [predicted(each, ranks) for each in links] for ranks in RANKS}
+    for name in [name for name in METHODS if not name.startswith("dense")]:
+        cells = []
+        for other in OTHERS:
+            for ranks in RANKS:
+                slower = [place for place, each in enumerate(seconds[ranks]) if each[name] > each[other]]
+                cells.append("" if name == other else up_to(rates, slower))
+        lines.append([name, *cells])
+    return lined(lines)
+
+
+def up_to(rates: Any, slower: list[int]) -> str:
+    """Return the rate from which on a method is slower, as text. slower: the places of these rates."""
+    assert slower == list(range(len(rates)))[len(rates) - len(slower) :], "one limit"
+    if len(slower) in (0, len(rates)):
+        return "none" if slower else "all rates"
+    rate = rates[slower[0]]
+    return f"{rounded(rate / 1e9, 2)} Gbit/s" if rate >= 1e9 else f"{rounded(rate / 1e6, 2)} Mbit/s"
+
+
+def lined(lines: list[list[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
@@ -130,9 +163,12 @@ def rounded(number: float, digits: int = 3) -> str:
 
 def page() -> tuple[str, str]:
     """Return the page as it is, and as it has to be."""
-    text = PAGE.read_text()
-    between = re.compile(r"(?<=<!-- predicted -->\n).*?(?=<!-- end of predicted -->)", re.DOTALL)
-    return text, between.sub(lambda found: "\n" + "\n".join(table()) + "\n\n", text)
+    text = new = PAGE.read_text()
+    for name, lines in (("predicted", table()), ("limits", limits())):
+        between = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL)
+        whole = "\n" + "\n".join(lines) + "\n\n"
+        new = between.sub(lambda found, whole=whole: whole, new)
+    return text, new
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`mpicomp bench quantised`: the dense sum in few bits, compared with MPI's dense allreduce in the same run."""
+"""`mpicomp bench quantised`: the dense sum in few bits, compared with dense sums in 32 and 16 bits in the same run."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives import quantised_allreduce, warm_up
 from mpicomp.few_bits import BITS, LONGEST_BLOCK, SHORTEST_BLOCK
@@ -17,7 +18,8 @@ from mpicomp_bench.options import add_list, positive
 ABOUT = """\
 Results are written to existing arrays, as those of MPI's dense sum are. All calls are interleaved;
 a time is that of the slowest rank, from a common start. The floor is one read of the array by all
-ranks at the same time.
+ranks at the same time. "16 bits" sends float16 both ways, as PyTorch's fp16 hook does, and adds in
+float32.
 """
 
 EXAMPLES = """\
@@ -42,8 +44,22 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
         )
         for bits, algorithm in product(options.bits, options.algorithms)
     }
-    dense = {"MPI_Allreduce": partial(comm.Allreduce, array, total)}
+    dense = {
+        "MPI_Allreduce": partial(comm.Allreduce, array, total),
+        "16 bits": partial(sum_in_16_bits, array, comm, total),
+    }
     yield from compare(calls, dense, options.repeats, comm, floor=read_once(array))
+
+
+def sum_in_16_bits(array: NDArray[np.float32], comm: Any, total: NDArray[np.float32]) -> None:
+    """Write the sum over all ranks to `total`: its shares are summed by their owners, and sent in float16 both ways."""
+    counts = [len(part) for part in np.array_split(array, comm.size)]
+    own, halves = counts[comm.rank], array.astype(np.float16).view(np.uint16)  # MPI has no float16
+    received = np.empty((comm.size, own), np.uint16)
+    comm.Alltoallv([halves, counts], [received, [own] * comm.size])
+    share = received.view(np.float16).sum(axis=0, dtype=np.float32).astype(np.float16).view(np.uint16)
+    comm.Allgatherv(share, [halves, counts])
+    total[...] = halves.view(np.float16)
 
 
 def block(text: str) -> int:
@@ -62,7 +78,7 @@ def add_options(parser: Any) -> None:
 
 
 SUITE = Suite(
-    help="the dense sum in few bits, against MPI's dense allreduce",
+    help="the dense sum in few bits, against dense sums in 32 and 16 bits",
     about=ABOUT,
     examples=EXAMPLES,
     add_options=add_options,

@@ -274,8 +274,8 @@ def test_a_downlink_saves_bytes_both_ways(comm):
         sent[name] = comm.allgather(exchange.statistics.wire_nbytes)
     entries, messages = 20 * len(gradients) * 12, len(gradients) * 2 * comm.size
     assert max(sent["both ways"]) < 2 * entries * 1.2 + 192 * messages
-    assert max(sent["exact"]) > max(sent["both ways"]) or comm.size < 4
-    assert all(20 <= np.count_nonzero(mean) <= 20 + comm.size for mean in means.values())
+    assert max(sent["exact"]) > max(sent["both ways"]) or comm.size < 5
+    assert all(abs(np.count_nonzero(mean) - 20) <= comm.size for mean in means.values())
 
 
 def test_averaging_the_residuals_leaves_their_sum(comm):

@@ -8,6 +8,7 @@ import pytest
 from collectives import GradientExchange, OuterLoop, quantised_allreduce
 from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
 from mpicomp.vector import whole
+from mpicomp_bench.bench.quantised import sum_in_16_bits
 
 SHAPES = {"w": (30, 40), "b": (40,), "v": (25, 8), "s": ()}
 
@@ -129,3 +130,11 @@ def test_local_steps_with_all_values_of_the_pseudo_gradient_in_few_bits(comm, mo
     if not (momentum or delay):
         expected = comm.allreduce(learnt + residual(exchange)) / comm.size
         np.testing.assert_allclose(flat(loop.anchor), expected, atol=1e-9)
+
+
+def test_the_dense_sum_in_16_bits_of_the_benchmark_is_the_sum(comm):
+    for length in (0, 1, 7, 1000):
+        mine, total = np.arange(length, dtype=np.float32) * (comm.rank + 1), np.empty(length, np.float32)
+        sum_in_16_bits(mine, comm, total)
+        ranks = comm.size * (comm.size + 1) // 2
+        np.testing.assert_allclose(total, np.arange(length) * ranks, rtol=1e-3)
