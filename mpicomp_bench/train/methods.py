@@ -59,7 +59,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     "gtopk": OPERATIONS["gtopk"],
     **{f"gtopk-{name}": partial(OPERATIONS["gtopk"], algorithm=name) for name in algorithms()["gtopk"]},
 }
-FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4)}  # of dense arrays
+FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4, 2)}  # of dense arrays
 LEADER = "CyclicLeader"
 DOWNLINKS = {"compressed": "the root compresses the mean as the ranks do", "sum": "the root broadcasts all of the sum"}
 TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
