@@ -53,6 +53,7 @@ FIRST = (
     ("local:every=10,message=two_bit", 1e-3),
     ("local:every=5,message=two_bit", 1e-3),
     ("powersgd:rank=8", 2e-3),
+    ("powersgd:rank=8", 1e-3),
     ("topk:density=0.01", 1e-3),
     ("bits:bits=4", 1e-3),
 )
