@@ -54,8 +54,8 @@ FIRST = (
     ("local:every=5,message=two_bit", 1e-3),
     ("powersgd:rank=8", 2e-3),
     ("powersgd:rank=8", 1e-3),
-    ("topk:density=0.01", 1e-3),
     ("bits:bits=4", 1e-3),
+    ("topk:density=0.01", 1e-3),
 )
 LONG = IN_BASIS, "bits:bits=4", "adamw", "lion"
 LONG_STEPS = 2000
