@@ -2,8 +2,9 @@
 
 That time is steps x (computing + compression + messages). Steps: how many a method needs for the progress of one dense
 step, measured in the simulation of benchmarks/every_step; fewer than one count as one, as a lead of another optimiser
-on one small model is no reason to expect it on others. Compression: reads of the vector, measured for one rank, at the
-memory rate. Messages: by the formulas of algorithm="auto" (`collectives.choice`). Nothing overlaps.
+on one small model is no reason to expect it on others. Compression: seconds measured on one core, counted in reads of
+the vector at `MEMORY`, at the memory rate of a rank. Messages: by the formulas of algorithm="auto"
+(`collectives.choice`). Nothing overlaps.
 """
 
 import json
@@ -188,8 +189,8 @@ def lines_of(name: str) -> str:
 BASIS = """\
 Measured: `steps`, how many a method takes for the progress of a dense step of AdamW, in {steps} steps of
 a GPT of {parameters} parameters on {ranks} ranks, without a network, at the best of so many learning rates
-tried, mean of so many seeds. Below 1 they count as 1; 16 bits count as dense. `compression`: reads of
-the vector, on one core, at {memory:g} GB/s (--memory). Predicted: `messages`, by the formulas of
+tried, mean of so many seeds. Below 1 they count as 1; 16 bits count as dense. `compression`, in reads
+of the vector on one core; here at {memory:g} GB/s (--memory). Predicted: `messages`, by the formulas of
 algorithm="auto". Nothing overlaps. Longer trainings, larger models and other optimisers may rank
 otherwise: compare the losses of the first two in a short training of your own.
 """

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Measure what a rank computes in an exchange of each method, in reads of the vector: compression, residual, result.
+"""Measure what a rank computes in an exchange of each method: compression, residual, result.
 
-    python benchmarks/every_step/passes.py --json docs/results/passes.json        # an idle machine; 2 minutes
+    MPICOMP_THREADS=1 python benchmarks/every_step/passes.py --json docs/results/passes.json  # an idle machine
 
-One rank alone, so that no messages are sent. A read is that of `mpicomp bench`. Ratios of medians of one run.
+One rank alone on one core, so that no messages are sent. The unit is a read of the vector at the memory rate of
+`mpicomp explain --train`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop
 from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard, Quantised, TopK
+from mpicomp_bench.advice import MEMORY
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Call, Row, compare, read_once
@@ -65,7 +67,8 @@ def main() -> int:
     calls["local"] = round_of_local_steps(options.length)
     read = read_once(gradient)
     found: list[Row] = compare(calls, {"copy": partial(np.copyto, out, gradient)}, options.repeats, floor=read)
-    rows = [{"method": row["name"], "reads": row["seconds"] / row["floor"], **row} for row in found]
+    unit = gradient.nbytes / MEMORY
+    rows = [{"method": row["name"], "reads": row["seconds"] / unit, **row} for row in found]
     for row in rows:
         print(f"{row['method']:12} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
     about = {**machine(), "length": options.length}
