@@ -29,7 +29,7 @@ GIVEN = Rate(1e-3)  # of the other kinds
 RATES = {  # of kinds of methods of the GPT
     **dict.fromkeys(("dense", "fp16", "in-basis", "in-basis-two-bit"), Rate(2e-3, 3)),
     "few-bits": Rate(2e-3, 3),
-    **dict.fromkeys(("topk", "powersgd"), Rate(2e-3, 2)),
+    **dict.fromkeys(("topk", "powersgd"), Rate(2e-3, 3)),
     "lion": Rate(5e-4, 4),
     **dict.fromkeys(("local-sparse", "local-few-bits", "local-dense", "local-topk"), Rate(1e-3, 3)),
 }
