@@ -15,6 +15,8 @@ from collectives.choice.links import NETWORKS, Links, links_of
 from collectives.choice.predictions import Taken, constants_of, predicted, upper
 from collectives.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
+from mpicomp_bench import advice
+from mpicomp_bench.advice import MEMORY
 from mpicomp_bench.bounds import least_nbytes
 from mpicomp_bench.files import look
 from mpicomp_bench.network import Network
@@ -28,15 +30,18 @@ shared by all of them. The bytes of gTop-k's tree include those that rank 0 rece
 
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
 keeps the residual and writes the mean, and smaller again for a training step (--step).
+
+--train asks one question: which method trains the fastest over these links? It ranks dense sums, 16
+bits, few bits, coefficients in a basis, Top-k and local steps by the predicted time for the
+progress of a dense step, and prints the lines of Python to copy. The steps were measured.
 """
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --ranks 1e6 --length 1e9 --density 1e-4 --network 200gbit:2us --per-node 8
+mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --delay 5ms
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
-MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
 HALVED = "dense, 16 bits"  # the baseline of 16-bit dense messages, such as those of PyTorch's fp16 hook
@@ -57,13 +62,11 @@ def add_to(commands: Any) -> None:
     explain.add_argument(
         "--length",
         type=partial(positive, most=MAX_LENGTH),
-        required=True,
         metavar="N",
-        help="values of a gradient (required)",
+        help="values of a gradient (required without --train)",
     )
-    explain.add_argument(
-        "--density", type=share, required=True, metavar="D", help="fraction of entries each rank contributes (required)"
-    )
+    about = "fraction of entries each rank contributes (required without --train)"
+    explain.add_argument("--density", type=share, metavar="D", help=about)
     explain.add_argument(
         "--overlap",
         type=overlap,
@@ -87,7 +90,20 @@ def add_to(commands: Any) -> None:
     explain.add_argument(
         "--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)"
     )
+    explain.add_argument(
+        "--delay", type=delay, metavar="T", help="of a message between nodes, such as 5ms (that of the network)"
+    )
     explain.add_argument("--json", action="store_true", help="print JSON (a table)")
+    training = explain.add_argument_group("which method trains the fastest, with --step")
+    training.add_argument("--train", action="store_true", help="rank the methods (explain one sum)")
+    training.add_argument(
+        "--parameters",
+        type=partial(positive, most=MAX_LENGTH),
+        metavar="N",
+        help="of the model (required with --train)",
+    )
+    about = "GB a second that a rank reads and writes: a core 15, a GPU 1000 (%(default)s)"
+    training.add_argument("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
 
 
 def ranks(text: str) -> int:
@@ -106,12 +122,55 @@ def links(text: str) -> Links:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def delay(text: str) -> float:
+    """Return the seconds in an option's text."""
+    try:
+        return links_of(f"1gbit:{text}").latency
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}: expected a time such as 50us or 5ms") from None
+
+
 overlap = number("-1 <= overlap <= 1 (0: independent)", lambda found: -1 <= found <= 1)
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions."""
     look(options)
+    if fault := refused(options):
+        options.parser.error(fault)
+    if options.delay is not None:
+        options.network = replace(options.network, latency=options.delay)
+    return advise(options, out) if options.train else explain_sum(options, out)
+
+
+def refused(options: argparse.Namespace) -> str | None:
+    """Return why options do not belong together, or None."""
+    needed = ("parameters", "step") if options.train else ("length", "density")
+    without = " with --train" if options.train else ", or --train with --parameters and --step"
+    if missing := [name for name in needed if getattr(options, name) is None]:
+        return f"got no --{missing[0]}: expected --{needed[0]} and --{needed[1]}{without}"
+    others = ("length", "density", "value_bits") if options.train else ("parameters",)
+    if given := [name for name in others if getattr(options, name) is not None]:
+        way = "without" if options.train else "with"
+        return f"got --{given[0].replace('_', '-')}: expected it {way} --train only"
+    return None
+
+
+def advise(options: argparse.Namespace, out: TextIO) -> int:
+    """Print the methods of training, the fastest first."""
+    about = options.ranks, options.parameters, options.step, options.network, options.per_node
+    rows = advice.ranked(*about, memory=1e9 * options.memory)
+    if options.json:
+        take = advice.recommended(rows)
+        found = {"take": take, "lines": advice.lines_of(take), "rests_on": advice.measured(), "rows": rows}
+        out.write(json.dumps(found, indent=1) + "\n")
+    else:
+        out.write(advice.report(rows, 1e9 * options.memory))
+    return 0
+
+
+def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
+    """Print the predictions for one sum, and for an exchange and a step with it."""
     nodes = -(-options.ranks // options.per_node)
     entries = max(1, round(options.length * options.density))
     about = options.overlap, options.value_bytes, options.value_bits, nodes > 1

@@ -158,6 +158,18 @@ def test_a_method_that_is_not_known_is_an_error(rules, name):
         rules.made(name)
 
 
+def test_reads_are_measured_of_the_methods_that_need_them(rules, monkeypatch, tmp_path):
+    import passes
+
+    file = tmp_path / "passes.json"
+    monkeypatch.setattr("sys.argv", ["passes.py", "--length", "9000", "--repeats", "1", "--json", str(file)])
+    assert passes.main() == 0
+    found = {row["method"]: row["reads"] for row in json.loads(file.read_text())["rows"]}
+    committed = json.loads((ROOT / "docs" / "results" / "passes.json").read_text())["rows"]
+    assert list(found) == [row["method"] for row in committed]
+    assert all(reads > 0 for reads in found.values())
+
+
 def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):
     from losses import table
     from plan import plan

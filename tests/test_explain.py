@@ -1,12 +1,15 @@
 """`mpicomp explain`, and what `mpicomp tune` does on one rank; the formulas are tested in tests/test_choice.py."""
 
 import json
+import pathlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from commands import left
+from mpi4py import MPI
 
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.choice import winners
@@ -14,10 +17,11 @@ from collectives.choice.formulas import FORMULAS
 from collectives.choice.links import NETWORKS, links_of
 from collectives.choice.predictions import ON_NODES
 from mpicomp import SparseVector
-from mpicomp_bench import main, tune
+from mpicomp_bench import advice, main, tune
 from mpicomp_bench.explain import FEW_BITS, PASSES
 from mpicomp_bench.network import Network
 
+ROOT = pathlib.Path(__file__).parent.parent
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
 
@@ -209,3 +213,107 @@ def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network
         row = rows["quantised_allreduce", f"{name}, {bits} bits"]
         assert abs(row["rounds"] - rounds) <= 2 * (name == "node_lanes"), name
         assert row["bytes"] == pytest.approx(max(link.traffic.nbytes for link in simulated.links), rel=0.04, abs=2000)
+
+
+TRAIN = ["explain", "--train", "--ranks", "16", "--parameters", "1e8", "--step", "0.2"]
+
+
+def advised(capsys, *more):
+    assert main([*TRAIN, *more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_steps_and_reads_of_methods_are_those_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    import condense
+
+    assert condense.FILE.read_text() == condense.text(), "run benchmarks/every_step/condense.py"
+    methods = advice.measured()["methods"]
+    assert methods["dense"]["steps"] == 1
+    assert all(0.5 < each["steps"] < 5 for each in methods.values())
+    assert condense.steps_to(2.0, [[100, 3.0], [400, 1.0]]) == pytest.approx(200)
+    assert condense.steps_to(4.0, [[100, 3.0], [400, 1.0]]) == pytest.approx(50)
+
+
+def test_training_takes_less_time_by_other_methods_over_slower_links(capsys):
+    taken = [advised(capsys, "--network", network, "--memory", "1000")["take"] for network in ("hdr", "20mbit")]
+    assert taken[0] in ("dense", "16 bits")
+    assert "two bits" in taken[1]
+    rows = {row["method"]: row for row in advised(capsys, "--network", "100mbit")["rows"]}
+    late = {row["method"]: row for row in advised(capsys, "--network", "100mbit", "--delay", "50ms")["rows"]}
+    assert all(late[name]["messages"] > row["messages"] for name, row in rows.items())
+    sixteen, four, basis = (rows[name] for name in ("16 bits", "4 bits", "in a basis, two bits, signs"))
+    assert 3.5 < sixteen["messages"] / four["messages"] < 4
+    assert 4 < basis["messages"] / rows["local steps, H = 5, two bits"]["messages"] < 6
+    assert basis["seconds"] == max(1, basis["steps"]) * (0.2 + basis["compression"] + basis["messages"])
+
+
+def test_nodes_of_several_ranks_share_their_links(capsys):
+    few, many = (advised(capsys, "--network", "1gbit", *more) for more in ((), ("--per-node", "8")))
+    dense_of_few, dense_of_many = (
+        next(row for row in each["rows"] if row["method"] == "dense") for each in (few, many)
+    )
+    assert 0.5 < dense_of_many["messages"] / dense_of_few["messages"] < 1  # 2 nodes send less than 16
+
+
+def test_one_rank_sends_nothing_and_keeps_dense(capsys):
+    assert main([*TRAIN, "--ranks", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "Keep: dense" in said
+    assert "mean = dense_allreduce(gradient, comm) / comm.size" in said
+
+
+@pytest.mark.parametrize("method", advice.METHODS, ids=[method.about for method in advice.METHODS])
+def test_the_lines_of_a_method_run(method):
+    if method.about == advice.SIXTEEN:
+        pytest.importorskip("torch")
+        assert "fp16_compress_hook" in method.lines
+        return
+    comm = MPI.COMM_SELF.Dup()
+    names = {"comm": comm, "gradient": np.ones(512, np.float32), "parameters": {"all": np.ones(512, np.float32)}}
+    exec(method.lines, names)
+    assert any(name in names for name in ("mean", "signs", "outer"))
+
+
+OF_THE_RACE = {
+    "dense": "dense",
+    "16 bits": "fp16",
+    "8 bits": "few-bits-8",
+    "4 bits": "few-bits-4",
+    "in a basis, two bits, signs": "in-basis-8-two-bit",
+    "Top-k, 1 %": "topk-0.01",
+    "local steps, H = 5, two bits": "local-sparse-5",
+    "local steps, H = 10, two bits": "local-sparse-10",
+}
+
+
+def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "race"))
+    from results import by_learning_rate, final, settings
+
+    rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
+    judged = 0
+    for (_, hosts, rate, delay, _), by_method in settings(rows).items():
+        links = replace(links_of(rate), latency=1e-3 * delay) if delay else links_of(rate)
+        taken = OF_THE_RACE[advice.recommended(advice.ranked(hosts, 3_225_600, 0.163, links))]
+        losses = {method: final(by_learning_rate(own)[0]) for method, own in by_method.items()}
+        if taken in losses:
+            judged += 1
+            assert losses[taken] < min(losses.values()) + 0.05, (rate, delay, taken)
+    assert judged >= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--ranks=4", "--length=9"], "got no --density: expected --length and --density, or --train with"),
+        (["--ranks=4", "--length=9", "--density=1", "--parameters=9"], "expected it with --train only"),
+        (["--train", "--ranks=4"], "got no --parameters: expected --parameters and --step with --train"),
+        ([*TRAIN[1:], "--density=1"], "got --density: expected it without --train only"),
+        ([*TRAIN[1:], "--delay=5"], "got '5': expected a time such as 50us or 5ms"),
+        ([*TRAIN[1:], "--memory=0"], "expected a number above 0"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(given, said, capsys):
+    status, error = left(["explain", *given], capsys)
+    assert (status, said in error) == (2, True), error

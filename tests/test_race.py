@@ -62,6 +62,19 @@ def test_names_of_methods():
     assert not known("in-basis-8", "characters")
 
 
+def test_rates_are_the_best_of_those_tried_in_the_simulation(monkeypatch):
+    monkeypatch.syspath_prepend(str(RACE.parent / "every_step"))
+    from losses import SEED, STEPS
+    from methods import GIVEN, RATES, TUNED, Rate
+
+    rows = json.loads((RACE.parents[1] / "docs" / "results" / "every_step.json").read_text())["rows"]
+    for kind, method in TUNED.items():
+        about = method, "constant", STEPS, SEED
+        own = [row for row in rows if (row["method"], row["schedule"], row["steps"], row["seed"]) == about]
+        expected = Rate(min(own, key=lambda row: row["loss"])["rate"], len(own)) if own else GIVEN
+        assert RATES.get(kind, GIVEN) == expected, kind
+
+
 @pytest.mark.slow
 def test_the_characters_are_trained(tmp_path):
     curves = trained(tmp_path, "--model=characters", "--steps=40", "--methods", "topk-0.05", "local-sparse-5")

@@ -15,6 +15,14 @@ MAIN = (  # of the summary
     "coefficients:form=two_bit",
     "coefficients:k=4",
     "coefficients:k=4,form=two_bit",
+    "bits:bits=8",
+    "bits:bits=4",
+    "bits:bits=2",
+    "topk:density=0.01",
+    "powersgd:rank=8",
+    "local:every=5,message=two_bit",
+    "local:every=10,message=two_bit",
+    "diloco:every=10",
 )
 
 
@@ -29,10 +37,15 @@ def name(row: Any) -> str:
     return ", ".join(filter(None, parts))
 
 
+def rows_at_best_rate(rows: Sequence[Any]) -> list[Any]:
+    """Return the rows of all seeds at the rate of a method that is the best for the first seed."""
+    best = min((row for row in rows if row["seed"] == SEED), key=lambda row: row["loss"])["rate"]
+    return [row for row in sorted(rows, key=lambda row: row["seed"]) if row["rate"] == best]
+
+
 def at_best_rate(rows: Sequence[Any]) -> list[float]:
     """Return the losses of all seeds at the rate of a method that is the best for the first seed."""
-    best = min((row for row in rows if row["seed"] == SEED), key=lambda row: row["loss"])["rate"]
-    return [row["loss"] for row in sorted(rows, key=lambda row: row["seed"]) if row["rate"] == best]
+    return [row["loss"] for row in rows_at_best_rate(rows)]
 
 
 def summary(rows: Sequence[Any]) -> list[list[str]]:
@@ -48,21 +61,22 @@ def summary(rows: Sequence[Any]) -> list[list[str]]:
 
 
 def table(rows: Sequence[Any]) -> list[list[str]]:
-    """Return the cells of the table, its head first: a line for each method, a column for each rate.
+    """Return the cells of the table, its head first: a line for each method, the best first.
 
-    The last two columns are the losses of all seeds at the best rate, and the bits of a value that a rank sends.
+    They are the number of learning rates tried, the loss at each, with the first seed, the losses of all seeds at the
+    best one, and the bits of a value that a rank sends.
     """
-    rates = sorted({row["rate"] for row in rows})
     by_name: dict[str, list[Any]] = {}
     for row in rows:
         by_name.setdefault(name(row), []).append(row)
     ordered = sorted(by_name.items(), key=lambda pair: float(np.mean(at_best_rate(pair[1]))))
-    heads = ["method", *(f"rate {rate:g}" for rate in rates), "at the best rate, by seed", "bits a value"]
-    return [heads, *(line(each, own, rates) for each, own in ordered)]
+    heads = ["method", "tried", "rate: loss", "at the best rate, by seed", "bits a value"]
+    return [heads, *(line(*pair) for pair in ordered)]
 
 
-def line(method: str, own: Sequence[Any], rates: Sequence[float]) -> list[str]:
+def line(method: str, own: Sequence[Any]) -> list[str]:
     """Return the cells of a method."""
-    losses = {row["rate"]: f"{row['loss']:.3f}" for row in own if row["seed"] == SEED}
+    first = sorted((row["rate"], row["loss"]) for row in own if row["seed"] == SEED)
+    tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in first)
     seeds = ", ".join(f"{loss:.3f}" for loss in at_best_rate(own))
-    return [method, *(losses.get(rate, "") for rate in rates), seeds, f"{own[0]['bits']:.2g}"]
+    return [method, str(len(first)), tried, seeds, f"{own[0]['bits']:.2g}"]

@@ -44,9 +44,18 @@ CHANGES = (  # settings that are tried at one rate
 )
 CHANGES_LATER = (
     "local:every=10,message=bits4",
-    "local:every=5,message=two_bit",
     "local:every=2,message=two_bit",
     "bits:bits=1",
+)
+FIRST = (
+    ("topk:density=0.01", 2e-3),
+    ("bits:bits=8", 2e-3),
+    ("local:every=10,message=two_bit", 1e-3),
+    ("local:every=5,message=two_bit", 1e-3),
+    ("powersgd:rank=8", 2e-3),
+    ("powersgd:rank=8", 1e-3),
+    ("bits:bits=4", 1e-3),
+    ("topk:density=0.01", 1e-3),
 )
 LONG = IN_BASIS, "bits:bits=4", "adamw", "lion"
 LONG_STEPS = 2000
@@ -63,9 +72,10 @@ def trainings() -> Iterator[Training]:
     def at(method: str, *rates: float, seed: int = SEED, steps: int = STEPS) -> Iterator[Training]:
         return ((method, rate, "constant", seed, steps) for rate in rates)
 
-    for methods in TRIED, CHANGES:  # the rate that is mostly the best before the others
-        for method in methods:
-            yield from at(method, 5e-4 if method == "lion" else 2e-3)
+    for method, rate in FIRST:
+        yield from at(method, rate)
+    for method in CHANGES:
+        yield from at(method, 2e-3)
     for method, rates in TRIED.items():
         yield from at(method, *rates)
     for method, rate in SEEDS.items():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 RATES = {"digits": (0.025, 0.05, 0.1, 0.2), "images": (0.0125, 0.025, 0.05), "shakespeare": (0.5, 1.0, 2.0)}
 OF_LOCAL = {"digits": (0.05, 0.1, 0.2), "text": (0.2, 0.4, 0.8), "images": (0.025, 0.05)}  # of E9
+OF_EVERY_STEP = OF_LOCAL | {"images": (0.0125, 0.025, 0.05)}  # of E10
 OF_DENSE = {"digits": 0.1, "images": 0.05, "shakespeare": 1.0}  # what a dense training of 300 steps takes
 WARM_UP = "0.25", "0.0725", "0.015", "0.004"  # of the gTop-k paper, an epoch each; on images 50 steps each
 METRICS = "support", "recency", "votes", "magnitude", "quota"
@@ -131,4 +132,14 @@ def e9() -> Iterator[Run]:
             yield Run(("train", *common, "--methods", "local-sparse", "local-sparse-mean", "--density", density), 4)
 
 
-EXPERIMENTS = {"E1": e1, "E2": e2, "E3": e3, "E4": e4, "E5": e5, "E6": e6, "E7": e7, "E8": e8, "E9": e9}
+def e10() -> Iterator[Run]:
+    """An exchange in every step: few bits of every value, and 3.1 % of the coefficients in a basis with signs."""
+    for task, rates in OF_EVERY_STEP.items():
+        common = "--task", task, "--seeds", "3", "--points", "1", "--rate", *map(str, rates), "--density", "0.031"
+        for methods in ("dense", "few-bits-8", "few-bits-4", "few-bits-2"), ("in-basis", "in-basis-two-bit"):
+            yield Run(("train", *common, "--methods", *methods), 4)
+
+
+EXPERIMENTS = {
+    "E1": e1, "E2": e2, "E3": e3, "E4": e4, "E5": e5, "E6": e6, "E7": e7, "E8": e8, "E9": e9, "E10": e10,
+}  # fmt: skip

@@ -210,7 +210,22 @@ def local_steps(rows: Sequence[Row], path: Path) -> None:
     draw([panels], path)
 
 
+def every_step(rows: Sequence[Row], path: Path) -> None:
+    """Draw the figure at the end against the bytes of a step, a panel for each network."""
+    panels = []
+    for task in different(rows, "task"):
+        own = [row for row in rows if row["task"] == task]
+        lines = [
+            {"label": row["name"], "x": [row["nbytes"]], "y": [row["figure"]], "yerr": [row["spread"]], "linestyle": ""}
+            for row in own
+        ]
+        ylabel = "bits a character" if task == "text" else "test accuracy, %"
+        about = {"title": task, "xlabel": "bytes that the busiest rank sends a step", "xscale": "log", "ylabel": ylabel}
+        panels.append({"lines": lines, **about})
+    draw([panels], path)
+
+
 FIGURES: dict[str, Callable[[Sequence[Row], Path], None]] = {
     "E1": adacomp, "E2": adacomp, "E3": densities, "E4": overhead_and_links,
-    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates, "E9": local_steps,
+    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates, "E9": local_steps, "E10": every_step,
 }  # fmt: skip

@@ -139,9 +139,18 @@ def local_steps(rows: Sequence[Row]) -> list[str]:
     return text(["", "every step", *(f"every {every}" for every in steps)], lines)
 
 
+def every_step(rows: Sequence[Row]) -> list[str]:
+    """Return the figure at the end, the rate and the bytes of a step, by task and method."""
+    lines = []
+    for row in rows:
+        name = f"{row['task']}: `{row['name']}`" + ", 3.1 %" * bool(row["density"])
+        lines.append([name, final(row), f"{row['rate']:g}", f"{row['nbytes']:,.0f}"])
+    return text(["", "figure", "rate", "bytes a step"], lines)
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "E1": adacomp, "E2": adacomp, "E3": densities, "E4": overhead_and_links,
-    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates, "E9": local_steps,
+    "E5": step_ahead, "E6": warm_up, "E7": scaling, "E8": aggregates, "E9": local_steps, "E10": every_step,
 }  # fmt: skip
 
 

@@ -28,8 +28,20 @@ class Rate(NamedTuple):
 GIVEN = Rate(1e-3)  # of the other kinds
 RATES = {  # of kinds of methods of the GPT
     **dict.fromkeys(("dense", "fp16", "in-basis", "in-basis-two-bit"), Rate(2e-3, 3)),
-    "few-bits": Rate(2e-3),
-    "lion": Rate(5e-4, 3),
+    "few-bits": Rate(2e-3, 3),
+    **dict.fromkeys(("topk", "powersgd"), Rate(2e-3, 3)),
+    "lion": Rate(5e-4, 4),
+    **dict.fromkeys(("local-sparse", "local-few-bits", "local-dense", "local-topk"), Rate(1e-3, 3)),
+}
+TUNED = {  # the trainings of benchmarks/every_step from which rates are
+    "dense": "adamw",
+    "in-basis": "coefficients",
+    "in-basis-two-bit": "coefficients:form=two_bit",
+    "few-bits": "bits:bits=4",
+    "topk": "topk:density=0.01",
+    "lion": "lion",
+    "local-sparse": "local:every=10,message=two_bit",
+    "powersgd": "powersgd:rank=8",
 }
 RATE_OF_CHARACTERS = Rate(0.1)
 

@@ -1,29 +1,36 @@
-"""Draw the figures of docs/choosing.md, and write its table of predictions.
+"""Draw the figures of docs/choosing.md, and write its tables.
 
-    python docs/figures/choosing.py          # needs matplotlib; writes choosing.svg and loss_bytes.svg beside this file
-    python docs/figures/choosing.py --check  # writes nothing; exit status 1 where the page has another table
+    python docs/figures/choosing.py          # needs matplotlib; writes choosing.svg and loss_steps.svg beside this file
+    python docs/figures/choosing.py --check  # writes nothing; exit status 1 where the page has other tables
 
-The chart is drawn from `QUESTIONS`; the losses are those of docs/results/race.json; the table is that of
-`mpicomp explain`, for the links and ranks of `LINKS`.
+The chart and the table of what to take are those of `mpicomp explain --train`; the tables of one exchange are those of
+`mpicomp explain`; the losses are those of docs/results/every_step.json.
 """
 
 import json
 import re
 import sys
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks" / "every_step")]
+from losses import STEPS, rows_at_best_rate
+
 from collectives.choice.formulas import Case
-from collectives.choice.links import NETWORKS, Links
-from mpicomp_bench import explain
+from collectives.choice.links import NETWORKS, Links, links_of
+from mpicomp_bench import advice, explain
 
 PAGE = ROOT / "docs" / "choosing.md"
-LINKS = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
+GPU = 1e12  # bytes a second that it reads and writes
+LINKS = [("20mbit", "20 Mbit/s"), ("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
+LINKS += [("100gbit", "100 Gbit/s")]
+LATE = 10e-3  # seconds of a message
+RATES = np.geomspace(1e7, 2e11, 50)  # bits a second
+EXCHANGES = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 RANKS = 8, 64
 LENGTH = 25_000_000
 METHODS = {  # how the pages call them: the operation, the algorithm and the density of `mpicomp explain`
@@ -34,73 +41,94 @@ METHODS = {  # how the pages call them: the operation, the algorithm and the den
     "Top-k, 1 %": ("GradientExchange", "sparse_allreduce", 0.01),
     "Top-k, 0.1 %": ("GradientExchange", "sparse_allreduce", 0.001),
 }
-STEPS = 200  # of the losses that are compared
 OTHERS = "dense, 32 bits", "dense, 16 bits", "`bits=4`"  # with which each method is compared by link rate
 LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent
 
-QUESTIONS = [  # a question; how the arrow to its answer is called; the answer; how the arrow to the next one is called
-    ("Does a dense allreduce take\nover a fifth of a step?", "no",
-     "dense_allreduce, or\nPyTorch's fp16 hook", "yes"),
-    ("May ranks take several steps\nbetween two exchanges?", "yes",
-     'OuterLoop(exchange, ..., every=10)\nQuantised(ChunkedTopK(128, 4096), "two_bit")\n'
-     'ErrorFeedback(decay=0.95)\naverage="contributors"', "no"),
-    ("Does the optimiser rescale\nentries, as AdamW does?", "yes",
-     "OuterLoop(exchange, ..., every=1)\ncompresses the update", "no: SGD, momentum"),
-    ("Many ranks: is the union of\ntheir entries too large?", "yes",
-     "GradientExchange(comm, TopK(0.01),\n    collective=gtopk_allreduce)", "no"),
-]  # fmt: skip
-LAST = "GradientExchange(comm, TopK(0.01))"
+
+class Training(NamedTuple):
+    """A training to predict: parameters, ranks, seconds of computing a step, bytes a second of a rank's memory."""
+
+    about: str
+    parameters: int
+    ranks: int
+    computing: float
+    memory: float
+
+    def ranked(self, links: Links) -> list[Any]:
+        """Return the rows of `mpicomp explain --train`."""
+        return advice.ranked(self.ranks, self.parameters, self.computing, links, memory=self.memory)
+
+
+TRAININGS = [
+    Training("3e6 parameters, 4 ranks, 0.16 s, cores", 3_000_000, 4, 0.16, advice.MEMORY),
+    Training("1e8 parameters, 16 ranks, 0.2 s, GPUs", 100_000_000, 16, 0.2, GPU),
+    Training("1e9 parameters, 64 ranks, 1 s, GPUs", 1_000_000_000, 64, 1.0, GPU),
+]
+SHOWN = {  # of the simulation
+    "adamw": "dense, AdamW",
+    "lion": "dense, Lion",
+    "bits:bits=8": "8 bits of every value, AdamW",
+    "bits:bits=4": "4 bits of every value, AdamW",
+    "coefficients:form=two_bit": "in a basis, two bits, signs",
+    "topk:density=0.01": "Top-k, 1 %, AdamW",
+    "powersgd:rank=8": "PowerSGD, rank 8, AdamW",
+    "local:every=5,message=two_bit": "local steps of AdamW, H = 5, two bits",
+    "local:every=10,message=two_bit": "local steps of AdamW, H = 10, two bits",
+    "diloco:every=10": "DiLoCo, H = 10",
+}
 
 
 def draw_chart() -> None:
-    """Draw the questions from top to bottom, with the answers on the right."""
-    from style import COLOURS, arrow, blank, box, save
-
-    figure, axes = blank(7.2, 5.6, (-0.15, 11.15), (-0.15, 8.55))
-    for place, (question, to_answer, answer, to_next) in enumerate(QUESTIONS):
-        y = 7.1 - 1.85 * place
-        box(axes, 0, y, 4.4, 1.3, COLOURS["tool"])
-        axes.text(2.2, y + 0.65, question, ha="center", va="center", size=9.5, weight="bold")
-        box(axes, 5.4, y, 5.6, 1.3, COLOURS["ranks"])
-        axes.text(5.55, y + 0.65, answer, va="center", size=8, family="monospace", linespacing=1.35)
-        arrow(axes, 4.4, y + 0.65, 5.4, y + 0.65)
-        axes.text(4.9, y + 0.78, to_answer, ha="center", size=9.5)
-        arrow(axes, 2.2, y, 2.2, y - 0.55)
-        axes.text(2.4, y - 0.38, to_next, size=9.5)
-    y = 7.1 - 1.85 * len(QUESTIONS)
-    box(axes, 0, y + 0.3, 5.6, 1, COLOURS["ranks"])
-    axes.text(0.15, y + 0.8, LAST, va="center", size=8, family="monospace")
-    save(figure, "choosing")
-
-
-def losses() -> dict[str, tuple[float, float]]:
-    """Return bytes a step and held-out loss after `STEPS` steps by method, means over the runs that took as many."""
-    found: defaultdict[str, list[Any]] = defaultdict(list)
-    for row in json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]:
-        _, steps, nbytes, loss = np.array(row["curve"]).T
-        if steps[-1] >= STEPS:
-            found[row["method"]].append((nbytes[-1] / steps[-1], np.interp(STEPS, steps, loss)))
-    return {method: tuple(np.mean(runs, axis=0).tolist()) for method, runs in found.items()}
-
-
-def draw_losses() -> None:
-    """Draw the loss against the bytes of a step."""
+    """Draw how many times as fast as dense each method trains, against the rate of the links."""
     from style import target
 
     from mpicomp_bench.output import draw
 
-    found = losses()
-    _, alone = found.pop("alone")
-    points = sorted(found.items(), key=lambda item: item[1][1])
-    look = {"linestyle": "", "markersize": 9}
-    panel = {
-        "lines": [{"label": method, "x": [nbytes], "y": [loss], **look} for method, (nbytes, loss) in points],
-        "xlabel": "bytes that the busiest host sends a step",
-        "ylabel": f"held-out loss after {STEPS} steps, nats",
-        "xscale": "log",
-        "title": f"GPT, 3.2e6 parameters, AdamW, 4 ranks; without communication: {alone:.2f}",
-    }
-    draw([[panel]], target("loss_bytes"))
+    panels = []
+    training = TRAININGS[1]
+    for delay, about in (20e-6, "20 us"), (LATE, "10 ms"):
+        rows = [training.ranked(Links(delay, links_of(f"{rate / 1e3:.0f}kbit").rate)) for rate in RATES]
+        lines = []
+        for method in advice.METHODS:
+            gains = [row["gain"] for found in rows for row in found if row["method"] == method.about]
+            lines.append({"label": method.about, "x": RATES, "y": gains, "markevery": 7})
+        panel = {"title": f"{training.about}; {about} a message", "xscale": "log", "yscale": "log"}
+        panels.append({"lines": lines, "xlabel": "bit/s of a link", "ylabel": "time of dense / time", **panel})
+    draw([panels], target("choosing"))
+
+
+def draw_losses() -> None:
+    """Draw the loss against the steps, each method at its best rate, the means over the seeds."""
+    from style import target
+
+    from mpicomp_bench.output import draw
+
+    rows = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"]
+    lines = []
+    for method, label in SHOWN.items():
+        own = [row for row in rows if (row["method"], row["schedule"], row["steps"]) == (method, "constant", STEPS)]
+        if own:
+            steps, losses = np.mean([row["curve"] for row in rows_at_best_rate(own)], axis=0).T
+            lines.append({"label": label, "x": steps, "y": losses, "final": losses[-1]})
+    lines.sort(key=lambda line: line.pop("final"))
+    panel = {"xlabel": "steps", "ylabel": "held-out loss, nats", "title": "GPT, 3.2e6 parameters, 4 ranks"}
+    draw([[{"lines": lines, **panel}]], target("loss_steps"))
+
+
+def table() -> list[str]:
+    """Return the lines of the table: what to take, and how many times as fast as dense it is."""
+    lines = [["link", *(training.about for training in TRAININGS)], ["---"] * (1 + len(TRAININGS))]
+    for network, link in LINKS:
+        for late in (False, True):
+            links = replace(links_of(network), latency=LATE) if late else links_of(network)
+            cells = [link + ", 10 ms" * late]
+            for training in TRAININGS:
+                rows = training.ranked(links)
+                taken = advice.recommended(rows)
+                gain = next(row["gain"] for row in rows if row["method"] == taken)
+                cells.append(f"{taken}: {gain:.2g}x" if gain != 1 else taken)
+            lines.append(cells)
+    return lined(lines)
 
 
 def predicted(links: Links, ranks: int) -> dict[str, float]:
@@ -113,10 +141,10 @@ def predicted(links: Links, ranks: int) -> dict[str, float]:
     return found
 
 
-def table() -> list[str]:
+def exchanges() -> list[str]:
     """Return the lines of the table of predictions."""
     lines = [["link", "ranks", *METHODS], ["---"] * (2 + len(METHODS))]
-    for network, link in LINKS:
+    for network, link in EXCHANGES:
         for ranks in RANKS:
             seconds = predicted(NETWORKS[network], ranks)
             dense = seconds["dense, 32 bits"]
@@ -164,7 +192,7 @@ def rounded(number: float, digits: int = 3) -> str:
 def page() -> tuple[str, str]:
     """Return the page as it is, and as it has to be."""
     text = new = PAGE.read_text()
-    for name, lines in (("predicted", table()), ("limits", limits())):
+    for name, lines in (("predicted", table()), ("exchanges", exchanges()), ("limits", limits())):
         between = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL)
         whole = "\n" + "\n".join(lines) + "\n\n"
         new = between.sub(lambda found, whole=whole: whole, new)
@@ -176,5 +204,4 @@ if __name__ == "__main__":
         sys.exit(page()[0] != page()[1])
     draw_chart()
     draw_losses()
-    if PAGE.exists():
-        PAGE.write_text(page()[1])
+    PAGE.write_text(page()[1])

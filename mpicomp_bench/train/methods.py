@@ -58,7 +58,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     **{f"gtopk-{name}": partial(OPERATIONS["gtopk"], algorithm=name) for name in algorithms()["gtopk"]},
     "compressed": OPERATIONS["compressed"],
 }
-FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4)}  # of dense arrays
+FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4, 2)}  # of dense arrays
 LEADER = "CyclicLeader"
 TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
 

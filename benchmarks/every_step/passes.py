@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Measure what a rank computes in an exchange of each method: compression, residual, result.
+
+    MPICOMP_THREADS=1 python benchmarks/every_step/passes.py --json docs/results/passes.json  # an idle machine
+
+One rank alone on one core, so that no messages are sent. The unit is a read of the vector at the memory rate of
+`mpicomp explain --train`.
+"""
+
+import argparse
+import sys
+from functools import partial
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives import GradientExchange, OuterLoop
+from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard, Quantised, TopK
+from mpicomp_bench.advice import MEMORY
+from mpicomp_bench.bench import machine
+from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.measuring import Call, Row, compare, read_once
+from mpicomp_bench.options import positive
+from mpicomp_bench.output import as_json
+
+COMM = MPI.COMM_SELF
+
+
+def exchanges() -> dict[str, GradientExchange]:
+    """Return the exchanges in every step."""
+    in_basis = Quantised(ChunkedTopK(k=8, chunk=256), "two_bit"), ErrorFeedback(decay=0.999)
+    return {
+        "few-bits-8": GradientExchange(COMM, bits=8),
+        "few-bits-4": GradientExchange(COMM, bits=4),
+        "in-basis": GradientExchange(COMM, *in_basis, basis=Hadamard(chunk=256), average="sign"),
+        "topk": GradientExchange(COMM, TopK(density=0.01)),
+    }
+
+
+def round_of_local_steps(length: int) -> Call:
+    """Return a round without its steps."""
+    compressor, feedback = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit"), ErrorFeedback(decay=0.95)
+    exchange = GradientExchange(COMM, compressor, feedback, average="contributors")
+    parameters = np.zeros(length, np.float32)
+    change = np.random.default_rng(1).standard_normal(length, np.float32)
+    outer = OuterLoop(exchange, {"all": parameters}, every=1)
+
+    def call() -> None:
+        parameters[...] = change
+        outer.step()
+
+    return call
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=positive, default=16_000_000, help="values of the vector (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=9, help="of each call (%(default)s)")
+    parser.add_argument("--json", type=new_file, required=True, metavar="FILE")
+    options = parser.parse_args()
+    options.parser = parser
+    look(options)
+    gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
+    out = np.empty_like(gradient)
+    calls: dict[str, Call] = {name: partial(each, gradient, out=out) for name, each in exchanges().items()}
+    calls["local"] = round_of_local_steps(options.length)
+    read = read_once(gradient)
+    found: list[Row] = compare(calls, {"copy": partial(np.copyto, out, gradient)}, options.repeats, floor=read)
+    unit = gradient.nbytes / MEMORY
+    rows = [{"method": row["name"], "reads": row["seconds"] / unit, **row} for row in found]
+    for row in rows:
+        print(f"{row['method']:12} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
+    about = {**machine(), "length": options.length}
+    return write(options, json=lambda file: file.write_text(as_json(rows, about)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
