@@ -222,7 +222,10 @@ class Group:
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
         """Return the contents of a message that has arrived."""
-        return self.unpack(arrival.buffer, arrival.source, arrival.copy)
+        vector, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
+        if arrival.copy is not None and isinstance(vector, FewBits):  # decoded without a wait for the device
+            arrival.finish()
+        return vector, count
 
     def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> tuple[Any, int]:
         """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.

@@ -150,6 +150,9 @@ class Arrival:
     def _landed(self, part: slice) -> None:
         """Called when a part of the buffer has been filled."""
 
+    def finish(self) -> None:
+        """Wait until `copy` is complete, and no longer needs the buffer."""
+
 
 def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Request":
     """Start to send the size header of a long message."""

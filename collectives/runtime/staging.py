@@ -42,8 +42,9 @@ class DeviceArrival(Arrival):
     """A message for the device. direct: MPI writes to the device; else it is copied there from pinned memory.
 
     In the latter case `buffer` is the pinned memory, from which the host reads the header and other fields, and `copy`
-    is on the device. The copy is asynchronous: keep the arrival until a later operation that reads the copy has been
-    synchronised, as `decode` does.
+    is on the device. The copy is asynchronous, and the pinned memory is used for another message once the arrival is
+    released: keep the arrival until `finish`, or until an operation that reads the copy has been synchronised, as
+    `decode` does.
     """
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int, *, direct: bool) -> None:
@@ -62,6 +63,11 @@ class DeviceArrival(Arrival):
     def _landed(self, part: slice) -> None:
         if self.copy is not None:
             _copy_in(self.buffer[part], self.copy[part])
+
+    def finish(self) -> None:
+        """See `Arrival.finish`."""
+        if self.copy is not None:
+            _stream().synchronize()
 
 
 def to_pinned(array: Any) -> NDArray[Any]:
