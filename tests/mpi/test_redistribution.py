@@ -10,8 +10,10 @@ from collectives import GradientExchange, OuterLoop, sparse_allreduce
 from mpicomp import (
     EF21,
     AggregationAware,
+    ChunkedTopK,
     CollectiveError,
     ErrorFeedback,
+    Hadamard,
     MomentumCorrection,
     NoFeedback,
     RandomK,
@@ -119,6 +121,46 @@ def test_a_run_on_other_numbers_of_ranks_returns_and_keeps_all_that_was_put_in(c
     kept = sums(group.allgather(exchange.state_dict()))["weight/feedback.residual"]
     np.testing.assert_array_equal(returned.reshape(-1) + kept, given.reshape(-1))
     assert kept.any()
+    group.Free()
+
+
+EVERY_STEP = {
+    "basis": lambda comm: GradientExchange(comm, ChunkedTopK(k=2, chunk=16), basis=Hadamard(chunk=16), average=False),
+    "few bits": lambda comm: GradientExchange(comm, bits=4, average=False),
+}
+
+
+@pytest.mark.exactly(6)
+@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("method", EVERY_STEP)
+def test_coefficients_and_rounding_errors_are_kept_on_another_number_of_ranks(comm, method, size):
+    applied, given, file = np.zeros((20, 60)), np.zeros((20, 60)), None
+
+    def train(group, exchange, steps):
+        for step in steps:
+            applied[...] += exchange({"weight": gradients(group.rank, step)["weight"]})["weight"]
+            given[...] += sum(gradients(rank, step)["weight"] for rank in range(group.size))
+
+    group = cut(comm, SAVED)
+    if group != MPI.COMM_NULL:
+        exchange = EVERY_STEP[method](group)
+        train(group, exchange, range(3))
+        file = to_file(exchange.state_dict())
+        group.Free()
+    files = comm.allgather(file)[:SAVED]
+    applied, given = comm.bcast((applied, given))
+    group = cut(comm, size)
+    if group == MPI.COMM_NULL:
+        return
+    exchange = EVERY_STEP[method](group)
+    exchange.register({"weight": np.zeros((20, 60), np.float32)})
+    exchange.load_state_dicts(SAVED, loader(files))
+    train(group, exchange, range(3, 5))
+    (bucket,) = exchange.buckets
+    residual = bucket.feedback.residual.copy()
+    kept = group.allreduce((bucket.inverse(residual) if method == "basis" else residual).astype(np.float64))
+    assert kept.any()
+    np.testing.assert_allclose(applied.reshape(-1) + kept, given.reshape(-1), atol=0.1)
     group.Free()
 
 

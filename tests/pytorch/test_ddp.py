@@ -225,17 +225,21 @@ def test_a_small_gradient_is_not_clipped(world):
     np.testing.assert_array_equal(gradients(model.module)["a"] * world.size, total(world, 0)["a"])
 
 
-def test_residuals_do_not_depend_on_the_scale_of_the_loss(world):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_residuals_do_not_depend_on_the_scale_of_the_loss(world, parts):
+    """parts: of a step, accumulated."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     model, handle = attached(world, scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     found, given = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
     for step in range(4):
         optimizer.zero_grad()
-        scaler.scale(model(inputs_of(step, world.rank))).backward()
+        for part in range(parts):
+            with nullcontext() if part == parts - 1 else model.no_sync():
+                scaler.scale(model(inputs_of(parts * step + part, world.rank))).backward()
+            given = {name: given[name] + values for name, values in total(world, parts * step + part).items()}
         scaler.unscale_(optimizer)
         found = {name: found[name] + mean * world.size for name, mean in gradients(model.module).items()}
-        given = {name: given[name] + values for name, values in total(world, step).items()}
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**14
