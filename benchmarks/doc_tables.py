@@ -4,6 +4,7 @@
     python benchmarks/threads.py --json docs/results/threads.json
     RATES=1gbit SECONDS_A_PLACE=3 benchmarks/tables.sh choice && cp build/tables/choice.json docs/results
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
+    mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
     mpirun -n 4 mpicomp train ... --json docs/results/accuracy.json      # docs/accuracy.md has the whole line
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9        # and so benchmarks/papers/README.md
@@ -118,12 +119,17 @@ def choice() -> list[str]:
 def race() -> list[str]:
     """Return the tables of the race, one for each rate of the links."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
-    from results import final, settings
+    from results import by_learning_rate, final, settings, sittings
     from results import table as of_setting
 
-    found = settings(loaded("race")["rows"])
-    best_first = {each: dict(sorted(own.items(), key=lambda pair: final(pair[1]))) for each, own in found.items()}
-    return "\n".join(of_setting(*each) for each in best_first.items()).rstrip().split("\n")
+    rows = loaded("race")["rows"]
+    alone = sittings(rows, "gpt")
+
+    def loss(pair: tuple[str, list[Any]]) -> float:
+        return final(by_learning_rate(pair[1])[0])
+
+    ordered = {setting: dict(sorted(own.items(), key=loss)) for setting, own in settings(rows).items()}
+    return "\n".join(of_setting(*each, alone) for each in ordered.items()).rstrip().split("\n")
 
 
 def quantisers() -> list[str]:
@@ -149,6 +155,14 @@ def accuracy() -> list[str]:
             cells += [f"{row['figure']:.2f} ± {row['spread']:.2f}", f"{row['rate']:g}", f"{row['nbytes']:,.0f}"]
         lines.append([f"`{name}`", *cells, *[""] * (len(heads) - 1 - len(cells))])
     return table(heads, lines)
+
+
+def hook() -> list[str]:
+    """Return the table of where the time of a step goes."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
+    from results import where
+
+    return where(loaded("hook")["rows"])
 
 
 def every_step(which: str) -> list[str]:
@@ -179,6 +193,7 @@ TABLES = {
         "choice": choice,
     },
     "docs/slow_links.md": {"race": race},
+    "docs/frameworks.md": {"hook": hook},
     "docs/compressors.md": {"quantisers": quantisers},
     "docs/feedback.md": {"every_step": partial(every_step, "summary")},
     "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9")},

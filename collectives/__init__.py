@@ -7,6 +7,7 @@ all ranks, as MPI asks of its own collectives.
 
 from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
+from collectives.compressed import compressed_allreduce, compressed_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.exchange import GradientExchange
 from collectives.exchange.statistics import Statistics
@@ -34,6 +35,8 @@ __all__ = [
     "agree",
     "aligned_allreduce",
     "aligned_iallreduce",
+    "compressed_allreduce",
+    "compressed_iallreduce",
     "configure",
     "dense_allreduce",
     "dense_iallreduce",

@@ -9,8 +9,6 @@ sends the vector once to each child, up to ceil(lg P) times at the root.
 Differences from the paper: any root and any number of ranks; vectors of unequal size; a mismatch raises everywhere.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -84,21 +82,6 @@ def sparse_bcast(
 
 
 sparse_ibcast = sparse_bcast.nonblocking
-
-
-def server_halves(given: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the nonblocking forms of `sparse_reduce`, with bound arguments, and of the matching `sparse_bcast`.
-
-    Raises ValueError for other functions.
-    """
-    function = given.func if isinstance(given, partial) else given
-    bound = given.keywords if isinstance(given, partial) else {}
-    if function not in (sparse_reduce, sparse_ireduce) or "root" in bound:
-        raise ValueError(
-            f"got downlink= and collective={given!r}: expected no collective, or sparse_reduce without a root, as the "
-            "downlink compresses a sum at a root that the exchange chooses"
-        )
-    return partial(sparse_ireduce, **bound), partial(sparse_ibcast, codec=bound.get("codec", "auto"))
 
 
 @sparse_reduce.algorithm

@@ -5,8 +5,8 @@
 Eight ranks are simulated in this process, through the objects that `GradientExchange` would use; no MPI. Each holds 50
 equations in 200 unknowns, with a solution of its own, and 4 of 200 entries are sent. Two settings:
 
-* minibatches, and the aggregate is compressed again (two-way): error feedback is slowest, step-ahead better, and
-  step-ahead with the residuals averaged every 20 steps best;
+* minibatches, and the sum is compressed again (two-way), of which each rank owns a share: error feedback is slowest,
+  step-ahead better, and step-ahead with the residuals averaged every 20 steps best;
 * full gradients, one way: plain error feedback is better than step-ahead.
 
 Printed is how far the loss is above the least one, on average over the last 200 of 1500 steps, beside reference
@@ -20,7 +20,8 @@ import sys
 
 import numpy as np
 
-from mpicomp import MomentumCorrection, SparseVector, StepAhead, TopK, TwoWay
+from mpicomp import MomentumCorrection, SparseVector, StepAhead, TopK
+from mpicomp.compressors.segments import Outside, Segments
 
 RANKS, ROWS, LENGTH, K = 8, 50, 200, 4
 RATE, MOMENTUM, BATCH, SPREAD = 0.0017, 0.9, 4, 0.262
@@ -61,28 +62,41 @@ class ErrorFeedbackWithMomentum(MomentumCorrection):
 def train(problem, method, steps, *, two_way, batch, seed):
     """Return the mean excess loss of the last steps, and how far the virtual iterate is from what it should be."""
     rng, x = np.random.default_rng([seed, 1]), np.zeros(LENGTH)
-    ranks, compressor, server = [method() for _ in range(RANKS)], TopK(k=K), TwoWay(TopK(k=K))
+    ranks, compressors = [method() for _ in range(RANKS)], [compressor_of(rank, two_way) for rank in range(RANKS)]
     virtual, velocity, excess = x.copy(), np.zeros(LENGTH), []
     for step in range(steps):
         gradients = problem.gradients(np.array([rank.ahead(x) for rank in ranks]), rng, batch)
-        compressed = [rank.compress(gradient, compressor) for rank, gradient in zip(ranks, gradients, strict=True)]
+        compressed = [rank.compress(*each) for rank, *each in zip(ranks, gradients, compressors, strict=True)]
         total = np.zeros(LENGTH)
         for _, sent in compressed:
             total[sent.indices] += sent.values
-        mean = SparseVector.from_dense(total / RANKS)
-        if two_way:
-            mean = server.compress_mean(mean)
-        for rank, (corrected, sent) in zip(ranks, compressed, strict=True):
-            rank.settle(corrected, sent, None, mean)
+        kept = TopK(k=K).compress(total).to_dense() if two_way else total
+        mean = SparseVector.from_dense(kept / RANKS)
+        for place, rank in enumerate(ranks):
+            rejected = np.zeros(LENGTH)
+            rejected[share(place)] = (total - kept)[share(place)]
+            rank.settle(*compressed[place], SparseVector.from_dense(rejected), mean)
         average_residuals(ranks)
-        for keeper in [*ranks, server] if two_way else ranks:
-            keeper.commit()
+        for rank in ranks:
+            rank.commit()
         x = x - unit(ranks) * mean.to_dense()
         velocity = MOMENTUM * velocity + gradients.mean(axis=0)
         virtual -= RATE * velocity
         if step >= steps - LAST:
             excess.append(problem.loss(x) - problem.least)
-    return float(np.mean(excess)), float(np.abs(x - unsent(ranks, server) - virtual).max())
+    return float(np.mean(excess)), float(np.abs(x - unsent(ranks) - virtual).max())
+
+
+def share(rank):
+    """Return the share of the sum that a rank owns."""
+    return slice(LENGTH * rank // RANKS, LENGTH * (rank + 1) // RANKS)
+
+
+def compressor_of(rank, two_way):
+    """Return a rank's compressor; with `two_way` all of its own share, which is not sent, and K entries outside."""
+    if not two_way:
+        return TopK(k=K)
+    return Outside(Segments([None], [0, LENGTH], [TopK(k=K)]), share(rank).start, share(rank).stop)
 
 
 def average_residuals(ranks):
@@ -98,10 +112,9 @@ def unit(ranks):
     return 1 if isinstance(ranks[0], StepAhead) else RATE
 
 
-def unsent(ranks, server):
-    """Return the part of the model's update that the residuals of the ranks and of the server hold."""
-    residuals = sum(rank.residual for rank in ranks) / RANKS + (0 if server.residual is None else server.residual)
-    return residuals * unit(ranks)
+def unsent(ranks):
+    """Return the part of the model's update that the residuals of the ranks hold."""
+    return unit(ranks) * sum(rank.residual for rank in ranks) / RANKS
 
 
 RUNS = {  # method, two-way and minibatches or not, the reference figure

@@ -33,7 +33,7 @@ from mpicomp.errors import (
     DamagedMessageError,
     RankFailedError,
 )
-from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead, TwoWay
+from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead
 from mpicomp.vector import SparseVector
 
 __version__ = "0.1.0"
@@ -71,7 +71,6 @@ __all__ = [
     "StepAhead",
     "Threshold",
     "TopK",
-    "TwoWay",
     "WarmUp",
     "Wrapper",
     "quantise",

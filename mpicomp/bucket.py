@@ -15,10 +15,9 @@ from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
 from mpicomp.bases import Basis
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.segments import Segments
-from mpicomp.feedback import Feedback, TwoWay
+from mpicomp.feedback import Feedback
 from mpicomp.settings import OTHER_SETTINGS, check_table, to_table
 from mpicomp.tensors import ALONE, Tensor
-from mpicomp.vector import SparseVector
 
 Gradient = Array | list[Array]  # a vector, or its parts, one for each tensor
 
@@ -30,9 +29,9 @@ SHARED = "exchange/settings"  # that of what all vectors have in common; no stat
 class Bucket:
     """Tensors that are one vector: constant, but for the state that outlives a step.
 
-    names: of the segments: [ALONE] for one, else those of the tensors. compressors, downlinks: one for each segment,
-    the latter of the mean. dense: the vector is sent as an array. basis: in which each segment is compressed, and its
-    residual kept; None for the values themselves.
+    names: of the segments: [ALONE] for one, else those of the tensors. compressors: one for each segment. dense: the
+    vector is sent as an array. basis: in which each segment is compressed, and its residual kept; None for the values
+    themselves.
     """
 
     def __init__(
@@ -41,20 +40,17 @@ class Bucket:
         tensors: Sequence[Tensor],
         compressors: Sequence[Compressor],
         feedback: Feedback,
-        downlink: TwoWay | None = None,
-        downlinks: Sequence[Compressor] = (),
         *,
         dense: bool = False,
         basis: Basis | None = None,
     ) -> None:
-        self.names, self.tensors, self.feedback, self.downlink, self.dense = names, tensors, feedback, downlink, dense
+        self.names, self.tensors, self.feedback, self.dense = names, tensors, feedback, dense
         self.basis = basis
         self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
         self.edges = self.bounds if list(names) != [ALONE] else [0, self.bounds[-1]]
         shown = [None] if list(names) == [ALONE] else names
         self.compressor = Segments(shown, self.edges, compressors)
         self.feedback.bounds = self.edges
-        self.down = None if downlink is None else Segments(shown, self.edges, downlinks)
         self.names_of_tensors = [tensor.name for tensor in tensors]
         self._buffer: Array | None = None  # for gradients that have to be joined
 
@@ -62,11 +58,6 @@ class Bucket:
     def length(self) -> int:
         """Number of values."""
         return self.bounds[-1]
-
-    @property
-    def root(self) -> int | None:
-        """The rank at which the downlink compresses; None without one."""
-        return None if self.downlink is None else self.downlink.root
 
     def take(self, arrays: Mapping[str, Any]) -> Gradient:
         """Return the gradients, by tensor name, as one vector or its parts; a tensor without an array counts as zero.
@@ -85,21 +76,30 @@ class Bucket:
 
     def forward(self, gradient: Gradient) -> Array:
         """Return the coefficients of a gradient in the basis, segment by segment, in a buffer of the bucket."""
-        parts = gradient if isinstance(gradient, list) and len(gradient) == len(self.names) else None
-        vector = gradient if not isinstance(gradient, list) else np.concatenate(gradient) if parts is None else None
         if self._buffer is None:
             self._buffer = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
-        for place, (first, end) in enumerate(pairwise(self.edges)):
-            part = vector[first:end] if parts is None else parts[place]  # type: ignore[index]
-            self.basis.forward(part, self._buffer[first:end])  # type: ignore[union-attr]
+        if isinstance(gradient, list):
+            gradient = np.concatenate(gradient, out=self._buffer)
+        for first, end in pairwise(self._cuts):
+            self.basis.forward(gradient[first:end], self._buffer[first:end])  # type: ignore[union-attr]
         return self._buffer
 
     def inverse(self, coefficients: Array) -> Array:
         """Turn the coefficients of a mean into its values, in place, and return these."""
-        for first, end in pairwise(self.edges):
+        for first, end in pairwise(self._cuts):
             part = coefficients[first:end]
             self.basis.inverse(part, part)  # type: ignore[union-attr]
         return coefficients
+
+    @property
+    def _cuts(self) -> list[int]:
+        """The bounds of runs of segments that one call transforms: all of a run but the last have whole chunks."""
+        chunk = self.basis.chunk  # type: ignore[union-attr]
+        cuts = [0]
+        for first, end in pairwise(self.edges):
+            if (end - first) % chunk or end == self.length:
+                cuts.append(end)
+        return cuts
 
     def check_vector(self, vector: Array) -> None:
         """Raise ValueError that names the segment if a value of a vector is not finite."""
@@ -120,11 +120,6 @@ class Bucket:
                     where = "" if tensor.name == ALONE else f"in {tensor.name}: "
                     raise kind(f"{where}{error}") from None
 
-    def compress_mean(self, mean: SparseVector) -> SparseVector:
-        """Return the mean as compressed by the downlink; on the root of a server exchange only."""
-        assert self.downlink is not None, "without a downlink there is no root"
-        return self.downlink.compress_mean(mean, self.down)
-
     def ahead(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
         given = [parameters[tensor.name] for tensor in self.tensors]
@@ -135,32 +130,24 @@ class Bucket:
 
     def reset(self) -> None:
         """Clear the residuals, and the compressors' information about positions."""
-        for part in (self.compressor, self.feedback, self.downlink, self.down):
-            if part is not None:
-                part.reset()
+        self.compressor.reset()
+        self.feedback.reset()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals in gradient units by `factor`."""
         self.feedback.rescale(factor)
-        if self.downlink is not None and self.feedback.sends_gradients:
-            self.downlink.rescale(factor)
 
     def snapshot(self) -> list[tuple[Compressor, dict[str, Any]]]:
         """Return the attributes of all compressors; `Compressor.restore` sets them again."""
-        return self.compressor.snapshot() + ([] if self.down is None else self.down.snapshot())
+        return self.compressor.snapshot()
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the states as "segment/part.name", for each segment with a list of these, and its parts."""
         state: dict[str, Array] = {}
-        kept = {name: feedback.state_dict() for name, feedback in self._feedbacks.items()}
+        kept = self.feedback.state_dict()
         for place, name in enumerate(self.names):
-            held = {
-                f"{part}.{key}": array
-                for part, each in self._compressors(name)
-                for key, array in each.state_dict().items()
-            }
-            for part, arrays in kept.items():
-                held |= {f"{part}.{key}": self._of_segment(place, array) for key, array in arrays.items()}
+            held = {f"compressor.{key}": array for key, array in self._compressor(name).state_dict().items()}
+            held |= {f"feedback.{key}": self._of_segment(place, array) for key, array in kept.items()}
             held |= {_HOLDS: np.array(sorted(held), np.str_), _SETTINGS: to_table(self._parts(name))}
             state |= {f"{name}/{key}": array for key, array in held.items()}
         return state
@@ -171,22 +158,19 @@ class Bucket:
         same_settings: refuse the state of parts with other settings. Raises ValueError if it does not fit, or is
         incomplete.
         """
-        kept: dict[str, list[dict[str, Any]]] = {part: [] for part in self._feedbacks}
+        kept: list[dict[str, Any]] = []
         for name in self.names:
             mine = {key.rpartition("/")[2]: state[key] for key in state if key.rpartition("/")[0] == name}
             by_part = self._checked_parts(name, mine, same_settings=same_settings)
-            for part, compressor in self._compressors(name):
-                compressor.load_state_dict(by_part[part])
-            for part, held in kept.items():
-                held.append(by_part[part])
-        for part, feedback in self._feedbacks.items():
-            feedback.load_state_dict(self._joined(kept[part]))
-            dtype = self.tensors[0].dtype if self.tensors else None
-            if dtype is not None and not feedback.fits(self.length, dtype):
-                raise ValueError(
-                    f"the state of {', '.join(map(repr, self.names[:3]))} has {feedback.size} values: expected "
-                    f"{self.length}, of {dtype}"
-                )
+            self._compressor(name).load_state_dict(by_part["compressor"])
+            kept.append(by_part["feedback"])
+        self.feedback.load_state_dict(self._joined(kept))
+        dtype = self.tensors[0].dtype if self.tensors else None
+        if dtype is not None and not self.feedback.fits(self.length, dtype):
+            raise ValueError(
+                f"the state of {', '.join(map(repr, self.names[:3]))} has {self.feedback.size} values: expected "
+                f"{self.length}, of {dtype}"
+            )
 
     def _checked_parts(self, name: str, mine: dict[str, Any], *, same_settings: bool) -> dict[str, dict[str, Any]]:
         """Return the state of a segment by part; raises ValueError if it is incomplete, or of other parts."""
@@ -225,21 +209,12 @@ class Bucket:
         """Return the part of a saved array that belongs to a segment; numbers as they are."""
         return array[self.edges[place] : self.edges[place + 1]] if array.ndim and self.tensors else array
 
-    @property
-    def _feedbacks(self) -> dict[str, Feedback]:
-        return {"feedback": self.feedback} | ({} if self.downlink is None else {"downlink": self.downlink})
-
-    def _compressors(self, name: str) -> Iterator[tuple[str, Compressor]]:
-        """Yield the compressor of a segment, and that of its mean if there is one, with the names of the parts."""
-        key = None if name == ALONE and len(self.names) == 1 else name
-        yield "compressor", self.compressor.compressors[key]
-        if self.down is not None:
-            yield "down", self.down.compressors[key]
+    def _compressor(self, name: str) -> Compressor:
+        """Return the compressor of a segment."""
+        return self.compressor.compressors[None if name == ALONE and len(self.names) == 1 else name]
 
     def _parts(self, name: str) -> dict[str, Any]:
-        selecting: dict[str, Any] = dict(self._compressors(name))
-        down = {"downlink": f"TwoWay({selecting['down']!r})"} if "down" in selecting else {}
-        return {"feedback": self.feedback} | down | selecting
+        return {"feedback": self.feedback, "compressor": self._compressor(name)}
 
 
 @contextmanager

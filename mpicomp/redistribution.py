@@ -6,8 +6,7 @@ copied.
 
 Invariant: the sum over the ranks of each such array is unchanged, exactly where the additions are exact. All feedback
 methods are linear in these arrays, except for masked velocities, so the sums develop as on P ranks. `EF21` requires
-more: its h has to be the mean (average=True) or the sum of the h_i, so it conserves that one. What the root of a server
-exchange keeps goes, unchanged, to the rank that continues the root, which is the new one.
+more: its h has to be the mean (average=True) or the sum of the h_i, so it conserves that one.
 
 A rank holds one loaded state at a time beside the sums.
 """
@@ -24,7 +23,7 @@ from mpicomp.feedback.base import wide
 from mpicomp.settings import check_table, from_table, to_table
 
 CONSERVED = "sum", "mean"
-_BY_RANK = "compressor", "down", "holds", "settings"  # parts that may differ by rank: a seed, what a root holds
+_BY_RANK = "compressor", "holds", "settings"  # parts that may differ by rank: a seed
 
 
 def redistributed(
@@ -47,18 +46,13 @@ def redistributed(
         raise ValueError(f"conserve is {conserve!r}: expected one of {CONSERVED}")
     rank, size = settings["rank"], settings["ranks"]
     state = _loaded(load, rank % ranks, ranks)
-    if rank >= ranks:
-        state |= {key: np.zeros_like(state[key]) for key in _on_the_root(buckets) & state.keys()}
     dtypes = {key: state[key].dtype for key in _differing(buckets) & state.keys()}
     start = np.array if rank < ranks else np.zeros_like
     state |= {key: start(state[key], wide(dtype)) for key, dtype in dtypes.items()}
     for source in range(rank + size, ranks, size):
         other = _loaded(load, source, ranks)
-        _check_same_step(state, other, rank, source, differing=dtypes.keys(), rooted=_on_the_root(buckets))
+        _check_same_step(state, other, rank, source, differing=dtypes.keys())
         state |= {key: state[key] + other[key] for key in dtypes}
-        state |= _of_the_root(buckets, other, source)
-    for key in _roots(buckets) & state.keys():
-        state[key] = np.asarray(state[key] % size)
     for bucket in buckets if size != ranks else ():
         if _keeps_mean(bucket, settings["average"], conserve):
             state |= {key: state[key] * size / ranks for key in _differing([bucket]) & dtypes.keys()}
@@ -69,25 +63,6 @@ def redistributed(
 def _differing(buckets: Sequence[Bucket]) -> set[str]:
     """Return the keys of the arrays that differ by rank."""
     return {f"{name}/feedback.{part}" for each in buckets for name in each.names for part in each.feedback.differing}
-
-
-def _on_the_root(buckets: Sequence[Bucket]) -> set[str]:
-    """Return the keys of the arrays that the root of a server exchange has alone."""
-    served = [(name, each.downlink) for each in buckets if each.downlink for name in each.names]
-    return {f"{name}/downlink.{part}" for name, downlink in served for part in downlink.differing}
-
-
-def _roots(buckets: Sequence[Bucket]) -> set[str]:
-    """Return the keys of the roots of a server exchange."""
-    return {f"{name}/downlink.root" for each in buckets if each.downlink for name in each.names}
-
-
-def _of_the_root(buckets: Sequence[Bucket], state: Mapping[str, Array], rank: int) -> dict[str, Array]:
-    """Return what the state of a rank says of the downlinks whose root it is."""
-    names = (name for each in buckets if each.downlink for name in each.names)
-    served = {name for name in names if state.get(f"{name}/downlink.root") == rank}
-    split = [(key, *key.rpartition("/")) for key in state]
-    return {key: state[key] for key, name, _, part in split if name in served and part.startswith(("down", "holds"))}
 
 
 def _loaded(load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Array]:
@@ -102,13 +77,13 @@ def _loaded(load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int) -> 
 
 
 def _check_same_step(
-    state: Mapping[str, Array], other: Mapping[str, Array], rank: int, source: int, *, differing: Any, rooted: Any
+    state: Mapping[str, Array], other: Mapping[str, Array], rank: int, source: int, *, differing: Any
 ) -> None:
     """Raise ValueError if two states differ in an array that is the same on all ranks in one step."""
     remedy = "expected states that all ranks saved after the same step"
-    if (state.keys() ^ other.keys()) - rooted:
+    if state.keys() ^ other.keys():
         raise ValueError(f"the states of ranks {rank} and {source} have different arrays: {remedy}")
-    for key in state.keys() - differing - rooted - {SHARED}:
+    for key in state.keys() - differing - {SHARED}:
         part = key.rpartition("/")[2].partition(".")[0]
         if part not in _BY_RANK and not np.array_equal(state[key], other[key]):
             raise ValueError(f"{key} differs between the states of ranks {rank} and {source}: {remedy}")

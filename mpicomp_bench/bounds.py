@@ -1,7 +1,7 @@
 """Lower bounds of the bytes that a rank sends, on average over the ranks.
 
-Entries: an exact sum on all ranks takes at least k + K (P-2)/P (SparCML, arXiv 1802.08021), a global top-k 2 f k, with
-k entries of a rank, K of the union, f = (P-1)/P; an allgather takes (P-1) k, a reduce-scatter to equal shares f k.
+Entries: an exact sum on all ranks takes at least k + K (P-2)/P (SparCML, arXiv 1802.08021), k entries of the sum 2 f k,
+with k entries of a rank, K of the union, f = (P-1)/P; an allgather takes (P-1) k, a reduce-scatter to equal shares f k.
 Bytes: the sign and the fraction of a value, as all may share one exponent, and the entropy of the indices of k of n
 independent positions. Supports with a pattern, and fractions with trailing zeros, could take fewer.
 """
@@ -18,6 +18,7 @@ def least_nbytes(collective: str, ranks: int, length: int, k: float, union: floa
     return {
         "sparse_allreduce": max(0.0, k * own + union * (ranks - 2) / ranks * summed),
         "gtopk_allreduce": 2 * others * k * own,
+        "compressed_allreduce": 2 * others * k * own,
         "sparse_reduce_scatter": others * k * own,
         "sparse_allgather": (ranks - 1) * k * own,
         "dense_allreduce": dense_nbytes(ranks, length, value_nbytes),

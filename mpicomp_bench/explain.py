@@ -205,6 +205,7 @@ def dense_allreduce(case: Case) -> Cost:
 OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {  # collectives of one algorithm
     "sparse_reduce_scatter": ("split", formulas.split),
     "sparse_allgather": ("dissemination", formulas.allgather),
+    "compressed_allreduce": ("split_allgather", formulas.compressed),
     "dense_allreduce": ("mpi", dense_allreduce),
 }
 

@@ -79,12 +79,14 @@ def operations(comm, length):
     """Return each collective in each of its ways, by name: what it is called, and its keyword arguments."""
     from collectives import allreduce, gtopk_allreduce
     from collectives.allreduce import PARTITIONS
+    from mpicomp import TopK
 
     ways = {
         "sparse_allreduce": [{"algorithm": name} for name in ("auto", *allreduce.ALGORITHMS)],
         "sparse_reduce_scatter": [{"partition": name} for name in ("equal", "hashed")],
         "sparse_allgather": [{}],
         "gtopk_allreduce": [{"k": length // 200, "algorithm": name} for name in gtopk_allreduce.algorithms],
+        "compressed_allreduce": [{"compressor": TopK(density=0.005)}],
         "sparse_reduce": [{"root": comm.size - 1}],
         "sparse_bcast": [{"root": comm.size - 1}],
         "dense_allreduce": [{}],

@@ -17,7 +17,6 @@ from mpicomp import (
     SparseVector,
     StepAhead,
     TopK,
-    TwoWay,
 )
 from mpicomp.arrays import like, to_array
 from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode
@@ -96,16 +95,6 @@ def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
     here.commit()
     on_it.load_state_dict(here.state_dict())
     assert on_it.correct(cupy.asarray(second)).get().tobytes() == here.correct(second).tobytes()
-
-
-def test_two_way(cupy):
-    here, on_it = TwoWay(TopK(k=50)), TwoWay(TopK(k=50))
-    for dense in gradients():
-        mean = TopK(k=100).compress(dense)
-        assert_same(on_it.compress_mean(there(mean, cupy)), here.compress_mean(mean))
-        here.commit()
-        on_it.commit()
-    assert on_it.residual.get().tobytes() == here.residual.tobytes()
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)

@@ -5,6 +5,10 @@ import pathlib
 
 import numpy as np
 import pytest
+from mpi4py import MPI
+
+from collectives import GradientExchange, OuterLoop
+from mpicomp import ChunkedTopK, Dense, ErrorFeedback, NoFeedback, Quantised
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "every_step"
@@ -33,7 +37,10 @@ def stepped(rules, name, given, rate=0.5):
     return parameters, bits
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "coefficients:basis=none,k=16,chunk=16"])
+DENSE = "adamw", "lion", "coefficients:basis=none,k=16,chunk=16", "powersgd", "local:every=1,message=dense"
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_a_first_step_is_against_the_sign_of_the_gradient(rules, name):
     given = gradients(1)
     parameters, bits = stepped(rules, name, given)
@@ -56,7 +63,7 @@ def test_few_coefficients_take_few_bits_and_the_rest_is_kept(rules):
     method.start(SHAPES, 2)
     assert method.step(parameters, gradients(2), 0.1) < 0.6
     assert set(np.abs(parameters)) == {np.float32(0), np.float32(0.1)}
-    assert all(np.linalg.norm(feedback.residual) > 0 for feedback in method.feedbacks)
+    assert all(np.linalg.norm(feedback.residual) > 0 for feedback in method.exchange.feedbacks)
 
 
 def test_a_mean_over_contributors_divides_by_those_of_a_coefficient(rules):
@@ -66,6 +73,73 @@ def test_a_mean_over_contributors_divides_by_those_of_a_coefficient(rules):
         name = f"coefficients:basis=Hadamard,k=1,chunk=2,mean={mean}"
         parameters, _ = stepped(rules, name, [shared, alone, shared])
         np.testing.assert_array_equal(parameters[:2], [expected, -0.5])
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_few_bits_round_and_lose_nothing(rules, bits):
+    method, parameters, given = rules.made(f"bits:bits={bits}"), np.zeros(SIZE, np.float32), gradients(3)
+    method.start(SHAPES, 3)
+    mean, sent = method.mean.mean(given)
+    assert bits < sent < bits + 1
+    residual = method.mean.residuals.sum(axis=0)
+    np.testing.assert_allclose(3 * mean + residual, np.sum(given, axis=0), atol=1e-5)
+    assert np.linalg.norm(residual) > 0
+    method.step(parameters, given, 0.1)
+    assert np.isfinite(parameters).all()
+
+
+def test_powersgd_sends_a_matrix_of_its_rank_whole_and_keeps_the_rest(rules):
+    method, draw = rules.made("powersgd:rank=2"), np.random.default_rng(1)
+    low = draw.standard_normal((40, 2)) @ draw.standard_normal((2, 70))
+    vector = np.concatenate([low.ravel(), draw.standard_normal(SIZE - low.size)]).astype(np.float32)
+    method.start(SHAPES, 1)
+    assert [method.mean.mean([vector])[1] for _ in range(2)] == [32, 32]  # dense at first
+    mean, bits = method.mean.mean([vector])
+    assert bits < 32 * (1 - 0.9 * low.size / SIZE)
+    np.testing.assert_allclose(mean[: low.size + 70], vector[: low.size + 70], atol=1e-4)
+    np.testing.assert_allclose(mean + method.mean.residual, vector, atol=1e-5)
+    assert np.linalg.norm(method.mean.residual[low.size + 70 :]) > 1
+
+
+def outer_exchange(message):
+    if message == "dense":
+        return GradientExchange(MPI.COMM_SELF, Dense(), NoFeedback())
+    if message == "bits4":
+        return GradientExchange(MPI.COMM_SELF, bits=4)
+    compressor = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit")
+    return GradientExchange(MPI.COMM_SELF, compressor, ErrorFeedback(decay=0.95), average="contributors")
+
+
+@pytest.mark.parametrize("message", ["dense", "two_bit", "bits4"])
+def test_local_steps_end_where_an_outer_loop_does(rules, message):
+    anchor, replica = np.zeros((2, SIZE), np.float32)
+    method, optimiser = rules.made(f"local:every=2,message={message},outer=0.7,momentum=0.9"), rules.AdamW()
+    method.start(SHAPES, 1)
+    optimiser.start(SHAPES, 1)
+    momentum = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
+    outer = OuterLoop(outer_exchange(message), {"all": replica}, every=2, **momentum)
+    for number in range(6):
+        gradient = gradients(number + 1)[-1]
+        method.step(anchor, [gradient], 0.01)
+        optimiser.step(replica, [gradient], 0.01)
+        outer.step()
+        if number % 2:
+            np.testing.assert_allclose(anchor, replica, atol=1e-6)
+    assert np.linalg.norm(anchor) > 0.1
+
+
+def test_local_steps_are_those_of_every_rank_alone(rules):
+    anchor, given = np.zeros(SIZE, np.float32), gradients(3)
+    method, alone = rules.made("local:every=2,message=dense"), np.zeros((3, SIZE), np.float32)
+    method.start(SHAPES, 3)
+    optimisers = [rules.AdamW() for _ in given]
+    for optimiser in optimisers:
+        optimiser.start(SHAPES, 1)
+    for _ in range(2):
+        method.step(anchor, given, 0.01)
+        for optimiser, parameters, gradient in zip(optimisers, alone, given, strict=True):
+            optimiser.step(parameters, [gradient], 0.01)
+    np.testing.assert_allclose(anchor, alone.mean(axis=0), atol=1e-6)
 
 
 def test_tiles_are_squares_of_two_dimensional_tensors(rules):

@@ -9,7 +9,6 @@ import pytest
 
 from mpicomp import (
     EF21,
-    AdaComp,
     AggregationAware,
     Dense,
     ErrorFeedback,
@@ -22,7 +21,6 @@ from mpicomp import (
     StepAhead,
     Threshold,
     TopK,
-    TwoWay,
     WarmUp,
 )
 
@@ -521,12 +519,11 @@ def test_methods_without_an_averaging_say_so():
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("period", [None, 4])
-@pytest.mark.parametrize("two_way", [False, True])
 @pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
-def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size, period, two_way, compressor):
+def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size, period, compressor):
     rate, momentum = 0.05, 0.9
     ranks = [(StepAhead(rate, momentum, period), compressor()) for _ in range(size)]
-    server, x, velocity = TwoWay(TopK(k=3)), normal(5), np.zeros(LENGTH)
+    x, velocity = normal(5), np.zeros(LENGTH)
     virtual = x.copy()
     for step in range(40):
         points = [each.ahead(x) for each, _ in ranks]
@@ -537,19 +534,15 @@ def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size,
             sent = compress.compress(corrected)
             each.settle(corrected, sent, None, sent)
             arrived.append((corrected, dense(sent)))
-        mean = SparseVector.from_dense(sum(sent for _, sent in arrived) / size)
-        if two_way:
-            mean = server.compress_mean(mean)
-            server.commit()
         kept = sum(corrected for corrected, _ in arrived) / size
         for each, _ in ranks:
             if each.averaging_due:
                 each.average(kept)
             each.commit()
-        x = x - mean.to_dense()
+        x = x - sum(sent for _, sent in arrived) / size
         velocity = momentum * velocity + sum(gradients) / size
         virtual = virtual - rate * velocity
-        owed = sum(each.residual for each, _ in ranks) / size + (server.residual if two_way else 0)
+        owed = sum(each.residual for each, _ in ranks) / size
         np.testing.assert_allclose(x - owed, virtual, rtol=0, atol=1e-13)
 
 
@@ -610,73 +603,6 @@ def test_what_ef21_knows_of_float16_gradients_is_kept_in_float32():
     one_step(feedback, normal(0, dtype=np.float16), TopK(k=5))
     kept = {name: array.dtype for name, array in feedback.state_dict().items()}
     assert kept == dict.fromkeys(("local", "aggregate", "target"), np.dtype(np.float32))
-
-
-# The server's half of two-way compression.
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("every", [1, 5])
-def test_the_server_keeps_what_it_did_not_pass_on(dtype, every):
-    """Of dense aggregates, and of sparse ones."""
-    servers = [TwoWay(TopK(k=3)) for _ in range(2)]
-    given, passed = np.zeros(LENGTH), np.zeros(LENGTH)
-    for step in range(5):
-        mean = SparseVector.from_dense(integers(step, dtype=dtype) * (np.arange(LENGTH) % every == 0).astype(dtype))
-        results = [server.compress_mean(mean) for server in servers]
-        assert results[0].indices.tobytes() == results[1].indices.tobytes()
-        assert results[0].values.tobytes() == results[1].values.tobytes()
-        assert (results[0].nnz, results[0].dtype) == (3, dtype)
-        for server in servers:
-            server.commit()
-        given += dense(mean)
-        passed += dense(results[0])
-        np.testing.assert_array_equal(passed + servers[0].residual, given)
-
-
-def test_the_server_keeps_nothing_before_the_commit():
-    server = TwoWay(TopK(k=3))
-    server.compress_mean(SparseVector.from_dense(integers(0)))
-    assert server.residual is None
-    server.commit()
-    before = state_of(server)
-    first, second = (server.compress_mean(SparseVector.from_dense(integers(1))) for _ in range(2))
-    assert first.values.tobytes() == second.values.tobytes()
-    assert state_of(server) == before
-    for bad in (SparseVector([1], [np.nan], LENGTH), SparseVector([1], [1.0], 3)):
-        with pytest.raises(ValueError, match=r"nan|expected float64 of shape"):
-            server.compress_mean(bad)
-        with pytest.raises(RuntimeError, match="commit without compress_mean"):
-            server.commit()
-    assert state_of(server) == before
-    other = TwoWay(TopK(k=3))
-    other.load_state_dict(server.state_dict())
-    server.compress_mean(SparseVector.from_dense(integers(1)))
-    server.reset()
-    with pytest.raises(RuntimeError, match="commit without compress_mean"):
-        server.commit()
-    assert other.residual.tobytes() == before["residual"][2]
-    assert server.residual is None
-
-
-def test_what_a_server_sends_is_of_the_kind_of_the_mean():
-    class Wider(TopK):
-        def compress(self, corrected, *, gradient=None):
-            return super().compress(np.float64(corrected))
-
-    server, mean = TwoWay(Wider(k=3)), SparseVector.from_dense(np.float32(integers(0)))
-    with pytest.raises(ValueError, match=r"Wider.* returned .*: expected float32 numbers of length"):
-        server.compress_mean(mean)
-    assert server.residual is None
-
-
-def test_a_server_may_compress_by_what_looks_at_the_new_aggregate_alone():
-    server, mean = TwoWay(AdaComp(8)), SparseVector.from_dense(integers(0))
-    assert server.compress_mean(mean).nnz == AdaComp(8).compress(integers(0), gradient=integers(0)).nnz
-    server.commit()
-    total = server.residual + integers(1)
-    result = server.compress_mean(SparseVector.from_dense(integers(1)))
-    assert result.indices.tolist() == AdaComp(8).compress(total, gradient=integers(1)).indices.tolist()
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_])

@@ -41,11 +41,12 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
         "in-basis-8-two-bit",
         "lion",
         "local-sparse-7",
+        "local-few-bits-7",
     )
     curves = trained(tmp_path, *sizes, "--methods", *methods)
     assert tuple(curves) == methods
     for method, (_, steps, _, losses) in curves.items():
-        assert (steps[0], steps[-1]) == (0, 63 if method == "local-sparse-7" else 60)
+        assert (steps[0], steps[-1]) == (0, 63 if method.startswith("local") else 60)
         assert losses[0] == curves["fp16"][-1][0]  # the same start
         assert losses[0] - losses[-1] > 0.3
     assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
@@ -71,14 +72,18 @@ def test_the_characters_are_trained(tmp_path):
 def test_starts_depend_on_the_seed_alone_and_batches_on_the_rank_too():
     import characters
 
-    first, second, other = (characters.Trainer(*each, 2) for each in ((0, 0), (0, 1), (1, 0)))
+    def trainer(*seed_and_rank):
+        made = characters.Trainer(*seed_and_rank, 2)
+        made.optimise("dense", 0.1)
+        return made
+
+    first, second, other, again = (trainer(*each) for each in ((0, 0), (0, 1), (1, 0), (0, 0)))
     start = first.arrays["network"].copy()
     assert np.array_equal(start, second.arrays["network"])
     assert not np.array_equal(start, other.arrays["network"])
     first.step(0)
     second.step(0)
     assert not np.array_equal(first.arrays["network"], second.arrays["network"])
-    again = characters.Trainer(0, 0, 2)
     again.step(0)
     assert np.array_equal(first.arrays["network"], again.arrays["network"])
 
@@ -95,29 +100,35 @@ def test_stretches_end_near_the_points_of_the_curve_and_in_whole_rounds():
         assert POINTS <= points <= POINTS + 2
 
 
-def row(method, seed, *curve, rate="100mbit"):
-    about = {"model": "gpt", "hosts": 4, "rate": rate, "limit": 10.0, "ranks": 4, "parameters": 1000}
-    return {**about, "method": method, "seed": seed, "curve": [list(point) for point in curve]}
+def row(method, seed, *curve, learning_rate=1e-3, sitting="one"):
+    links = {"model": "gpt", "hosts": 4, "rate": "100mbit", "delay": 0.0, "limit": 10.0, "ranks": 4, "parameters": 1000}
+    about = {"method": method, "learning_rate": learning_rate, "trials": 3, "seed": seed, "sitting": sitting}
+    return {**links, **about, "curve": [list(point) for point in curve]}
 
 
 ROWS = [
     row("dense", 0, (0, 0, 0, 4.0), (10, 5, 50e6, 2.0)),
-    row("dense", 1, (0, 0, 0, 4.0), (10, 5, 50e6, 2.2)),
+    row("dense", 1, (0, 0, 0, 4.0), (10, 5, 50e6, 2.2), sitting="two"),
+    row("dense", 0, (0, 0, 0, 4.0), (10, 5, 50e6, 2.4), learning_rate=2e-3),
     row("local-sparse-5", 0, (0, 0, 0, 4.0), (2, 10, 1e6, 2.5), (4, 20, 2e6, 1.7), (12, 60, 6e6, 1.0)),
     row("local-sparse-5", 1, (0, 0, 0, 4.0), (2, 10, 1e6, 2.5), (4, 20, 2e6, 1.7), (12, 60, 6e6, 1.2)),
 ]
 
 
 def test_the_table_says_when_a_method_reaches_the_best_other_loss():
-    from results import settings, table
+    from results import settings, sittings, table
 
     ((setting, by_method),) = settings(ROWS).items()
-    lines = table(setting, by_method).splitlines()
-    assert lines[0] == "gpt, 1,000 parameters, 4 hosts at 100mbit, 10 s, 2 seeds"
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert cells[0] == ["method", "ms a step", "MB sent a step", "loss", "s to 2.10", "MB to 2.10"]
-    assert cells[2] == ["dense", "2000", "10", "2.10 +- 0.10", "-", "-"]  # one of its trainings does not
-    assert cells[3] == ["local-sparse-5", "200", "0.1", "1.10 +- 0.10", "3", "1.5"]
+    alone = row("alone", 0, (0, 0, 0, 4.0), (10, 100, 0, 2.0), sitting="two")
+    lines = table(setting, by_method, sittings([alone], "gpt")).splitlines()
+    assert lines[0] == "gpt, 1,000 parameters, 4 hosts at 100mbit, 10 s"
+    assert lines[2] == "A step of computing alone, ms, by sitting: one: not measured, two: 100."
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
+    assert cells[0][:5] == ["method", "rate (tried)", "runs", "ms a step", "MB sent a step"]
+    assert cells[0][5:] == ["loss", "s to 2.10", "MB to 2.10"]
+    assert cells[2] == ["dense", "0.001 (3)", "2", "2000", "10", "2.10 +- 0.10", "-", "-"]  # one training does not
+    assert cells[3][:3] == ["dense", "0.002 (3)", "1"]
+    assert cells[4] == ["local-sparse-5", "0.001 (3)", "2", "200", "0.1", "1.10 +- 0.10", "3", "1.5"]
 
 
 def test_rows_that_the_file_has_are_not_measured_again(tmp_path, monkeypatch, capsys):
@@ -127,8 +138,8 @@ def test_rows_that_the_file_has_are_not_measured_again(tmp_path, monkeypatch, ca
     pytest.importorskip("matplotlib")
 
     def measured(wanted, options):
-        asked.append((wanted["rate"], wanted["seed"], wanted["method"]))
-        return None if len(asked) == 2 else {**ROWS[0], **wanted}
+        asked.append((wanted["rate"], wanted["delay"], wanted["seed"], wanted["method"]))
+        return None if len(asked) == 3 else {**ROWS[0], **wanted}
 
     monkeypatch.setattr(race, "measured", measured)
     monkeypatch.setattr(race, "testbed", lambda options, *arguments: ups.append(arguments) or ["true"])
@@ -137,14 +148,37 @@ def test_rows_that_the_file_has_are_not_measured_again(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", line)
     assert race.main() == 1  # the second seed failed
     assert race.main() == 0
-    assert asked == [("100mbit", 0, "dense"), ("100mbit", 1, "dense"), ("100mbit", 1, "dense")]
-    monkeypatch.setattr(sys, "argv", [*line, "1gbit", "--plot", str(plot)])
+    alone = ("100mbit", 0, 0, "alone")  # once in a sitting
+    assert asked == [alone, *[("100mbit", 0, seed, "dense") for seed in (0, 1, 1)]]
+    monkeypatch.setattr(sys, "argv", [*line, "1gbit", "--delay", "2.5", "--plot", str(plot)])
     assert race.main() == 0
-    assert ups[-2:] == [("up", "4", "1gbit"), ("down",)]
-    assert asked[3:] == [("1gbit", 0, "dense"), ("1gbit", 1, "dense")]
+    late = "--delay=2.5ms"
+    assert ups[-4:] == [("up", "4", "100mbit", late), ("down",), ("up", "4", "1gbit", late), ("down",)]
+    assert asked[4:] == [(rate, 2.5, seed, "dense") for rate in ("100mbit", "1gbit") for seed in (0, 1)]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("s to 2.00") == 4
-    assert len(json.loads(file.read_text())["rows"]) == 4
+    assert len(json.loads(file.read_text())["rows"]) == 7
+
+
+def test_rows_of_another_sitting_have_a_row_alone_of_their_own(tmp_path, monkeypatch):
+    import race
+
+    asked = []
+    monkeypatch.setattr(race, "measured", lambda row, options: asked.append(row) or {**ROWS[0], **row})
+    monkeypatch.setattr(race, "testbed", lambda options, *arguments: ["true"])
+    monkeypatch.setattr(race.metadata, "version", lambda name: "1.0")
+    line = ["race.py", "--json", str(tmp_path / "race.json"), "--rates", "1gbit", "--seeds", "1", "--methods", "dense"]
+    for sitting, more in ("one", []), ("one", ["fp16"]), ("two", ["lion"]):
+        monkeypatch.setattr(sys, "argv", [*line, *more, "--sitting", sitting])
+        assert race.main() == 0
+    methods = [(row["sitting"], row["method"], row["learning_rate"]) for row in asked]
+    assert methods == [
+        ("one", "alone", 1e-3),
+        ("one", "dense", 2e-3),
+        ("one", "fp16", 2e-3),
+        ("two", "alone", 1e-3),
+        ("two", "lion", 5e-4),
+    ]
 
 
 def test_quantisers_have_the_errors_that_are_known():

@@ -10,6 +10,7 @@ from cases import select
 from collectives import (
     allgather,
     allreduce,
+    compressed_allreduce,
     gtopk,
     gtopk_allreduce,
     quantised_allreduce,
@@ -372,6 +373,9 @@ NAMED = {
         if name in ("auto", *ROUNDS)
     },
     "gtopk_allreduce": {"auto": gtopk_allreduce.automatic, **gtopk_allreduce.algorithms},
+    "compressed_allreduce": {
+        name: partial(steps, compressor="", second=TopK(k=2)) for name, steps in compressed_allreduce.algorithms.items()
+    },
     "quantised_allreduce": {
         name: partial(steps, bits=4, block=32, array=np.ones(100), out=None)
         for name, steps in [("auto", quantised_allreduce.automatic), *quantised_allreduce.algorithms.items()]

@@ -52,13 +52,30 @@ length = 900  # so short that MPI takes the message at once: of a longer one it 
 """
 
 
-def child(prepare, *, size=2, **environment):
+RELEASED = """
+import numpy as np
+from devices import cupy_for_tests
+cupy_for_tests()
+from mpi4py import MPI
+from collectives.runtime import staging
+message = np.arange(1, 129).astype(np.uint8)
+request = MPI.COMM_SELF.Isend(message, 0, 0)
+arrival = staging.DeviceArrival(MPI.COMM_SELF, 0, 0, direct=False)
+arrival.wait()
+{prepare}
+arrival.buffer[:] = 0  # as the next message in this memory would
+request.Wait()
+print("sound" if (arrival.copy.get() == message).all() else "overwritten")
+"""
+
+
+def child(prepare, *, size=2, program=CHILD, **environment):
     """Return the finished run of a child job; what it is told to prepare makes it right or wrong."""
     settings = dict(line.split("=", 1) for line in (TESTS / "openmpi.env").read_text().split() if "=" in line)
     launcher = ("OMPI_", "PMI", "PRTE_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", "-c", CHILD.format(prepare=prepare)]
+    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", "-c", program.format(prepare=prepare)]
     return subprocess.run(
         command,
         env={**inherited, **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
@@ -111,6 +128,12 @@ def test_who_sends_without_waiting_for_the_copy_is_caught():
     done = child(NO_EVENTS, MPICOMP_TIMEOUT="5")
     assert done.returncode != 0
     assert "sound" not in done.stdout
+
+
+@ON_THE_STAND_IN
+@pytest.mark.parametrize(("wait", "found"), [("arrival.wait_for_copy()", "sound"), ("", "overwritten")])
+def test_the_memory_of_an_arrival_is_free_once_it_has_been_copied(wait, found):
+    assert child(wait, size=1, program=RELEASED).stdout.strip() == found
 
 
 @pytest.mark.parametrize(

@@ -4,45 +4,82 @@ A method is a class with the constructor's arguments as its settings. It is call
 each rank (both float32; parameters flat and written in place) and the rate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
 import numpy as np
+from means import Dense, FewBits, Floats, PowerSgd, Sparse, size_of
+from numba import njit
 from numpy.typing import NDArray
 
 import mpicomp
-from mpicomp import ChunkedTopK, Compressor, ErrorFeedback, Quantised, SparseVector
-from mpicomp.codec import encoded_nbytes, smallest
-
-Floats = NDArray[np.float32]
+from mpicomp import ChunkedTopK, Compressor, Quantised, TopK
 
 WEIGHT_DECAY = np.float32(0.01)
 
 
 class AdamW:
-    """Dense training by AdamW, the baseline. beta2: of the second moments."""
+    """AdamW of the mean gradient, which is exact: dense training, the baseline. beta2: of the second moments."""
 
-    pooled = True  # the ranks' gradients are only averaged: one gradient of all batches together will do
-
-    def __init__(self, beta2: float = 0.999) -> None:
-        self.betas, self.number = (0.9, beta2), 0
+    def __init__(self, beta2: float = 0.999, mean: Any = None) -> None:
+        self.betas, self.number, self.mean = (0.9, beta2), 0, mean or Dense()
+        self.pooled = self.mean.pooled
 
     def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
         """Make the state for parameters of these shapes."""
-        size = sum(map(int, map(np.prod, shapes)))
-        self.first, self.second = np.zeros((2, size), np.float32)
+        self.mean.start(shapes, ranks)
+        self.first, self.second = np.zeros((2, size_of(shapes)), np.float32)
 
     def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
         """Update the parameters, and return the bits of a value that a rank sends."""
-        (gradient,), (beta1, beta2) = gradients, self.betas
+        gradient, bits = self.mean.mean(gradients)
         self.number += 1
-        self.first += (1 - beta1) * (gradient - self.first)
-        self.second += (1 - beta2) * (gradient * gradient - self.second)
-        scale = np.sqrt(self.second / (1 - beta2**self.number)) + 1e-8
-        parameters *= 1 - rate * WEIGHT_DECAY
-        parameters -= rate / (1 - beta1**self.number) * self.first / scale
-        return 32.0
+        corrections = [1 - beta**self.number for beta in self.betas]
+        adamw(parameters, gradient, self.first, self.second, *map(np.float32, (*self.betas, *corrections, rate)))
+        return float(bits)
+
+
+@njit
+def adamw(
+    parameters: Floats,
+    gradient: Floats,
+    first: Floats,
+    second: Floats,
+    beta1: np.float32,
+    beta2: np.float32,
+    correction1: np.float32,
+    correction2: np.float32,
+    rate: np.float32,
+) -> None:
+    """Step by AdamW, in one pass. correction1, correction2: one less the powers of beta1 and beta2."""
+    one, small = np.float32(1), np.float32(1e-8)
+    for i in range(parameters.size):
+        first[i] += (one - beta1) * (gradient[i] - first[i])
+        second[i] += (one - beta2) * (gradient[i] * gradient[i] - second[i])
+        scale = np.sqrt(second[i] / correction2) + small
+        parameters[i] = parameters[i] * (one - rate * WEIGHT_DECAY) - rate / correction1 * first[i] / scale
+
+
+class AdamWOfFewBits(AdamW):
+    """AdamW of the mean gradient in few bits of every value, both ways."""
+
+    def __init__(self, bits: int = 4) -> None:
+        super().__init__(mean=FewBits(bits))
+
+
+class AdamWOfTopK(AdamW):
+    """AdamW of the mean of the largest entries of each gradient."""
+
+    def __init__(self, density: float = 0.01) -> None:
+        super().__init__(mean=Sparse(TopK(density=density)))
+
+
+class AdamWOfPowerSgd(AdamW):
+    """AdamW of the mean gradient by PowerSGD."""
+
+    def __init__(self, rank: int = 8) -> None:
+        super().__init__(mean=PowerSgd(rank))
 
 
 class Lion:
@@ -55,7 +92,7 @@ class Lion:
 
     def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
         """Make the state for parameters of these shapes."""
-        self.momentum = np.zeros(sum(map(int, map(np.prod, shapes))), np.float32)
+        self.momentum = np.zeros(size_of(shapes), np.float32)
 
     def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
         """Update the parameters, and return the bits of a value that a rank sends."""
@@ -87,50 +124,95 @@ class Coefficients:
         mean: str = "ranks",
         tile: bool = False,
     ) -> None:
-        self.basis = None if basis == "none" else getattr(mpicomp, basis)(chunk=chunk)
-        self.chunk, self.decay, self.mean, self.tile = chunk, decay, mean, tile
-        top = ChunkedTopK(k=k, chunk=chunk)
-        self.compressor: Compressor = top if form == "full" else Quantised(top, form)
+        of_values = None if basis == "none" else getattr(mpicomp, basis)(chunk=chunk)
+        self.exchange = Sparse(chunks(k, chunk, form), decay, of_values, over=mean)
+        self.side = round(chunk**0.5) if tile else None
 
     def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
         """Make the state for parameters of these shapes."""
-        self.order = tiled(shapes, round(self.chunk**0.5)) if self.tile else None
-        self.feedbacks = [ErrorFeedback(decay=self.decay) for _ in range(ranks)]
+        self.order = tiled(shapes, self.side) if self.side else None
+        self.exchange.start(shapes, ranks)
         self.rate: float | None = None
 
     def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
         """Update the parameters, and return the bits of a value that rank 0 sends."""
         if self.rate not in (None, rate):  # in the paper the residual is of products with the rate
-            for feedback in self.feedbacks:
-                feedback.rescale(self.rate / rate)
+            self.exchange.rescale(self.rate / rate)
         self.rate = rate
-        sent = [self.selected(*each) for each in zip(self.feedbacks, gradients, strict=True)]
-        total = np.zeros_like(parameters)
-        for vector in sent:
-            vector.add_to(total)
-        if self.mean == "contributors":
-            counts = np.zeros_like(parameters)
-            for vector in sent:
-                counts[vector.indices] += 1
-            total /= np.maximum(counts, 1)
-        if self.basis:
-            self.basis.inverse(total, total)
-        signs = np.sign(total)
+        mean, bits = self.exchange.mean(gradients if self.order is None else [each[self.order] for each in gradients])
+        signs = np.sign(mean)
         if self.order is not None:
             signs[self.order] = signs.copy()
         parameters *= 1 - rate * WEIGHT_DECAY
         parameters -= np.float32(rate) * signs
-        return 8 * encoded_nbytes(sent[0], smallest(sent[0])) / parameters.size
+        return bits
 
-    def selected(self, feedback: ErrorFeedback, gradient: Floats) -> SparseVector:
-        """Return the coefficients that a rank sends; its feedback keeps the others."""
-        coefficients = gradient.copy() if self.order is None else gradient[self.order]
-        if self.basis:
-            self.basis.forward(coefficients, coefficients)
-        corrected, sent = feedback.compress(coefficients, self.compressor)
-        feedback.settle(corrected, sent, None, sent)
-        feedback.commit()
-        return sent
+
+class Local:
+    """Local steps of AdamW on each rank, then the outer step of `OuterLoop` by the mean of the pseudo-gradients.
+
+    every: local steps. message: "dense"; "two_bit", 3.1 % of chunks in two bits, a mean over contributors; "bits4",
+    four bits of every value; "basis", 8 of 256 coefficients in two bits. outer, momentum: of the outer step; with a
+    momentum it is Nesterov's.
+    """
+
+    pooled = False
+
+    def __init__(self, every: int = 10, message: str = "two_bit", outer: float = 1.0, momentum: float = 0.0) -> None:
+        self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
+        self.exchange = MESSAGES[message]()
+
+    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+        """Make the state for parameters of these shapes."""
+        self.optimisers = [AdamW() for _ in range(ranks)]
+        for each in self.optimisers:
+            each.start(shapes, 1)
+        self.exchange.start(shapes, ranks)
+        self.velocity = np.zeros(size_of(shapes), np.float32)
+        self.replicas: list[Floats] | None = None
+
+    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+        """Update the replicas, and after a round the parameters, which are the anchor."""
+        if self.replicas is None:
+            self.replicas = [parameters.copy() for _ in gradients]
+        for replica, optimiser, gradient in zip(self.replicas, self.optimisers, gradients, strict=True):
+            optimiser.step(replica, [gradient], rate)
+        self.number += 1
+        if self.number % self.every:
+            return 0.0
+        mean, bits = self.exchange.mean([parameters - replica for replica in self.replicas])
+        self.velocity *= np.float32(self.momentum)
+        self.velocity += mean
+        parameters -= np.float32(self.outer) * (mean + np.float32(self.momentum) * self.velocity)
+        self.replicas = None
+        return bits / self.every
+
+
+class DiLoCo(Local):
+    """Local steps of AdamW at `inner`, a dense mean, and an outer step at the rate with a Nesterov momentum of 0.9."""
+
+    def __init__(self, every: int = 10, inner: float = 1e-3) -> None:
+        super().__init__(every, "dense", momentum=0.9)
+        self.inner = inner
+
+    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+        """Update the replicas, and after a round the parameters; rate: of the outer step."""
+        self.outer = rate
+        return super().step(parameters, gradients, self.inner)
+
+
+def chunks(k: int, chunk: int, form: str) -> Compressor:
+    """Return the selection of the k largest of each chunk, in a form of `Quantised` or "full"."""
+    largest = ChunkedTopK(k=k, chunk=chunk)
+    return largest if form == "full" else Quantised(largest, form)
+
+
+MESSAGES: dict[str, Callable[[], Any]] = {  # of `Local`
+    "dense": Dense,
+    "two_bit": lambda: Sparse(chunks(128, 4096, "two_bit"), 0.95, over="contributors"),
+    "bits4": lambda: FewBits(4),
+    "basis": lambda: Sparse(chunks(8, 256, "two_bit"), 0.95, mpicomp.Hadamard(chunk=256), over="contributors"),
+}
 
 
 def tiled(shapes: Sequence[tuple[int, ...]], side: int) -> NDArray[np.intp]:
@@ -152,7 +234,16 @@ def tiled(shapes: Sequence[tuple[int, ...]], side: int) -> NDArray[np.intp]:
     return np.concatenate([*whole, *rest])
 
 
-KINDS: dict[str, Any] = {"adamw": AdamW, "lion": Lion, "coefficients": Coefficients}
+KINDS: dict[str, Any] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "bits": AdamWOfFewBits,
+    "topk": AdamWOfTopK,
+    "powersgd": AdamWOfPowerSgd,
+    "coefficients": Coefficients,
+    "local": Local,
+    "diloco": DiLoCo,
+}
 
 
 def made(name: str) -> Any:

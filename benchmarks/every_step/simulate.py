@@ -5,9 +5,9 @@
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json        # the rows that are missing
     python benchmarks/every_step/simulate.py --methods lion coefficients:k=4 --rates 0.001 --json build/rows.json
 
-The rank's gradients are those of the race: the same start, and batches of each rank and step by the seed. All replicas
-stay equal, so that one model computes the gradients of all ranks, one after the other. A row is one training; the file
-is written after each, and a row in it is not trained again. A training of 300 steps takes about 100 s on one core.
+The rank's gradients are those of the race: the same start, and batches of each rank and step by the seed. One model
+computes the gradients of all ranks, one after the other: replicas are equal, but for local steps. A row is one
+training; the file is written after each, and a row in it is not trained again. 300 steps take about 100 s on one core.
 """
 
 import argparse
@@ -51,10 +51,20 @@ class Replicas:
         self.parameters = flat.numpy()
         self.shapes = [tuple(each.shape) for each in network.parameters()]
 
-    def gradients(self, number: int, pooled: bool) -> list[Any]:
-        """Return the gradient of each rank in a step; pooled: only their mean, as one gradient."""
+    def gradients(self, number: int, method: Any) -> list[Any]:
+        """Return the gradient of each rank in a step, or only their mean, as one gradient, if the method pools them."""
         batches = [self.trainer.batch(number, rank) for rank in range(self.ranks)]
-        return [self.gradient(batch) for batch in ([torch.cat(batches)] if pooled else batches)]
+        if method.pooled:
+            return [self.gradient(torch.cat(batches))]
+        replicas = getattr(method, "replicas", None)  # between exchanges: the ranks' own parameters
+        if replicas is None:
+            return [self.gradient(batch) for batch in batches]
+        anchor, found = self.parameters.copy(), []
+        for replica, batch in zip(replicas, batches, strict=True):
+            self.parameters[...] = replica
+            found.append(self.gradient(batch))
+        self.parameters[...] = anchor
+        return found
 
     def gradient(self, batch: Any) -> Any:
         """Return the gradient of a batch as one vector."""
@@ -70,7 +80,7 @@ def trained(row: Row) -> Row:
     method.start(replicas.shapes, row["ranks"])
     began, curve, bits = perf_counter(), [], 0.0
     for number in range(row["steps"]):
-        gradients = replicas.gradients(number, method.pooled)
+        gradients = replicas.gradients(number, method)
         left = 1 - number / row["steps"] if row["schedule"] == "linear" else 1.0
         bits = method.step(replicas.parameters, gradients, left * row["rate"])
         if (number + 1) * EVALUATIONS % row["steps"] < EVALUATIONS:

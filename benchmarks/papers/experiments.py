@@ -94,7 +94,7 @@ def e5() -> Iterator[Run]:
     for task, seeds in ("digits", 5), ("images", 2):
         yield training(4, task, "--methods", "dense", steps=300, seeds=seeds, points=12)
         for (compressor, density), feedback in product((("TopK", "0.01"), ("Quantised-sign", "1.0")), feedbacks):
-            options = "--feedback", feedback, "--downlink", "compressed", *custom(compressor, density)
+            options = "--feedback", feedback, "--collective", "compressed", *custom(compressor, density)
             yield training(4, task, *options, steps=300, seeds=seeds, points=12)
 
 
@@ -114,11 +114,11 @@ def e7() -> Iterator[Run]:
 
 
 def e8() -> Iterator[Run]:
-    """Aggregation-aware selection in a server exchange: the size of the sum, the root's bytes, and the loss."""
+    """Aggregation-aware selection: the size of the sum, the bytes of the busiest rank, and the loss."""
     selections = ["TopK", *(f"AggregationAware:metric={metric}" for metric in METRICS), "CyclicLeader"]
     for (task, ranks, seeds), selection in product((("digits", 4, 3), ("digits", 16, 2), ("images", 4, 2)), selections):
-        server = ("--collective", "allreduce-votes") if "votes" in selection else ("--downlink", "sum")
-        options = *custom(selection, "0.01"), *server
+        collective = "allreduce-votes" if "votes" in selection else "allreduce"
+        options = *custom(selection, "0.01"), "--collective", collective
         yield training(ranks, task, *options, steps=300, seeds=seeds, tuned=False)
 
 

@@ -121,8 +121,7 @@ def aggregates(rows: Sequence[Row]) -> list[str]:
     columns = list(dict.fromkeys((row["task"], row["ranks"]) for row in rows))
     found = {}
     for row in rows:
-        sent = f"{row['nbytes'] / 1e3:.0f} kB" if row["downlink"] else "-"
-        cell = f"{union(row):.1f} k, {sent}, {curve(row, LOSS)[1][-1]:.4f}"
+        cell = f"{union(row):.1f} k, {row['nbytes'] / 1e3:.0f} kB, {curve(row, LOSS)[1][-1]:.4f}"
         found[row["compressor"], row["task"], row["ranks"]] = cell
     names = {row["compressor"]: selection(row) for row in rows}
     lines = [[names[name], *(found.get((name, *each), "") for each in columns)] for name in names]

@@ -11,7 +11,6 @@ from mpicomp_bench.train.methods import MOMENTUM
 from mpicomp_bench.train.network import Network, perceptron
 from mpicomp_bench.train.tasks import text
 
-RATE = 0.1
 BATCH = 32  # examples of a rank
 WIDTH = 1024  # of the hidden layer: 0.9e6 parameters
 
@@ -27,11 +26,16 @@ class Trainer:
         self.judges = np.array_split(self.task.held_out("validation"), size)[rank]
         self.mean: Any = lambda gradient: gradient
         self.velocity: Floats = np.zeros_like(self.network.parameters)
+        self.rate = np.float32(0)
 
     @property
     def arrays(self) -> dict[str, Floats]:
         """The parameters by name, to be written in place."""
         return {"network": self.network.parameters}
+
+    def optimise(self, kind: str, rate: float) -> None:
+        """Take a learning rate; all kinds of methods have the same optimiser."""
+        self.rate = np.float32(rate)
 
     def average(self, kind: str, value: float, comm: Any) -> None:
         """Let every step average the gradients over the ranks, as a method says."""
@@ -45,7 +49,7 @@ class Trainer:
         drawn = np.random.default_rng([self.seed, self.rank, number]).integers(self.examples.size, size=BATCH)
         gradient = self.network.gradient(*self.task.examples(self.examples[drawn]))
         self.velocity = np.float32(MOMENTUM) * self.velocity + self.mean(gradient)
-        self.network.parameters -= np.float32(RATE) * self.velocity
+        self.network.parameters -= self.rate * self.velocity
 
     def loss(self) -> float:
         """Return the mean loss, in nats, on this rank's share of the held-out examples."""

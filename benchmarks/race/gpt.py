@@ -36,13 +36,12 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(parameter.grad, 0.01)
 
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
-SIGNS = partial(torch.optim.SGD, lr=2e-3, weight_decay=0.01)  # the exchange returns the signs
-OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of kinds of methods; of the others ADAMW
-    "in-basis": SIGNS,
-    "in-basis-two-bit": SIGNS,
-    "lion": partial(Lion, lr=5e-4, weight_decay=0.01),
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of kinds of methods; of the others AdamW
+    "in-basis": torch.optim.SGD,  # of signs, which the exchange returns
+    "in-basis-two-bit": torch.optim.SGD,
+    "lion": Lion,
 }
+WEIGHT_DECAY = 0.01
 
 
 class Sizes(NamedTuple):
@@ -101,7 +100,7 @@ class Trainer:
         self.text, self.sizes, self.seed, self.rank = text.load(), sizes, seed, rank
         self.network = Gpt(self.text.count, sizes)
         self.model: nn.Module = self.network  # that computes the loss of a batch: the replica, or what wraps it
-        self.optimizer = ADAMW(self.network.parameters())
+        self.optimizer: torch.optim.Optimizer
         windows = self.text.judges(WINDOWS, sizes.context + 1)
         self.judges = torch.from_numpy(np.array_split(windows, size)[rank])
 
@@ -110,9 +109,13 @@ class Trainer:
         """The parameters by name, to be written in place."""
         return dict(self.network.named_parameters())
 
+    def optimise(self, kind: str, rate: float) -> None:
+        """Make the optimiser of a kind of methods, with a learning rate."""
+        optimiser = OPTIMISERS.get(kind, torch.optim.AdamW)
+        self.optimizer = optimiser(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+
     def average(self, kind: str, value: float, comm: Any) -> None:
-        """Let every step average the gradients over the ranks, and the optimiser use them, as a method says."""
-        self.optimizer = OPTIMISERS.get(kind, ADAMW)(self.network.parameters())
+        """Let every step average the gradients over the ranks, as a method says."""
         wrap = partial(DistributedDataParallel, self.network)
         if kind == "powersgd":
             self.model = wrap(bucket_cap_mb=1000)  # one bucket: with several the hook fails over gloo
@@ -126,7 +129,8 @@ class Trainer:
         if kind in OURS_OF_GPT:
             from collectives.torch import attach
 
-            attach(self.model, every_exchange(kind, value, comm))
+            self.exchange = every_exchange(kind, value, comm)
+            attach(self.model, self.exchange)
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

@@ -1,12 +1,12 @@
 """The methods by name: what is exchanged, a dash, and a number of the method, such as local-sparse-10."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from collectives import GradientExchange, OuterLoop
 from mpicomp import ChunkedTopK, Dense, ErrorFeedback, Hadamard, NoFeedback, Quantised, TopK
 
-LOCAL = ("local-dense", "local-nesterov", "local-sparse", "local-topk")
+LOCAL = ("local-dense", "local-nesterov", "local-sparse", "local-topk", "local-few-bits")
 OURS_OF_GPT = ("topk", "in-basis", "in-basis-two-bit", "few-bits")  # a `GradientExchange` in every step
 EVERY_STEP = {"gpt": ("dense", "lion", "fp16", "powersgd", *OURS_OF_GPT), "characters": ("dense", "topk")}
 NAME = re.compile(r"([a-z].*?)(?:-([0-9.]+))?(-two-bit)?")  # kind, number, and how coefficients are sent
@@ -15,6 +15,28 @@ DENSITY = 0.03  # of local-topk
 CHUNKS = {"k": 128, "chunk": 4096}  # of local-sparse: 3.1 %
 DECAY = 0.95
 IN_BASIS = 256  # the chunk of in-basis, and of its basis
+BITS_OF_LOCAL = 4  # of local-few-bits
+
+
+class Rate(NamedTuple):
+    """A learning rate, and how many were tried in the simulation of benchmarks/every_step before it was taken."""
+
+    learning_rate: float
+    trials: int = 1
+
+
+GIVEN = Rate(1e-3)  # of the other kinds
+RATES = {  # of kinds of methods of the GPT
+    **dict.fromkeys(("dense", "fp16", "in-basis", "in-basis-two-bit"), Rate(2e-3, 3)),
+    "few-bits": Rate(2e-3),
+    "lion": Rate(5e-4, 3),
+}
+RATE_OF_CHARACTERS = Rate(0.1)
+
+
+def rate_of(name: str, model: str) -> Rate:
+    """Return the learning rate of a method."""
+    return RATES.get(parts(name)[0], GIVEN) if model == "gpt" else RATE_OF_CHARACTERS
 
 
 def parts(name: str) -> tuple[str, float]:
@@ -47,6 +69,7 @@ def known(name: str, model: str) -> bool:
 def exchanging(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | None:
     """Let a trainer take part in a method; return the outer loop to step after each step, where there is one."""
     kind, number = parts(name)
+    trainer.optimise(kind, rate_of(name, model).learning_rate)
     if kind in EVERY_STEP[model]:
         trainer.average(kind, number, comm)
     if kind not in LOCAL:
@@ -71,5 +94,7 @@ def outer_exchange(kind: str, comm: Any) -> GradientExchange:
     """Return the exchange of a kind of local steps."""
     if kind in ("local-dense", "local-nesterov"):
         return GradientExchange(comm, Dense(), NoFeedback())
+    if kind == "local-few-bits":
+        return GradientExchange(comm, bits=BITS_OF_LOCAL)
     compressor = TopK(density=DENSITY) if kind == "local-topk" else Quantised(ChunkedTopK(**CHUNKS), "two_bit")
     return GradientExchange(comm, compressor, ErrorFeedback(decay=DECAY), average="contributors")

@@ -2,10 +2,12 @@
 """The race: loss against seconds and bytes of what people train with over slow links, on hosts of the testbed.
 
     sudo env PATH=$PATH python benchmarks/race/race.py --json docs/results/race.json --plot docs/figures/race.svg
+    sudo env PATH=$PATH python benchmarks/race/race.py --rates 20mbit --delay 10 --json docs/results/race.json
     python benchmarks/race/race.py --show --json docs/results/race.json --plot docs/figures/race.svg
 
 Every method trains the same model from the same start on the same batches for the same number of seconds. Rows that the
-JSON file has already are not measured again, so an interrupted run continues. README.md beside this file has the
+JSON file has already are not measured again, so an interrupted run continues. Each sitting has a row `alone`, of ranks
+that never communicate, which says how fast the machine was. README.md beside this file has the
 methods.
 """
 
@@ -18,28 +20,30 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from methods import known
-from results import key, plot, settings, table
+from methods import known, rate_of
+from results import ALONE, SETTING, key, plot, settings, sittings, table
 
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_figure, new_file, write
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.options import above_zero, add_list, positive
+from mpicomp_bench.options import above_zero, add_list, not_negative, positive
 from mpicomp_bench.output import as_json
 
 HERE = Path(__file__).resolve().parent
 TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"
 HOOKS = ["dense", "fp16", "powersgd-2", "powersgd-8"]
-EXCHANGES = ["topk-0.01", "topk-0.05", "few-bits-4", "in-basis-8", "in-basis-8-two-bit"]
-LOCAL = [f"local-dense-{every}" for every in (5, 10, 20)] + [f"local-sparse-{every}" for every in (1, 5, 10, 20)]
+EXCHANGES = ["topk-0.01", "few-bits-8", "few-bits-4", "in-basis-8", "in-basis-8-two-bit"]
+LOCAL = ["local-nesterov-10", *(f"local-sparse-{every}" for every in (2, 5, 10)), "local-few-bits-10"]
 METHODS = {
-    "gpt": ["alone", *HOOKS, *EXCHANGES, *LOCAL],
-    "characters": ["alone", "dense", "topk-0.01", "topk-0.05", *LOCAL],
+    "gpt": [*HOOKS, "lion", *EXCHANGES, *LOCAL],
+    "characters": ["dense", "topk-0.01", "topk-0.05", "local-dense-10", "local-sparse-10"],
 }
 PATIENCE = 300.0  # seconds that a training takes beside its own: imports, compilation, evaluation
 ENVIRONMENT = {  # of the ranks; mpirun is that of the environment of this Python
@@ -59,9 +63,12 @@ def parsed() -> argparse.Namespace:
     add("--model", choices=METHODS, default="gpt", help="a GPT in PyTorch, or a perceptron in NumPy (%(default)s)")
     add("--hosts", type=positive, default=4, help="one rank each (%(default)s)")
     add_list(parser, "--rates", ["100mbit", "1gbit"], "of the links ")
+    add("--delay", type=not_negative, default=0.0, metavar="MS", help="of the links, one way (%(default)g ms)")
     add("--seconds", type=above_zero, default=80.0, help="of each training, without evaluation (%(default)s)")
     add("--seeds", type=positive, default=2, help="trainings of each method (%(default)s)")
     add_list(parser, "--methods", None, "some of those in README.md ")
+    about = "a name that its rows keep; each has a row alone (today's date)"
+    add("--sitting", default=date.today().isoformat(), metavar="NAME", help=about)
     add("--name", default="race", help="of the testbed (%(default)s)")
     add("--json", type=new_file, required=True, metavar="FILE", help="the rows: read at the start, written after each")
     add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
@@ -78,8 +85,14 @@ def parsed() -> argparse.Namespace:
 def wanted(options: argparse.Namespace) -> list[Row]:
     """Return the rows that are asked for, without their outcome: all methods at a rate before the next rate."""
     cells = product(options.rates, range(options.seeds), options.methods)
-    about = {"model": options.model, "hosts": options.hosts, "limit": options.seconds}
-    return [{**about, "rate": rate, "seed": seed, "method": method} for rate, seed, method in cells]
+    return [row_of(*cell, options) for cell in cells]
+
+
+def row_of(rate: str, seed: int, method: str, options: argparse.Namespace) -> Row:
+    """Return a row without its outcome."""
+    of_links = {"hosts": options.hosts, "rate": rate, "delay": options.delay, "limit": options.seconds}
+    about = {"seed": seed, "method": method, **rate_of(method, options.model)._asdict(), "sitting": options.sitting}
+    return {"model": options.model, **of_links, **about}
 
 
 def testbed(options: argparse.Namespace, *arguments: str) -> list[str]:
@@ -90,7 +103,8 @@ def testbed(options: argparse.Namespace, *arguments: str) -> list[str]:
 @contextmanager
 def hosts(options: argparse.Namespace, rate: str) -> Iterator[None]:
     """Have hosts with links of a rate."""
-    if status := subprocess.run(testbed(options, "up", str(options.hosts), rate), check=False).returncode:
+    late = [f"--delay={options.delay:g}ms"] if options.delay else []
+    if status := subprocess.run(testbed(options, "up", str(options.hosts), rate, *late), check=False).returncode:
         sys.exit(status)
     try:
         yield
@@ -116,7 +130,7 @@ def measured(row: Row, options: argparse.Namespace) -> Row | None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
         if status == 0:
-            return {**row, **json.loads(file.read_text())[0]}
+            return {**row, **json.loads(file.read_text())[0]}  # with the learning rate that the ranks took
     sys.stderr.write(f"race: {row['method']} at {row['rate']}, seed {row['seed']}, failed: {status}\n")
     return None
 
@@ -125,6 +139,8 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
     """Measure the rows that are missing, and write the file after each; return how many failed."""
     present, failed = {*map(key, rows)}, 0
     missing = [row for row in wanted(options) if key(row) not in present]
+    if missing and options.sitting not in sittings(rows, options.model):
+        missing.insert(0, row_of(missing[0]["rate"], 0, ALONE, options))
     for rate in dict.fromkeys(row["rate"] for row in missing):
         with hosts(options, rate):
             for row in [row for row in missing if row["rate"] == rate]:
@@ -135,10 +151,15 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
                 rows.append(done)
                 seconds, steps, _, loss = done["curve"][-1]
                 told = f"{loss:.3f} after {seconds:.1f} s, {steps} steps"
-                sys.stderr.write(f"{rate} seed {row['seed']} {row['method']}: {told}\n")
+                sys.stderr.write(f"{rate} {row['delay']:g} ms, seed {row['seed']} {row['method']}: {told}\n")
                 about = {**machine(), "torch": metadata.version("torch") if row["model"] == "gpt" else None}
                 write(options, json=lambda file, about=about: file.write_text(as_json(rows, about)))
     return failed
+
+
+def is_alone_over(row: Row, links: set[tuple[Any, ...]]) -> bool:
+    """Return whether a row is one of ranks alone, of one of these settings."""
+    return row["method"] == ALONE and key(row)[: len(SETTING)] in links
 
 
 def main() -> int:
@@ -148,9 +169,11 @@ def main() -> int:
     failed = 0 if options.show else race(rows, options)
     order = {method: place for place, method in enumerate(METHODS["gpt"])}
     rows.sort(key=lambda row: order.get(row["method"], len(order)))
-    shown = [row for row in rows if options.show or key(row) in {*map(key, wanted(options))}]
+    asked = {key(row) for row in wanted(options)}
+    links = {each[: len(SETTING)] for each in asked}
+    shown = [row for row in rows if options.show or key(row) in asked or is_alone_over(row, links)]
     for setting, by_method in settings(shown).items():
-        print(table(setting, by_method))
+        print(table(setting, by_method, sittings(rows, options.model)))
     return write(options, plot=partial(plot, shown)) or int(failed > 0)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from methods import exchanging, known, period
+from methods import exchanging, known, period, rate_of
 
 from collectives import warm_up
 from mpicomp_bench.bench.collective import COUNTERS, sent_by_host
@@ -80,7 +80,7 @@ def row_of(method: str, options: argparse.Namespace, comm: Any) -> dict[str, Any
     outer = exchanging(method, options.model, trainer, comm)
     curve = curve_of(trainer, outer, every, options, comm)
     parameters = sum(math.prod(array.shape) for array in trainer.arrays.values())
-    about = {"model": options.model, "method": method, "seed": options.seed}
+    about = {"model": options.model, "method": method, "seed": options.seed, **rate_of(method, options.model)._asdict()}
     return {**about, "ranks": comm.size, "parameters": parameters, "curve": curve}
 
 

@@ -1,11 +1,12 @@
 """Rows of the race: their table and their figure.
 
-A row is one training: model, hosts, rate, limit (seconds to train for), method, seed, ranks, parameters, and `curve`,
-whose points are seconds, steps, bytes that the busiest host has sent, and held-out loss in nats. The rows of one
-setting (model, hosts, rate and limit) are one table and one column of panels.
+A row is one training: model, hosts, rate and delay of the links (ms, one way), limit (seconds to train for), method,
+its learning rate and how many of them were tried, seed, sitting, ranks, parameters, and `curve`, whose points are
+seconds, steps, bytes that the busiest host has sent, and held-out loss in nats. The rows of one setting (model, hosts,
+rate, delay and limit) are one table and one column of panels.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from numpy.typing import NDArray
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.output import draw, markdown
 
-SETTING = "model", "hosts", "rate", "limit"
+SETTING = "model", "hosts", "rate", "delay", "limit"
+ALONE = "alone"  # the method of ranks that never communicate
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
-OURS = "local-sparse", "in-basis", "few-bits"
-HEADS = ["method", "ms a step", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
+PARTS = "compress", "communicate", "restore"  # of an exchange, as its statistics count them
+OURS = "local-sparse", "local-few-bits", "in-basis", "few-bits"
+HEADS = ["method", "rate (tried)", "runs", "ms a step", "MB sent a step", "loss", "s to {:.2f}", "MB to {:.2f}"]
 
 
 def key(row: Row) -> tuple[Any, ...]:
     """Return what tells a row apart from all others."""
-    return tuple(row[name] for name in (*SETTING, "method", "seed"))
+    sitting = row["sitting"] if row["method"] == ALONE else ""
+    return (*(row[name] for name in (*SETTING, "method", "learning_rate", "seed")), sitting)
 
 
 def settings(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
@@ -34,6 +38,24 @@ def settings(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]
     return found
 
 
+def sittings(rows: Iterable[Row], model: str) -> dict[str, float]:
+    """Return the milliseconds of a step of ranks alone, by sitting: how fast the machine was."""
+    alone = [row for row in rows if (row["model"], row["method"]) == (model, ALONE)]
+    found = {name: [row["curve"][-1] for row in alone if row["sitting"] == name] for name in sitting_names(alone)}
+    return {name: float(np.mean([1e3 * end[SECONDS] / end[STEPS] for end in ends])) for name, ends in found.items()}
+
+
+def sitting_names(rows: Iterable[Row]) -> list[str]:
+    """Return the sittings of rows."""
+    return sorted({row["sitting"] for row in rows})
+
+
+def by_learning_rate(own: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of a method by learning rate, the one with the least loss first."""
+    rates = {row["learning_rate"] for row in own}
+    return sorted(([row for row in own if row["learning_rate"] == rate] for rate in rates), key=final)
+
+
 def final(own: Sequence[Row]) -> float:
     """Return the mean loss at the end of the trainings of a method."""
     return float(np.mean([row["curve"][-1][LOSS] for row in own]))
@@ -41,8 +63,9 @@ def final(own: Sequence[Row]) -> float:
 
 def best_other(by_method: dict[str, list[Row]]) -> float:
     """Return the least final loss of the methods that are not ours; of ours where there is no other."""
-    others = [final(own) for method, own in by_method.items() if not method.startswith(OURS)]
-    return min(others or map(final, by_method.values()))
+    best = {method: final(by_learning_rate(own)[0]) for method, own in by_method.items()}
+    others = [loss for method, loss in best.items() if not method.startswith(OURS)]
+    return min(others or best.values())
 
 
 def reached(row: Row, loss: float, axis: int) -> float:
@@ -57,24 +80,36 @@ def reached(row: Row, loss: float, axis: int) -> float:
     return float(before + (high - loss) / (high - low) * (after - before))
 
 
-def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]]) -> str:
-    """Return the table of a setting in Markdown, means over the seeds, beneath a line that says what it is."""
+def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]], alone: Mapping[str, float]) -> str:
+    """Return the table of a setting in Markdown, means over the runs, beneath lines that say what it is.
+
+    alone: the milliseconds of a step of ranks alone, by sitting.
+    """
     target = best_other(by_method)
-    model, hosts, rate, limit = setting
     rows = [row for own in by_method.values() for row in own]
-    size, seeds = rows[0]["parameters"], len({row["seed"] for row in rows})
-    about = f"{model}, {size:,} parameters, {hosts} hosts at {rate}, {limit:g} s, {seeds} seed{'s' * (seeds > 1)}"
-    cells = [line(method, own, target) for method, own in by_method.items()]
+    speeds = [f"{name}: {f'{alone[name]:.0f}' if name in alone else 'not measured'}" for name in sitting_names(rows)]
+    model, *_, limit = setting
+    about = f"{model}, {rows[0]['parameters']:,} parameters, {links(setting)}, {limit:g} s\n\n"
+    about += f"A step of computing alone, ms, by sitting: {', '.join(speeds)}."
+    cells = [line(method, each, target) for method, own in by_method.items() for each in by_learning_rate(own)]
     return f"{about}\n\n{markdown([head.format(target) for head in HEADS], cells)}\n"
 
 
+def links(setting: tuple[Any, ...]) -> str:
+    """Return the hosts and links of a setting for a reader."""
+    _, hosts, rate, delay, _ = setting
+    return f"{hosts} hosts at {rate}" + f" and {delay:g} ms" * bool(delay)
+
+
 def line(method: str, own: Sequence[Row], target: float) -> list[str]:
-    """Return the cells of a method. target: the loss whose time and bytes are asked for."""
+    """Return the cells of a method at a learning rate. target: the loss whose time and bytes are asked for."""
     ends = np.array([row["curve"][-1] for row in own])
     spread = f" +- {np.ptp(ends[:, LOSS]) / 2:.2f}" if len(own) > 1 else ""
     seconds, nbytes = (np.mean([reached(row, target, axis) for row in own]) for axis in (SECONDS, NBYTES))
     return [
         method,
+        f"{own[0]['learning_rate']:g} ({own[0]['trials']})",
+        str(len(own)),
         f"{1e3 * np.mean(ends[:, SECONDS] / ends[:, STEPS]):.0f}",
         f"{np.mean(ends[:, NBYTES] / ends[:, STEPS]) / 1e6:.3g}",
         f"{np.mean(ends[:, LOSS]):.2f}{spread}",
@@ -87,13 +122,14 @@ def plot(rows: Iterable[Row], file: Path) -> None:
     """Draw loss against seconds, and below against bytes, a column of panels for each setting."""
     found = settings(rows)
     tops, bottoms = [], []
-    for (model, hosts, rate, limit), by_method in found.items():
+    for setting, by_method in found.items():
+        model, *_, limit = setting
         curves = [np.array(row["curve"]).T for own in by_method.values() for row in own]
         early = [np.interp(limit / 10, curve[SECONDS], curve[LOSS]) for curve in curves]
         limits = {"ylabel": "held-out loss, nats", "ylim": (None, float(np.median(early)))}
         seconds = lines(by_method, SECONDS, lambda curve: np.linspace(0, curve[-1, SECONDS], 21)[1:])
         nbytes = lines(by_method, NBYTES, lambda curve: np.geomspace(curve[1, NBYTES], curve[-1, NBYTES], 21))
-        title = f"{model}, {hosts} hosts at {rate}"
+        title = f"{model}, {links(setting)}"
         tops.append({"lines": seconds, "title": title, "xlabel": "seconds of training", **limits})
         bottoms.append({"lines": nbytes, "xlabel": "bytes that the busiest host has sent", "xscale": "log", **limits})
     draw([tops, bottoms], file)
@@ -102,10 +138,13 @@ def plot(rows: Iterable[Row], file: Path) -> None:
 def lines(
     by_method: dict[str, list[Row]], axis: int, places: Callable[[NDArray[Any]], NDArray[Any]]
 ) -> list[dict[str, Any]]:
-    """Return a line for each method: the mean over the seeds at `places` of the curve that ends first."""
+    """Return a line for each method: the mean over the runs at `places` of the curve that ends first.
+
+    The runs are those of the learning rate with the least loss.
+    """
     found = []
-    for method, own in by_method.items():
-        if method == "alone" and axis == NBYTES:  # nothing but the system's own packets
+    for method, (own, *_) in {method: by_learning_rate(own) for method, own in by_method.items()}.items():
+        if method == ALONE and axis == NBYTES:  # nothing but the system's own packets
             continue
         curves = [np.array(row["curve"]) for row in own]
         shortest = min(curves, key=lambda curve: curve[-1, axis])
@@ -114,3 +153,14 @@ def lines(
             y = np.mean([np.interp(x, curve[:, axis], curve[:, LOSS]) for curve in curves], axis=0)
             found.append({"label": method, "x": x, "y": y, "markevery": 5})
     return found
+
+
+def where(rows: Iterable[Row]) -> list[str]:
+    """Return the lines of the table of where the time of a step goes; rows: of hook.py."""
+    by_method = {row["method"]: row["milliseconds"] for row in rows}
+    alone = by_method.get("alone", {"step": float("nan")})["step"]
+    lines = []
+    for method, taken in by_method.items():
+        whole = [f"{each:.0f}" for each in (taken["step"], taken["step"] - alone)]
+        lines.append([method, *whole, *(f"{taken[part]:.0f}" if part in taken else "" for part in PARTS)])
+    return markdown(["method", "ms a step", "above alone", *PARTS], lines).splitlines()

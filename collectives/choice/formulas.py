@@ -168,6 +168,15 @@ def gtopk_exact(case: Case) -> Cost:
     return both(split(case), gather(case, message, merged - case.entries))
 
 
+def compressed(case: Case) -> Cost:
+    """See `collectives.compressed.split_allgather`, for a sum compressed to as many entries as each rank has.
+
+    An owner reads its share twice, for the sum and to select from it.
+    """
+    message = case.message(case.entries / case.ranks, 1 / case.ranks, summed=True)
+    return both(split(case), gather(case, message, case.entries + case.length / (2 * case.ranks)))
+
+
 def gtopk_exact_doubling(case: Case) -> Cost:
     """See `collectives.gtopk.exact_doubling`, which selects from the whole sum."""
     return both(recursive_doubling(case), (0, 0, 0, 2 * case.union(case.ranks)))

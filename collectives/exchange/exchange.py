@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from collectives.agreement import gather_objects
 from collectives.allreduce import sparse_allreduce
 from collectives.collective import declared_by, nonblocking_sum, with_votes
+from collectives.compressed import check_stateless, compressed_allreduce, own_share
 from collectives.exchange.flight import CONTRIBUTORS, OPERATION, Collectives
 from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.statistics import Statistics, report
@@ -20,14 +21,13 @@ from collectives.exchange.step import Step
 from collectives.faults.ledger import accounts, balance, name_step
 from collectives.plan import CyclicLeader
 from collectives.quantised import quantised_allreduce
-from collectives.rooted import server_halves, sparse_reduce
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket, load_whole_state, restored_on_error, set_back, whole_state
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.errors import CollectiveError, StepSkippedError
-from mpicomp.feedback import ErrorFeedback, Feedback, TwoWay
+from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.redistribution import redistributed
 from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, form_of, in_form, outs_by_name
 
@@ -45,17 +45,16 @@ class GradientExchange:
 
     Or a collective of dense arrays with `Dense()`, which None stands for then: `quantised_allreduce`, with its bits
     bound, whose `rejected` is the next residual, or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
+    downlink: a compressor of the sum, such as `TopK(density=0.01)`, short for `compressed_allreduce` with it: each rank
+    compresses a share of the sum before the others receive it.
 
     average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
     number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count; "sign" returns the sign of the
     sum, 1, -1 or 0. Tensors that are sent dense (small ones, and those of `Dense`) are divided by the number of ranks.
     basis: compress the coefficients of each tensor in an orthonormal basis, such as `Hadamard()`, and transform the
-    mean back: a dense array, also of few coefficients. The residual is in the basis. downlink: compress the mean again,
-    in a server exchange: `sparse_reduce` to a root, which compresses the mean with a residual of its own, and
-    `sparse_bcast` of the result. The collective is then `sparse_reduce`, also if none is given. Each bucket of named
-    tensors has another root; small tensors are sent dense as without a downlink. small: named tensors with fewer values
-    are sent dense; by default 1024, and 0 in a basis and for dense arrays. bucket_nbytes: approximate size of the
-    gradients in one message, in bytes. log: called with the `Statistics` of each step that was kept; an error in it
+    mean back: a dense array, also of few coefficients. The residual is in the basis. small: named tensors with fewer
+    values are sent dense; by default 1024, and 0 in a basis and for dense arrays. bucket_nbytes: approximate size of
+    the gradients in one message, in bytes. log: called with the `Statistics` of each step that was kept; an error in it
     becomes a warning.
 
     nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN or an infinity, which takes one
@@ -95,7 +94,7 @@ class GradientExchange:
         collective: Callable[[Any, Any], Any] | None = None,
         *,
         average: bool | str = True,
-        downlink: TwoWay | None = None,
+        downlink: Compressor | None = None,
         basis: Basis | None = None,
         bits: int | None = None,
         small: int | None = None,
@@ -105,15 +104,7 @@ class GradientExchange:
     ) -> None:
         feedback = ErrorFeedback() if feedback is None else feedback
         check_communicator(comm)
-        if bits is not None and (collective is not None or downlink is not None):
-            raise ValueError(
-                f"got bits={bits}, and a collective or a downlink: expected one of them; bits= stands for "
-                "collective=partial(quantised_allreduce, bits=bits)"
-            )
-        if bits is not None:
-            collective = partial(quantised_allreduce, bits=bits)
-        collective = collective or (sparse_allreduce if downlink is None else sparse_reduce)
-        self._collectives = _functions(collective, downlink, compressor, average)
+        self._collectives = _functions(_collective(collective, bits, downlink), compressor, average)
         takes_arrays = self._collectives.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
@@ -127,7 +118,7 @@ class GradientExchange:
         self._first: Statistics | None = None  # of the first step, which compiles and connects
         self._later: Statistics | None = None  # of all others
         rest = average, nonfinite, basis, takes_arrays
-        self._layout = Layout(compressor, feedback, downlink, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
+        self._layout = Layout(compressor, feedback, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
         self._checked = checking.asked()
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
@@ -255,8 +246,7 @@ class GradientExchange:
     @property
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residuals, except those in place; takes a pass over them."""
-        kept = [each for bucket in self.buckets for each in (bucket.feedback, bucket.downlink)]
-        return math.hypot(*[each.residual_norm for each in kept if each is not None])
+        return math.hypot(*[bucket.feedback.residual_norm for bucket in self.buckets])
 
     @property
     def compressors(self) -> dict[str, Compressor]:
@@ -292,9 +282,6 @@ class GradientExchange:
         naming both, and for an incomplete state or one that does not fit; RuntimeError within a step.
         """
         self._check_between_steps()
-        for bucket in self._buckets:
-            if len({str(state.get(f"{name}/downlink.root")) for name in bucket.names}) > 1:
-                raise ValueError("in the state the tensors of a bucket have several roots: expected its bucket_nbytes")
         load_whole_state(self.buckets, state, self._layout.settings(self.comm), same_settings=same_settings)
 
     def load_state_dicts(
@@ -314,8 +301,7 @@ class GradientExchange:
         conserve: "sum" conserves the sum of the residuals over the ranks. With average=True their update is then
         divided by the new number of ranks, which is right if the learning rate is proportional to it. "mean" conserves
         their mean, and so the update at a constant learning rate. `EF21` conserves its h: the mean, or with
-        average=False the sum. The residual of a server exchange moves unchanged to the new root, the rank that
-        continues the old one. Residuals in place are not part of a state: add up the gradient arrays of the same ranks.
+        average=False the sum. Residuals in place are not part of a state: add up the gradient arrays of the same ranks.
 
         Raises the errors of `load_state_dict`, ValueError for states of different steps, OverflowError if a sum leaves
         the range of its dtype. Nothing changes then.
@@ -332,21 +318,17 @@ class GradientExchange:
     def continue_on(self, comm: Any) -> None:
         """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
 
-        comm: a communicator of ranks that have this exchange; all of them call. The residuals of dead ranks are lost,
-        also that of a server exchange's root; the mean is then over the ranks of `comm`. Raises RuntimeError within a
-        step; CollectiveError on all ranks if they have not kept the same steps: load a checkpoint then; RankFailedError
-        and CollectiveTimeoutError as a step does. The exchange is then unchanged.
+        comm: a communicator of ranks that have this exchange; all of them call. The residuals of dead ranks are lost;
+        the mean is then over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks if
+        they have not kept the same steps: load a checkpoint then; RankFailedError and CollectiveTimeoutError as a step
+        does. The exchange is then unchanged.
         """
         self._check_between_steps()
-        mine = self.steps, len(self._buckets), self.comm.rank
-        kept, buckets, ranks = zip(*gather_objects(mine, comm, f"{OPERATION}.continue_on"), strict=True)
+        mine = self.steps, len(self._buckets)
+        kept, buckets = zip(*gather_objects(mine, comm, f"{OPERATION}.continue_on"), strict=True)
         if len({*zip(kept, buckets, strict=True)}) > 1:
             got = f"{list(kept)}, of {list(buckets)} buckets"
             raise CollectiveError(f"the ranks have kept different numbers of steps, {got}: load a checkpoint")
-        for bucket in self._buckets:
-            if bucket.downlink is not None:  # a root that is there stays the root: it has the residual
-                root = bucket.downlink.root
-                bucket.downlink.root = ranks.index(root) if root in ranks else 0
         for part in (part for compressor in self.compressors.values() for part in compressor.chain()):
             if isinstance(part, CyclicLeader):
                 part.comm = comm
@@ -439,17 +421,27 @@ class GradientExchange:
             warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)
 
 
-def _functions(collective: Any, downlink: TwoWay | None, compressor: Any, average: bool | str) -> Collectives:
+def _collective(collective: Any, bits: int | None, downlink: Any) -> Any:
+    """Return the collective, or the one that `bits` or `downlink` stands for."""
+    given = {"bits": bits, "downlink": downlink, "collective": collective}
+    if len(names := [name for name, each in given.items() if each is not None]) > 1:
+        raise ValueError(
+            f"got {' and '.join(names)}: expected one of them; bits= stands for collective=partial("
+            "quantised_allreduce, bits=bits), downlink= for partial(compressed_allreduce, compressor=downlink)"
+        )
+    if bits is not None:
+        return partial(quantised_allreduce, bits=bits)
+    if downlink is None:
+        return collective or sparse_allreduce
+    check_stateless(downlink, "downlink")
+    return partial(compressed_allreduce, compressor=downlink)
+
+
+def _functions(collective: Any, compressor: Any, average: bool | str) -> Collectives:
     """Return the functions that an exchange calls for a collective; raises for one that it cannot use."""
     known, observes = declared_by(collective), getattr(compressor, "needs_votes", False) is True
     voted = with_votes(collective) if average == CONTRIBUTORS or observes else collective
-    if downlink is not None and observes:
-        raise ValueError(
-            f"got downlink= and {compressor!r}, which needs the votes that only the root would know: expected another "
-            "metric, or no downlink"
-        )
-    if downlink is not None:
-        return Collectives(*server_halves(voted))
     takes_arrays = known is not None and known.takes_arrays
     rounds = takes_arrays and "out" in signature(known).parameters  # type: ignore[arg-type]
-    return Collectives(nonblocking_sum(voted), None, takes_arrays, rounds)
+    owned = own_share if known is compressed_allreduce else None
+    return Collectives(nonblocking_sum(voted), takes_arrays, rounds, owned)

@@ -1,8 +1,8 @@
 """A bucket in a step: compressed and started, its sum received, and committed.
 
-Everything that can fail on one rank is in `start`, `pass_down` and `settle`. `commit` follows and cannot fail, except
-in the conversion of means to another library's arrays: it writes to allocated memory, and swaps. Before it no state
-that outlives the step changes, except compressors, whose earlier attributes are in `snapshot`.
+Everything that can fail on one rank is in `start` and `settle`. `commit` follows and cannot fail, except in the
+conversion of means to another library's arrays: it writes to allocated memory, and swaps. Before it no state that
+outlives the step changes, except compressors, whose earlier attributes are in `snapshot`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +21,8 @@ from collectives.runtime.engine import Request
 from collectives.votes import contributors
 from mpicomp.arrays import kernels_for
 from mpicomp.bucket import Bucket
+from mpicomp.compressors import Compressor
+from mpicomp.compressors.segments import Outside
 from mpicomp.errors import NotFiniteError
 from mpicomp.feedback.base import check_range
 from mpicomp.outputs import Outputs
@@ -35,15 +37,16 @@ CONTRIBUTORS, SIGN = "contributors", "sign"  # average: by the number of ranks t
 
 
 class Collectives(NamedTuple):
-    """The functions of an exchange: the sum, and in a server exchange the broadcast of the mean.
+    """The sum of an exchange.
 
     takes_arrays: the sum is of dense arrays. rounds: it returns (sum, rejected), and writes to arrays given as `out`.
+    owned: returns the range of a vector that its rank owns and does not send, of (length, rank, size).
     """
 
     sum: Callable[..., Any]
-    broadcast: Callable[..., Any] | None = None
     takes_arrays: bool = False
     rounds: bool = False
+    owned: Callable[[int, int, int], tuple[int, int]] | None = None
 
 
 SMALL = Collectives(dense_iallreduce, takes_arrays=True)  # of tensors too small to be compressed
@@ -57,14 +60,13 @@ class Flight:
         self._by = SMALL if bucket.dense else collectives
         self.sent = self.received = self.rejected = self.nbytes = 0
         self.compress_seconds = self.communicate_seconds = self.restore_seconds = 0.0
-        self.total: Mean | None = None  # the sum over the ranks, where this rank gets it
+        self.total: Mean | None = None  # the sum over the ranks
         self.outcome: Any = None  # a Request; what a collective that blocks returned; or why the step is skipped
         self.account: Any = ledger.Account(bucket) if checked else None  # of the debug mode
         self._refused = NotFiniteError if skips else ValueError if checked else None  # for what is not finite
         self.homes: list[Array] = []  # the gradients' own arrays, where they hold the residual
         self._changes: list[tuple[Array, SparseVector]] = []  # to be added to these
         self._outputs = Outputs(bucket.tensors, bucket.bounds, {})
-        self._serves = False  # on the root, once it has compressed the mean
 
     def start(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None = None) -> None:
         """Compress this rank's gradients, and start the collective; `wait` raises an error of this rank, on all ranks.
@@ -85,7 +87,7 @@ class Flight:
 
     def _compressed(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None) -> tuple[Any, Any]:
         """Return the collective's input and options, or this rank's error, without its traceback and its frames."""
-        bucket, root = self.bucket, {} if self.bucket.root is None else {"root": self.bucket.root}
+        bucket = self.bucket
         try:
             if error is None:
                 gradient = self._take(arrays, outs)
@@ -95,18 +97,24 @@ class Flight:
             raise_together(error, comm, OPERATION)
         try:
             if error is not None:
-                return error, root
+                return error, {}
             if self.account is not None:
                 self.account.expect(gradient)
             if self._by.takes_arrays:
                 return self._corrected_array(gradient)
-            self._corrected, self._sent = bucket.feedback.compress(gradient, bucket.compressor)
+            compressor: Compressor = bucket.compressor
+            own = 0
+            if self._by.owned is not None:
+                first, end = self._by.owned(self.length, comm.rank, comm.size)
+                compressor, own = Outside(bucket.compressor, first, end), end - first
+            self._corrected, self._sent = bucket.feedback.compress(gradient, compressor)
             if self.account is not None:
                 self.account.check_input(self._corrected)
-            self.sent, self.nbytes = self._sent.nnz, self._sent.nbytes
-            return self._sent, root
+            self.sent = self._sent.nnz - own
+            self.nbytes = self._sent.nbytes * self.sent // max(self._sent.nnz, 1)
+            return self._sent, {}
         except Exception as raised:
-            return self._explained(raised, arrays).with_traceback(None), root
+            return self._explained(raised, arrays).with_traceback(None), {}
         finally:
             del error
 
@@ -162,26 +170,6 @@ class Flight:
                 self.outcome.wait()
         return self.outcome.failed if isinstance(self.outcome, Request) else isinstance(self.outcome, Exception)
 
-    def pass_down(self, comm: Any, *, average: bool | str) -> None:
-        """Start the broadcast of the mean that the root's downlink compressed; all raise an error of the root."""
-        if self._by.broadcast is None:
-            return
-        passed: Any = SparseVector.empty(
-            0, self._corrected.dtype, beside=self._corrected
-        )  # on the device of the result
-        if comm.rank == self.bucket.root:
-            try:
-                mean, _, _ = self._sparse_mean(comm.size, average=average)
-                self._serves = True
-                with self._clocked("compress_seconds"):
-                    passed = self.bucket.compress_mean(mean)
-            except Exception as raised:  # whatever it is: the other ranks must learn of it
-                passed = raised.with_traceback(None)
-        try:
-            self.outcome = self._by.broadcast(passed, comm, self.bucket.root)
-        finally:
-            del passed
-
     def settle(self, ranks: int, *, average: bool | str, form: str) -> None:
         """Prepare to commit the mean (or sum). form: of the results, "dense", "sparse" or "vectors"."""
         with self._clocked("restore_seconds"):
@@ -217,11 +205,7 @@ class Flight:
     def _settle_vector(self, ranks: int, *, average: bool | str) -> Any:
         """Store the mean of sparse vectors, and return what feedback in place adds to the gradients."""
         bucket = self.bucket
-        if bucket.root is None:
-            self.mean, rejected, votes = self._sparse_mean(ranks, average=average)
-        else:
-            self.mean, rejected, votes = self.wait(), None, None
-            self.received = max(self.received, self.mean.nnz)
+        self.mean, rejected, votes = self._sparse_mean(ranks, average=average)
         self.rejected = rejected.nnz if rejected is not None else 0
         if bucket.compressor.observes:
             bucket.compressor.observe(self.mean, None if votes is None else votes / ranks)
@@ -293,8 +277,6 @@ class Flight:
         bucket = self.bucket
         with self._clocked("restore_seconds"):
             bucket.feedback.commit()
-            if self._serves and bucket.downlink is not None:
-                bucket.downlink.commit()
             for home, changes in self._changes:
                 kernels_for(home).scatter_add(home, changes.indices, changes.values)
             if self.account is not None:

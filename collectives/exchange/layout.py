@@ -7,7 +7,6 @@ The rules, in the order in which they apply:
 2. A named tensor of fewer than `small` values is sent dense, in one bucket for each dtype, after the others.
 3. A bucket contains tensors of one dtype, up to about `bucket_nbytes`; a tensor is never divided. Each is a segment of
    the bucket's vector: its entries compete with each other only.
-4. With a downlink, rank b mod P is the root of bucket b, so that no rank serves all buckets.
 
 One array, or the arrays of a list, are one bucket of one segment.
 """
@@ -24,7 +23,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.compressors.common import check_number
-from mpicomp.feedback import Feedback, TwoWay
+from mpicomp.feedback import Feedback
 from mpicomp.feedback.base import check_feedback
 from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
 
@@ -37,7 +36,6 @@ class Layout:
 
     compressor: Compressor | Choose
     feedback: Feedback
-    downlink: TwoWay | None
     small: int
     bucket_nbytes: int
     average: bool | str
@@ -48,9 +46,6 @@ class Layout:
     def __post_init__(self) -> None:
         check_number("small", self.small, least=0)
         check_number("bucket_nbytes", self.bucket_nbytes, least=0)
-        given: Any = self.downlink
-        if not isinstance(given, TwoWay | None):
-            raise TypeError(f"downlink is {given!r}: expected an object such as TwoWay(TopK(density=0.01)), or None")
         if self.average not in (True, False, CONTRIBUTORS, SIGN):
             raise ValueError(f"average is {self.average!r}: expected True, False, {CONTRIBUTORS!r} or {SIGN!r}")
         if self.nonfinite not in ("raise", "skip"):
@@ -78,11 +73,6 @@ class Layout:
                 f"got basis={given!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
                 "feedback such as ErrorFeedback()"
             )
-
-    @property
-    def down(self) -> Compressor | None:
-        """The compressor of the downlink; None without one."""
-        return None if self.downlink is None else self.downlink.compressor
 
     def settings(self, comm: Any) -> dict[str, Any]:
         """Return the settings that a saved state is compared by, besides the parts of each segment; the rank first."""
@@ -115,17 +105,16 @@ class Layout:
         if form != DICT:
             return [self.alone(tensors)]
         here = {tensor.name: tensor for tensor in tensors}
-        return self._named([here[name] for name in everyone[0]["tensors"]], compressors, comm.size)
+        return self._named([here[name] for name in everyone[0]["tensors"]], compressors)
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # no tensor yet: none was chosen
-        downlinks = [] if self.down is None else [self.down]
-        return Bucket([ALONE], tensors, [compressor], self.feedback, self.downlink, downlinks, basis=self.basis)
+        return Bucket([ALONE], tensors, [compressor], self.feedback, basis=self.basis)
 
     def _settings(self, form: str) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, as text; compressors and feedback may differ."""
-        names = "average", "small", "bucket_nbytes", "downlink", "nonfinite", "basis"
+        names = "average", "small", "bucket_nbytes", "nonfinite", "basis"
         return {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
 
     def _compressor(self, tensor: Tensor) -> Compressor:
@@ -139,7 +128,7 @@ class Layout:
             check_feedback(self.feedback, given)
         return deepcopy(given)  # type: ignore[no-any-return]
 
-    def _named(self, tensors: Sequence[Tensor], compressors: Mapping[str, Compressor], ranks: int) -> list[Bucket]:
+    def _named(self, tensors: Sequence[Tensor], compressors: Mapping[str, Compressor]) -> list[Bucket]:
         parts: list[list[Tensor]] = []
         nbytes = 0  # of the last one
         for tensor in (tensor for tensor in tensors if tensor.size >= self.small):
@@ -154,13 +143,9 @@ class Layout:
         buckets = []
         for number, some in enumerate(parts + by_dtype):
             dense, names = number >= len(parts), [each.name for each in some]
-            downlink = None if dense else deepcopy(self.downlink)
-            if downlink is not None:
-                downlink.root = number % ranks
-            downlinks = [deepcopy(downlink.compressor) for _ in some] if downlink is not None else []
             more: dict[str, Any] = {"dense": True} if dense else {"basis": self.basis}
             own, feedback = [compressors[name] for name in names], deepcopy(self.feedback)
-            buckets.append(Bucket(names, some, own, feedback, downlink, downlinks, **more))
+            buckets.append(Bucket(names, some, own, feedback, **more))
         return buckets
 
 

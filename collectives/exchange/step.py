@@ -64,10 +64,6 @@ class Step:
         self.leave(complete=True)
         for flight in self.flights:
             flight.wait()
-        for flight in self.flights:
-            flight.pass_down(self._comm, average=self._average)
-        for flight in self.flights:
-            flight.wait()
         error: Exception | None = None
         try:
             check_apart([array for flight in self.flights for array in flight.written])

@@ -93,8 +93,7 @@ def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
         for rank, account in enumerate(of_one):
             if account["fault"]:
                 raise CheckError(f"{where}rank {rank}, in {account['vector']}: {account['fault']}")
-        sums = [account["sum"] for account in of_one if account["sum"] is not None]  # of a server exchange the root's
-        left, total = total_mass(account["left"] for account in of_one), sums[0]
+        left, total = total_mass(account["left"] for account in of_one), first["sum"]
         if not is_same_mass(left, total, tolerance(np.dtype(first["dtype"]), len(everyone))):
             raise CheckError(
                 f"{where}in {first['vector']}: mass is not conserved: {left[0]!r} left the ranks (weighted by "

@@ -222,10 +222,10 @@ class Group:
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
         """Return the contents of a message that has arrived."""
-        vector, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
-        if arrival.copy is not None and isinstance(vector, FewBits):  # decoded without a wait for the device
-            arrival.finish()
-        return vector, count
+        contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
+        if isinstance(contents, FewBits):  # which are read later; a vector's entries have been read
+            arrival.wait_for_copy()
+        return contents, count
 
     def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> tuple[Any, int]:
         """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.

@@ -123,6 +123,9 @@ class Arrival:
             self._awaited[0][0].Wait()
             self._landed(self._awaited.popleft()[1])
 
+    def wait_for_copy(self) -> None:
+        """Wait until `copy` is complete; `buffer` may then be released."""
+
     def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "deque[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
@@ -149,9 +152,6 @@ class Arrival:
 
     def _landed(self, part: slice) -> None:
         """Called when a part of the buffer has been filled."""
-
-    def finish(self) -> None:
-        """Wait until `copy` is complete, and no longer needs the buffer."""
 
 
 def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Request":

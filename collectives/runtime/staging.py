@@ -42,9 +42,8 @@ class DeviceArrival(Arrival):
     """A message for the device. direct: MPI writes to the device; else it is copied there from pinned memory.
 
     In the latter case `buffer` is the pinned memory, from which the host reads the header and other fields, and `copy`
-    is on the device. The copy is asynchronous, and the pinned memory is used for another message once the arrival is
-    released: keep the arrival until `finish`, or until an operation that reads the copy has been synchronised, as
-    `decode` does.
+    is on the device. The copy is asynchronous: keep the arrival until `wait_for_copy` has returned, or until an
+    operation that reads the copy has been synchronised, as `decode` does.
     """
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int, *, direct: bool) -> None:
@@ -64,8 +63,8 @@ class DeviceArrival(Arrival):
         if self.copy is not None:
             _copy_in(self.buffer[part], self.copy[part])
 
-    def finish(self) -> None:
-        """See `Arrival.finish`."""
+    def wait_for_copy(self) -> None:
+        """Wait until the pinned memory may be used for another message."""
         if self.copy is not None:
             _stream().synchronize()
 

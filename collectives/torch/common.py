@@ -1,7 +1,7 @@
 """What `attach` and `attach_fsdp` share: the handle with the state of the exchange, and the checks on all ranks."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,10 +115,11 @@ class Handle:
         finally:
             del failed  # it, its traceback and this frame would hold each other
 
-    def _start(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start the exchange of a gradient; the end of the step overwrites it with its mean."""
-        out = None if gradient.dtype == torch.bfloat16 else gradient
-        self.exchange.start(self._names[parameter], gradient, out=out)
+    def _start(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Start the exchange of the gradients of some parameters; the end of the step overwrites them."""
+        arrays = {self._names[parameter]: gradient for parameter, gradient in gradients}
+        outs = {name: gradient for name, gradient in arrays.items() if gradient.dtype != torch.bfloat16}
+        self.exchange.start_together(arrays, outs)
 
 
 def to_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

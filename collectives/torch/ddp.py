@@ -142,8 +142,7 @@ class DDPHandle(Handle):
             wide = bucket.buffer.float() if bucket.buffer.dtype == torch.bfloat16 else bucket.buffer
             self._sums.append(dense_iallreduce(wide, self.exchange.comm))
             return
-        for parameter, part in bucket.parts:
-            self._start(parameter, part)
+        self._start(bucket.parts)
 
     def _end_step(self, buckets: list[_Bucket]) -> None:
         """Wait for the means, and write them to DDP's buckets and to unused parameters."""

@@ -74,7 +74,7 @@ class FSDPHandle(Handle):
         gradient = local_shard(parameter.grad)
         if self._scale != 1:
             gradient.div_(self._scale)
-        self._try(self._start, parameter, gradient)
+        self._try(self._start, [(parameter, gradient)])
 
     def _finish(self) -> None:
         """Wait for the means, and write them to `.grad`; NaN if the step fails, which it does on all ranks."""

@@ -1,8 +1,8 @@
 """Aggregation-aware selection: prefer the entries of the last aggregate, so that the ranks' supports overlap.
 
 Inspired by "Communication usage optimization of gradient sparsification with aggregation in deep learning", ICNCC 2018:
-a server sends the union of the ranks' supports, and large gradients stay large for a short time only. In an exchange
-`downlink=TwoWay(TopK(1.0))` is that server: a root sums, and broadcasts the sum.
+a server sends the union of the ranks' supports, and large gradients stay large for a short time only. Every exact sum
+sends that union.
 
 Differences from the paper: no formula of it is public; the scores below are our own.
 

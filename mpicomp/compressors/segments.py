@@ -1,14 +1,16 @@
-"""Segments: the compressor of a vector whose segments are selected from separately."""
+"""Segments: the compressor of a vector whose segments are selected from separately; or outside of a range."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from mpicomp.arrays import Array, kernels_for, read_only
-from mpicomp.compressors.base import Compressor, Summands, check_selected, write_sum
+from mpicomp.compressors.base import Compressor, Summands, Wrapper, check_selected, write_sum
 from mpicomp.compressors.dense import Dense
-from mpicomp.vector import SparseVector, concatenate, split
+from mpicomp.vector import SparseVector, concatenate, places_of, split
 
 Run = tuple[Compressor, int, int]  # a compressor, and the first and the end of its segments
 
@@ -146,3 +148,31 @@ class Segments(Compressor):
                 kernels_for(vector).raise_not_finite(vector[low - start : high - start])
             except ValueError as error:
                 raise ValueError(str(error) if name is None else f"in {name}: {error}") from None
+
+
+class Outside(Wrapper):
+    """Compress a vector outside of the range from `first` to `end`, of which all values are selected.
+
+    >>> Outside(Segments([None], [0, 4], [TopK(k=1)]), 0, 2).compress(gradient).values.tolist()
+    [0.5, -3.0, 2.0]
+    """
+
+    def __init__(self, compressor: Segments, first: int, end: int) -> None:
+        super().__init__(compressor)
+        self.first, self.end, self._segments = first, end, compressor
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the selected entries; see `Compressor.compress`. The other compressor finds zeros in the range."""
+        own, outside = corrected[self.first : self.end], corrected.copy()
+        outside[self.first : self.end] = 0
+        selected = self._segments.compress(read_only(outside), gradient=gradient)
+        try:
+            kernels_for(own).raise_not_finite(own)
+        except ValueError:
+            self._segments.raise_not_finite(0, len(self._segments.names), corrected)
+            raise
+        low, high = places_of(selected, [self.first, self.end])
+        consecutive = kernels_for(own).consecutive(self.first, self.end, selected.indices.dtype)
+        indices = np.concatenate([selected.indices[:low], consecutive, selected.indices[high:]])
+        values = np.concatenate([selected.values[:low], own, selected.values[high:]])
+        return SparseVector.trusted(indices, values, selected.length)

@@ -9,6 +9,5 @@ from mpicomp.feedback.error_feedback import ErrorFeedback
 from mpicomp.feedback.momentum_correction import MomentumCorrection
 from mpicomp.feedback.none import NoFeedback
 from mpicomp.feedback.step_ahead import StepAhead
-from mpicomp.feedback.two_way import TwoWay
 
-__all__ = ["EF21", "ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "StepAhead", "TwoWay"]
+__all__ = ["EF21", "ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "StepAhead"]

@@ -80,8 +80,10 @@ class ErrorFeedback(Feedback):
         """Return the result of `correct`, and the selected entries; in one pass without decay, if there is a kernel."""
         if self.in_place and compressor.needs_gradient:
             raise TypeError(f"{compressor!r} needs the new gradient: expected ErrorFeedback(in_place=False)")
-        if self.in_place or compressor.needs_gradient or not (self.decay == 1 or isinstance(compressor, Segments)):
-            corrected, added = self.correct(gradient), None if isinstance(gradient, list) else gradient
+        parts = isinstance(gradient, list)
+        fused = isinstance(compressor, Segments) or (self.decay == 1 and not parts)
+        if self.in_place or compressor.needs_gradient or not fused:
+            corrected, added = self.correct(gradient), None if parts else gradient
             return corrected, compressor.compress(read_only(corrected), gradient=added)
         self._stage(gradient)
         residual, corrected = self._arrays["residual"], self._spare("residual")

@@ -12,11 +12,11 @@ The model is evaluated at x, not at y. Every `averaging_period` steps the residu
 ranks.
 
 Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and entries that the
-collective rejects are added to it. The server's half of its two-way compression is `downlink=TwoWay(...)` of an
-exchange; the root is one of the ranks.
+collective rejects are added to it. Its two-way compression is `downlink=` of an exchange: the server's residual is part
+of the residuals of the ranks, each in the share of the sum that it owns, and so part of e at `ahead(x)` as well.
 
 Invariants: residual after + sent - rejected = residual before + eta m; averaging does not change the sum over the
-ranks. So with s the server's residual the virtual iterate xbar = x - mean e - s obeys xbar' = xbar - eta mean m.
+ranks. So the virtual iterate xbar = x - mean e obeys xbar' = xbar - eta mean m.
 """
 
 import math

@@ -38,6 +38,7 @@ COLLECTIVES: dict[str, Collective[..., Any]] = {
     "reduce_scatter": collectives.sparse_reduce_scatter,
     "allgather": collectives.sparse_allgather,
     "gtopk": collectives.gtopk_allreduce,
+    "compressed": collectives.compressed_allreduce,
 }
 
 
@@ -54,10 +55,11 @@ BASELINES = {
     "reduce_scatter": ["dense"],
     "allgather": ["dense", "allgather"],
     "gtopk": ["dense", "tree", "allgather"],
+    "compressed": ["dense", "allgather"],
 }
 CODECS = ["auto", "plain", "quick", "smallest"]
 DTYPES = ["float16", "float32", "float64"]
-EXCHANGED = "allreduce", "gtopk"  # those that GradientExchange accepts
+EXCHANGED = "allreduce", "gtopk", "compressed"  # those that GradientExchange accepts
 SELECTION = "selection alone"
 WIRE_CALLS = 5  # whose bytes at the interfaces are counted together
 
@@ -82,6 +84,7 @@ HELP = {
     "reduce_scatter": "the exact sum, a share on each rank, against MPI's dense reduce-scatter",
     "allgather": "every rank's vector on every rank, against MPI's dense allreduce",
     "gtopk": "the largest entries of the sum on all ranks, against MPI's dense allreduce",
+    "compressed": "the sum on all ranks, which its owners compress as well, against MPI's dense allreduce",
 }
 
 COLUMNS: list[Column] = [
@@ -144,6 +147,7 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
         return lambda: COLLECTIVES[subject](own(), comm, **how)
 
     found, subject = [], options.subject
+    second = {"compressor": TopK(k=math.ceil(case["entries"] / comm.size))} if subject == "compressed" else {}
     if "dense" in options.baselines:
         found.append(dense(options, comm, case, place, gradient))
     if "tree" in options.baselines:
@@ -156,10 +160,10 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
     if gradient is not None:
         found.append(contestant(SELECTION, "-", own, 0.0))
     for algorithm, codec in itertools.product(options.algorithms, options.codecs):
-        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec)))
+        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec, **second)))
     if gradient is not None and subject in EXCHANGED:
         algorithm, codec = options.algorithms[0], options.codecs[0]
-        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec)
+        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **second)
         exchange = GradientExchange(comm, compressor, collective=run)
         into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
         found.append(contestant(f"GradientExchange {algorithm}", codec, partial(exchange, gradient, out=into)))

@@ -28,7 +28,6 @@ from mpicomp_bench.output import Column, as_json, draw, figure, show
 from mpicomp_bench.train.layers import Floats
 from mpicomp_bench.train.methods import (
     COLLECTIVES,
-    DOWNLINKS,
     FEEDBACKS,
     METHODS,
     MOMENTUM,
@@ -72,9 +71,6 @@ def add_to(commands: Any) -> None:
         ("--collective", "allgather", COLLECTIVES, "how it is sent: "),
     ):
         add_list(own, option, [default], f"{what}{', '.join(known)} ", type=one_of(known, own=option == "--compressor"))
-    ways = "; ".join(f"{name}: {what}" for name, what in DOWNLINKS.items())
-    about = f"a server exchange in place of a collective: {ways} (none)"
-    own.add_argument("--downlink", choices=DOWNLINKS, metavar="X", help=about)
     own.add_argument("--without-dense", action="store_true", help="leave the row of dense out (beside it)")
     own.set_defaults(compressor=None, feedback=None, collective=None)
     add_list(parser, "--density", [0.01, 0.001], "fractions of entries each rank contributes ", type=share)
@@ -167,10 +163,9 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
                 exchange_of(comm, method, 0.5, 0.1, MOMENTUM)
     except (ImportError, FileNotFoundError, TypeError, ValueError) as error:
         wrong = str(error)
-    if options.methods and (options.compressor or options.feedback or options.collective or options.downlink):
+    if options.methods and (options.compressor or options.feedback or options.collective):
         wrong = (
-            "got --methods and parts of a custom method: expected --methods, or --compressor, --feedback, "
-            "--collective, --downlink"
+            "got --methods and parts of a custom method: expected --methods, or --compressor, --feedback, --collective"
         )
     wrong = next(filter(None, comm.allgather(wrong)), None)
     if wrong and comm.rank == 0:
@@ -180,11 +175,11 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
 
 def methods(options: argparse.Namespace, task: Task, comm: Any) -> list[Method]:
     """Return the requested methods: those named, or the combinations and dense."""
-    if options.compressor or options.feedback or options.collective or options.downlink:
+    if options.compressor or options.feedback or options.collective:
         parts = product(
             options.compressor or ["TopK"], options.feedback or ["error-feedback"], options.collective or ["allgather"]
         )
-        custom = [Method(", ".join(names), *names, downlink=options.downlink) for names in parts]
+        custom = [Method(", ".join(names), *names) for names in parts]
         found = custom if options.without_dense else [METHODS["dense"], *custom]
     else:
         found = [METHODS[name] for name in options.methods or METHODS]

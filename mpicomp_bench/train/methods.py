@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce, sparse_reduce
+from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce
 from mpicomp import (
     EF21,
     AdaComp,
@@ -28,8 +28,6 @@ from mpicomp import (
     NoFeedback,
     SparseVector,
     StepAhead,
-    TopK,
-    TwoWay,
     WarmUp,
 )
 from mpicomp.compressors import Wrapper
@@ -58,10 +56,10 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     "allreduce-votes": partial(OPERATIONS["allreduce"], votes=True),
     "gtopk": OPERATIONS["gtopk"],
     **{f"gtopk-{name}": partial(OPERATIONS["gtopk"], algorithm=name) for name in algorithms()["gtopk"]},
+    "compressed": OPERATIONS["compressed"],
 }
 FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4)}  # of dense arrays
 LEADER = "CyclicLeader"
-DOWNLINKS = {"compressed": "the root compresses the mean as the ranks do", "sum": "the root broadcasts all of the sum"}
 TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
 
 
@@ -70,8 +68,8 @@ class Method(NamedTuple):
 
     average: over all ranks, or "contributors", or "sign". local: exchanges the progress of several local steps, see
     `LocalDescent`. by_tensor: each tensor has a compressor and a feedback of its own; those of one axis are sent dense.
-    warm_up: densities of the first stages of the training, of `stage` steps each. downlink: of a server exchange, one
-    of `DOWNLINKS`; the collective is `sparse_reduce` then. basis: the compressor selects coefficients of chunks.
+    warm_up: densities of the first stages of the training, of `stage` steps each. basis: the
+    compressor selects coefficients of chunks.
     """
 
     name: str
@@ -83,7 +81,6 @@ class Method(NamedTuple):
     by_tensor: bool = False
     warm_up: Sequence[float] = ()
     stage: int = 1
-    downlink: str | None = None
     basis: bool = False
 
     @property
@@ -201,11 +198,13 @@ class Parts:
         """Return the compressor of a named tensor, as `GradientExchange` asks for it."""
         return self.compressor(len(shape))
 
-    def downlink(self) -> TwoWay | None:
-        """Return the compressor of the mean."""
-        if self.method.downlink is None:
-            return None
-        return TwoWay(TopK(1.0) if self.method.downlink == "sum" else self._selecting(2))
+    def collective(self) -> Callable[..., Any]:
+        """Return the collective; "compressed" compresses the sum as the ranks do their gradients."""
+        name = self.method.collective
+        if name in FEW_BITS:
+            return FEW_BITS[name]
+        more = {"compressor": self._selecting(2)} if name == "compressed" else {}
+        return partial(COLLECTIVES[name], codec="smallest", **more)
 
     def _selecting(self, axes: int) -> Compressor:
         found: Compressor
@@ -225,11 +224,9 @@ def exchange_of(
     parts = Parts(method, density, comm, record)
     feedback = made(FEEDBACKS, method.feedback, rate, momentum)
     selecting = parts.of_tensor if method.by_tensor else parts.compressor(0)
-    run: Callable[..., Any] | None = FEW_BITS.get(method.collective)
-    if run is None:
-        run = partial(sparse_reduce if method.downlink else COLLECTIVES[method.collective], codec="smallest")
-    settings: dict[str, Any] = {"average": method.average, "downlink": parts.downlink(), "small": 0}
-    return GradientExchange(comm, selecting, feedback, run, basis=Hadamard(CHUNK) if method.basis else None, **settings)
+    settings: dict[str, Any] = {"average": method.average, "small": 0}
+    settings["basis"] = Hadamard(CHUNK) if method.basis else None
+    return GradientExchange(comm, selecting, feedback, parts.collective(), **settings)
 
 
 def one_tensor(flat: Floats) -> dict[str, Floats]:

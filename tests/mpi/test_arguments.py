@@ -16,6 +16,7 @@ from collectives import (
     GradientExchange,
     SupportPlan,
     allreduce,
+    compressed_allreduce,
     dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
@@ -111,6 +112,7 @@ EVERY = {
     **{f"allreduce {name}": partial(sparse_allreduce, algorithm=name) for name in ("auto", *allreduce.ALGORITHMS)},
     **{f"gtopk {name}": partial(gtopk_allreduce, algorithm=name) for name in gtopk_allreduce.algorithms},
     "allgather": sparse_allgather,
+    "compressed": partial(compressed_allreduce, compressor=TopK(k=2)),
     "reduce": sparse_reduce,
     "reduce_scatter": sparse_reduce_scatter,
 }

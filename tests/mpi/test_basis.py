@@ -26,7 +26,6 @@ from mpicomp import (
     Quantised,
     StepAhead,
     TopK,
-    TwoWay,
 )
 
 SHAPES = {"w": (20, 16), "b": (48,), "v": (4, 4, 5), "s": (16,)}  # in chunks of 16: whole, but for none
@@ -148,8 +147,9 @@ def test_a_list_is_one_vector_in_the_basis(comm):
     np.testing.assert_array_equal(np.concatenate([each.reshape(-1) for each in exchange(mine)]), whole)
 
 
-def test_a_downlink_compresses_the_mean_in_the_basis(comm):
-    exchange = GradientExchange(comm, TopK(1.0), average=False, downlink=TwoWay(TopK(k=1)), basis=Hadamard(chunk=16))
+def test_a_downlink_compresses_the_sum_in_the_basis(comm):
+    """Each rank a share of the coefficients, of which the first alone is not zero."""
+    exchange = GradientExchange(comm, TopK(1.0), average=False, downlink=TopK(k=1), basis=Hadamard(chunk=16))
     gradient = np.ones(16, np.float32)
     np.testing.assert_array_equal(exchange(gradient), np.full(16, comm.size))
 

@@ -13,6 +13,7 @@ from collectives import (
     SupportPlan,
     aligned_allreduce,
     allreduce,
+    compressed_allreduce,
     dense_allreduce,
     dense_iallreduce,
     gtopk_allreduce,
@@ -38,7 +39,6 @@ from mpicomp import (
     SparseVector,
     StepAhead,
     TopK,
-    TwoWay,
 )
 
 pytestmark = pytest.mark.small_groups
@@ -78,6 +78,8 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
         assert bits(gtopk_allreduce(vector, watched, 7, algorithm=name)[0]) == bits(
             gtopk_allreduce(vector, comm, 7, algorithm=name)[0]
         )
+    parts = (compressed_allreduce(vector, each, TopK(k=3)) for each in (watched, comm))
+    assert [bits(part) for part in next(parts)] == [bits(part) for part in next(parts)]
     assert sparse_allreduce(vector, watched, votes=True)[1].max(initial=0) <= comm.size
     assert len(sparse_allgather(vector, watched)) == comm.size
     sparse_reduce_scatter(vector, watched, partition="hashed")
@@ -230,7 +232,7 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watc
 
 @pytest.mark.parametrize("small", [5, 10])
 def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
-    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), downlink=TwoWay(TopK(k=2)), small=small)
+    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), downlink=TopK(k=2), small=small)
     gradients = {"weight": np.ones(LENGTH), "bias": np.ones(8)}
     exchange(gradients)
     culprit = comm.size - 1

@@ -8,6 +8,7 @@ import pytest
 from collectives import (
     GradientExchange,
     aligned_allreduce,
+    compressed_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -23,7 +24,6 @@ from mpicomp import (
     Quantised,
     SparseVector,
     TopK,
-    TwoWay,
 )
 
 LENGTH = 60
@@ -121,9 +121,9 @@ def test_all_ranks_count_for_what_is_sent_dense(comm, collective):
 @pytest.mark.exactly(1)
 @pytest.mark.exactly(3)
 @pytest.mark.exactly(4)
-@pytest.mark.parametrize("collective", [*COLLECTIVES.values(), sparse_reduce], ids=[*COLLECTIVES, "server"])
+@pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_the_accounts_are_balanced_before_the_division(comm, collective, monkeypatch):
-    """With residuals, a decay and a downlink, in the debug mode."""
+    """With residuals and a decay, in the debug mode."""
     monkeypatch.setenv("MPICOMP_CHECK", "1")
     watched = comm.Dup()
     for dtype in (np.float16, np.float32):
@@ -134,7 +134,6 @@ def test_the_accounts_are_balanced_before_the_division(comm, collective, monkeyp
             collective,
             average="contributors",
             small=10,
-            **({"downlink": TwoWay(TopK(k=7))} if collective is sparse_reduce else {}),
         )
         for step in range(3):
             rng = np.random.default_rng([step, comm.rank])
@@ -163,7 +162,8 @@ def test_what_is_sent_and_kept_is_what_arrives_before_the_division(comm):
 
 @pytest.mark.exactly(2)
 def test_what_gives_no_votes_is_refused(comm):
-    for collective in (gtopk_allreduce, partial(gtopk_allreduce, k=3), aligned_allreduce):
+    compressed = partial(compressed_allreduce, compressor=TopK(k=3))
+    for collective in (gtopk_allreduce, partial(gtopk_allreduce, k=3), aligned_allreduce, compressed):
         with pytest.raises(ValueError, match=r"_allreduce does not count .*: expected sparse_allreduce or sparse_allg"):
             GradientExchange(comm, TopK(k=1), collective=collective, average="contributors")
     with pytest.raises(TypeError, match="sparse_reduce, which does not give every rank the sum"):

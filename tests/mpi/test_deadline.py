@@ -12,6 +12,7 @@ from mpi4py import MPI
 from collectives import (
     GradientExchange,
     aligned_allreduce,
+    compressed_allreduce,
     configure,
     dense_allreduce,
     gtopk_allreduce,
@@ -35,6 +36,7 @@ COLLECTIVES = {
     "split_allgather": lambda vector, comm: sparse_allreduce(vector, comm, algorithm="split_allgather"),
     "sparse_reduce_scatter": sparse_reduce_scatter,
     "gtopk_allreduce": gtopk_allreduce,
+    "compressed_allreduce": lambda vector, comm: compressed_allreduce(vector, comm, TopK(k=1)),
     "exact": lambda vector, comm: gtopk_allreduce(vector, comm, algorithm="exact"),
     "sparse_reduce": sparse_reduce,
     "sparse_bcast": sparse_bcast,

@@ -10,11 +10,11 @@ from collectives import (
     CyclicLeader,
     GradientExchange,
     aligned_allreduce,
+    compressed_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_iallreduce,
-    sparse_reduce,
     traffic,
 )
 from mpicomp import (
@@ -29,7 +29,6 @@ from mpicomp import (
     SIDCo,
     StepAhead,
     TopK,
-    TwoWay,
 )
 
 pytestmark = pytest.mark.small_groups
@@ -55,8 +54,8 @@ WAYS = {
     "two-way, step-ahead": lambda comm: (
         TopK(k=40),
         StepAhead(0.1, 0.9, averaging_period=2),
-        sparse_reduce,
-        {"downlink": TwoWay(TopK(k=20))},
+        partial(compressed_allreduce, compressor=TopK(k=20)),
+        {},
     ),
     "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),
     "chunks, two bits, contributors": lambda comm: (

@@ -15,11 +15,11 @@ from collectives import (
     CyclicLeader,
     GradientExchange,
     aligned_allreduce,
+    compressed_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_iallreduce,
-    sparse_reduce,
 )
 from mpicomp import (
     EF21,
@@ -27,10 +27,8 @@ from mpicomp import (
     Compressor,
     ErrorFeedback,
     MomentumCorrection,
-    SampledTopK,
     StepAhead,
     TopK,
-    TwoWay,
 )
 
 pytestmark = pytest.mark.small_groups
@@ -194,43 +192,6 @@ def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_
     takes_a_step(comm, exchange, gradient(comm.rank, 1).astype(np.float32))
 
 
-# A downlink that is broken, or set otherwise, on one rank.
-
-
-@pytest.mark.parametrize("form", ["array", "dict"])
-def test_a_broken_state_of_the_downlink(comm, form):
-    exchange = GradientExchange(comm, TopK(k=9), downlink=TwoWay(TopK(k=5)), small=10)
-    gradients = {"array": gradient, "dict": named}[form]
-    exchange(gradients(comm.rank, 0))
-    downlink = exchange._buckets[0].downlink
-    sound = downlink._arrays.get("residual")  # on the root
-    if sound is not None:
-        downlink._arrays["residual"] = sound[:-1].copy()
-    root = exchange._buckets[0].root
-    with all_raise(comm, exchange, ValueError, "shape", culprit=root):
-        exchange(gradients(comm.rank, 1))
-    if sound is not None:
-        downlink._arrays["residual"] = sound
-        downlink._spares.clear()
-    takes_a_step(comm, exchange, gradients(comm.rank, 1))
-
-
-@pytest.mark.at_least(2)
-@pytest.mark.parametrize(
-    ("usual", "odd"),
-    [
-        (lambda: TwoWay(TopK(0.1)), lambda: TwoWay(TopK(0.2))),
-        (lambda: TwoWay(SampledTopK(0.1, seed=1)), lambda: TwoWay(SampledTopK(0.1, seed=2))),
-        (lambda: TwoWay(TopK(0.1)), lambda: None),
-    ],
-)
-def test_another_downlink_on_one_rank_is_named_in_the_first_step(comm, usual, odd):
-    for gradients in (gradient(comm.rank, 0), named(comm.rank, 0)):
-        exchange = GradientExchange(comm, TopK(k=9), downlink=(odd if is_last(comm) else usual)())
-        with pytest.raises(CollectiveError, match=r"the same settings: 'downlink' is TwoWay.* on rank 0, and "):
-            exchange(gradients)
-
-
 # What leaves its range, and errors of a compressor or a feedback.
 
 
@@ -300,28 +261,27 @@ PARTS = {
     "feedback that averages": lambda: {"feedback": Averaging()},
     "observe": lambda: {"compressor": Observing(k=9)},
     "compress": lambda: {"compressor": Failing(k=9)},
-    "downlink": lambda: {"downlink": TwoWay(Failing(k=5))},
+    "downlink": lambda: {"collective": partial(compressed_allreduce, compressor=Failing(k=5))},
 }
 
 
-def odd_one(bucket, name):
-    if name.startswith("feedback"):
-        return bucket.feedback
-    segments = bucket.down if name == "downlink" else bucket.compressor
-    return [*segments.compressors.values()][-1]
+def odd_one(settings, bucket, name):
+    if name == "downlink":
+        return settings["collective"].keywords["compressor"]
+    return bucket.feedback if name.startswith("feedback") else [*bucket.compressor.compressors.values()][-1]
 
 
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("form", ["array", "dict"])
 def test_a_part_that_raises_on_one_rank(comm, name, form):
     """Whatever it raises; of named tensors that of the last one, when those before are settled."""
-    for collective in (sparse_reduce,) if name == "downlink" else (gtopk_allreduce, sparse_iallreduce):
+    for collective in (gtopk_allreduce, sparse_iallreduce)[: 1 if name == "downlink" else 2]:
         settings = {"compressor": TopK(k=9), "collective": collective, "small": 10} | PARTS[name]()
         exchange = GradientExchange(comm, **settings, bucket_nbytes=1)
         gradients = {"array": gradient, "dict": named}[form]
         exchange(gradients(comm.rank, 0))
         bucket = [each for each in exchange._buckets if not each.dense][-1]
-        odd, culprit = odd_one(bucket, name), comm.size - 1 if bucket.root is None else bucket.root
+        odd, culprit = odd_one(settings, bucket, name), comm.size - 1
         for fault in (MemoryError("none left"), KeyError("absent"), FloatingPointError("underflow")):
             mine = gradients(comm.rank, 1)
             arrays = mine.values() if form == "dict" else [mine]

@@ -99,8 +99,10 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(comm, name):
 
 
 def test_settings_that_do_not_go_together_are_refused(comm):
-    with pytest.raises(ValueError, match="got bits=4, and a collective or a downlink"):
+    with pytest.raises(ValueError, match="got bits and collective: expected one of them"):
         GradientExchange(comm, bits=4, collective=quantised_allreduce)
+    with pytest.raises(ValueError, match="got bits and downlink: expected one of them"):
+        GradientExchange(comm, bits=4, downlink=TopK(0.1))
     with pytest.raises(ValueError, match=r"compressor is TopK\(density=0.1\), and the collective sums all values"):
         GradientExchange(comm, TopK(0.1), bits=4)
     with pytest.raises(ValueError, match="and the mean of dense arrays has all values: expected sparse=False"):

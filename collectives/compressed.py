@@ -1,0 +1,117 @@
+"""Compressed allreduce: the sum of sparse vectors, of which every owner compresses its share before it is gathered.
+
+Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
+double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957), with a server; H. Tang et al., "1-bit Adam",
+ICML 2021 (arXiv 2102.02888), with shares of the vector in place of the server. Both compressions with step-ahead error
+feedback: arXiv 2008.05823.
+
+Rounds: 1 + ceil(lg P). Bytes sent by a rank: f (k + K) s, with k entries of a rank, K of the compressed sum, f =
+(P-1)/P.
+
+Invariant: an owner adds the parts of its share in rank order, and keeps as `rejected` what it does not send of their
+sum. The other ranks receive what it sends: result and rejected entries of all ranks are the sum of the vectors.
+
+Differences from the papers: no server; the error of a share is not kept apart, but returned to its owner. A rank does
+not send the entries of its own share, so it may contribute all of them: `GradientExchange` does, and then the residual
+in this share is the server's. A compressor that counts entries counts them in each share.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from collectives.collective import Call, Codec, collective
+from collectives.gtopk import Result, numbers, result_and_rejected
+from collectives.partition import equal_ranges
+from collectives.reduce_scatter import sum_of_share
+from collectives.runtime.group import DisagreementError, Group
+from collectives.runtime.messages import Steps
+from mpicomp.arrays import read_only
+from mpicomp.compressors import Compressor
+from mpicomp.compressors.base import check_compressor, check_selected
+from mpicomp.feedback.base import check_range
+from mpicomp.vector import SparseVector, join, merge, without_zeros
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@collective(result_and_rejected, gives_sum=True)
+def compressed_allreduce(
+    vector: SparseVector,
+    comm: "MPI.Comm",
+    compressor: Compressor,
+    *,
+    algorithm: Literal["auto", "split_allgather"] = "auto",
+    codec: Codec = "auto",
+) -> Call[Result]:
+    """Sum the vectors of all ranks, and compress the sum: both directions are compressed.
+
+    vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. compressor: with the
+    same settings on all ranks, and without a state between calls, such as `TopK(density=0.01)`. Each rank compresses
+    the sum in its share, rank r of P the indices n r // P <= index < n (r + 1) // P; so a `k` is that of a share.
+    algorithm: "auto" or "split_allgather".
+
+    Returns (result, rejected). result: the compressed sum, the same bits on every rank. rejected: what this rank's
+    compressor left of its share, which this rank must keep, for example in its residual. result + the sum of all ranks'
+    rejected is the sum of all vectors (bitwise where the additions are exact, as on integer-valued floats).
+
+    Raises TypeError for a compressor with a state; OverflowError, and CollectiveError on the other ranks, if a sum
+    leaves the range of its dtype.
+
+    >>> result, rejected = compressed_allreduce(TopK(k=2).compress(gradient), comm, TopK(k=1))
+    >>> result.values.tolist(), rejected.values.tolist()
+    ([-3.0], [2.0])
+    """
+    return Call(vector, comm, algorithm, codec, {"compressor": compressor}, prepare=prepared)
+
+
+compressed_iallreduce = compressed_allreduce.nonblocking
+
+
+def prepared(call: Call[Any], size: int) -> SparseVector:
+    """Return the vector if it and the compressor are valid; compare the compressor's settings as text."""
+    compressor = call.arguments["compressor"]
+    check_stateless(compressor)
+    call.arguments, call.own = {"compressor": repr(compressor)}, {"second": compressor}
+    return numbers(call, size)
+
+
+def check_stateless(compressor: Any, name: str = "compressor") -> None:
+    """Raise TypeError unless this is a compressor whose result depends on its input alone."""
+    check_compressor(compressor, name)
+    if any(part.state or part.observes or part.communicates for part in compressor.chain()):
+        raise TypeError(
+            f"{name} is {compressor!r}, which keeps a state between calls: expected a compressor of a sum without one, "
+            "such as TopK(density=0.01)"
+        )
+
+
+def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first index of a rank's share, and the first one after it."""
+    first, end = equal_ranges(length, size).bounds[rank : rank + 2]
+    return first, end
+
+
+@compressed_allreduce.algorithm(meets=True)
+def split_allgather(vector: SparseVector, group: Group, compressor: str, second: Compressor) -> Steps[Result]:
+    """Sum every share on its owner, compress it there, and gather the results; see the module.
+
+    The call signatures take no extra rounds: in the first step every rank sends to every other one.
+    """
+    share = yield from sum_of_share(vector, group, equal_ranges(vector.length, group.size))
+    try:
+        kept = compressed(share, *own_share(vector.length, group.rank, group.size), second)
+        rejected = without_zeros(merge(share, kept.with_values(-kept.values)))
+    except Exception as error:  # whatever it is: the other ranks must learn of it
+        group.error = error.with_traceback(None)
+        raise DisagreementError from None
+    return join([theirs for theirs, _ in (yield from group.gather(kept))]), rejected
+
+
+def compressed(share: SparseVector, first: int, end: int, compressor: Compressor) -> SparseVector:
+    """Return the entries that a compressor selects of a sum in a range, which has all of its entries."""
+    check_range(share, "sum over the ranks")
+    dense = share.filled(first, end).values
+    selected = compressor.compress(read_only(dense), gradient=dense)
+    check_selected(selected, dense, compressor)
+    indices = selected.indices.astype(share.indices.dtype, copy=False) + share.indices.dtype.type(first)
+    return SparseVector.trusted(indices, selected.values, share.length)
