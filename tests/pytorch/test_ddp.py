@@ -190,6 +190,21 @@ def test_bfloat16_parameters_have_residuals_in_float32(world):
     assert len(set(world.allgather(gradients(model.module)["a"].tobytes()))) == 1
 
 
+def test_tensors_in_bfloat16_that_are_registered_and_started_one_by_one(world):
+    exchange = GradientExchange(world, TopK(k=1), small=3)
+    mine = {
+        name: torch.full((size,), world.rank + 1.0, dtype=torch.bfloat16) for name, size in {"a": 4, "b": 2}.items()
+    }
+    exchange.register(mine)
+    for name in sorted(mine, reverse=bool(world.rank)):
+        exchange.start(name, mine[name])
+    means, mean = exchange.finish(), (world.size + 1) / 2
+    assert all(each.dtype == torch.bfloat16 for each in means.values())
+    assert {name: each.tolist() for name, each in means.items()} == {"a": [mean, 0, 0, 0], "b": [mean, mean]}
+    residual = exchange.state_dict()["a/feedback.residual"]
+    assert (residual.dtype, residual.tolist()) == (np.float32, [0, *[world.rank + 1.0] * 3])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_steps_are_dense(world, dtype):
     model, handle = attached(world, dtype=dtype, warmup_steps=2)
