@@ -151,7 +151,8 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
         return lambda: COLLECTIVES[subject](own(), comm, **how)
 
     found, subject = [], options.subject
-    second = {"compressor": TopK(k=math.ceil(case["entries"] / comm.size))} if subject == "compressed" else {}
+    second = TopK(k=math.ceil(case["entries"] / comm.size))
+    terms = {"compressed": {"compressor": second}, "gtopk": {"k": case["entries"]}}.get(subject, {})
     if "dense" in options.baselines:
         found.append(dense(options, comm, case, place, gradient))
     if "tree" in options.baselines:
@@ -164,10 +165,10 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
     if gradient is not None:
         found.append(contestant(SELECTION, "-", own, 0.0))
     for algorithm, codec in itertools.product(options.algorithms, options.codecs):
-        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec, **second)))
+        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec, **terms)))
     if gradient is not None and subject in EXCHANGED:
         algorithm, codec = options.algorithms[0], options.codecs[0]
-        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **second)
+        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **terms)
         exchange = GradientExchange(comm, compressor, collective=run)
         into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
         found.append(contestant(f"GradientExchange {algorithm}", codec, partial(exchange, gradient, out=into)))
