@@ -7,6 +7,7 @@ import pytest
 from devices import assert_same, back, cupy_for_tests, real_cupy, there
 from test_every_compressor import EVERY, compress
 
+from collectives.runtime.staging import DeviceArrival
 from mpicomp import (
     EF21,
     CodecError,
@@ -21,7 +22,9 @@ from mpicomp.arrays import like, to_array
 from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode
 from mpicomp.codec.indices import RANGE
 from mpicomp.codec.values import as_they_are
+from mpicomp.few_bits import quantise
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
+from mpicomp_bench.network import Network
 
 FEEDBACKS = {
     "none": NoFeedback,
@@ -116,6 +119,25 @@ def test_messages(cupy, codec, density, dtype):
         message = encode(on_it, None, CODECS[codec](on_it))
         assert message.get().tobytes() == expected.tobytes()
         assert_same(decode(message), vector)
+
+
+def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy):
+    """The pool of pinned memory passes it on at once, whatever the device still copies from it."""
+    values, total, expected = np.arange(64, dtype=np.float32), cupy.zeros(64, np.float32), np.zeros(64, np.float32)
+    coded = quantise(values, np.empty_like(values), 8, 32)
+    coded.write(expected)
+
+    def receive(rank, group):
+        yield from ()
+        group.beside, message = total, group.pack(coded)
+        arrival = DeviceArrival(None, 0, 0, direct=False)
+        arrival._room(message.size)[:] = message
+        arrival._landed(slice(0, message.size))
+        return group._received(arrival)[0]
+
+    ((received,), _) = Network(1).run(receive)
+    received.write(total)
+    assert total.get().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("first", [9, 2**31 - 1, 2**32, 2**63 - 2, 2**63 - 1])

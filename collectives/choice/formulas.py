@@ -191,11 +191,12 @@ def gtopk_doubling(case: Case) -> Cost:
 def gtopk_tree(case: Case) -> Cost:
     """See `collectives.gtopk.tree`; the bytes are those that rank 0 receives, and those that it sends afterwards.
 
-    In round j only one of 2^j ranks merges, which has more of a core that ranks share.
+    In round j only one of 2^j ranks merges and sends, which has more of a core that ranks share.
     """
-    rounds = (case.ranks - 1).bit_length()
-    working = sum([max(1 / case.crowding, 0.5**j) for j in range(1, rounds + 1)])
-    return 2 * rounds, 3 * rounds, 2 * rounds * case.message(case.entries, summed=True), 4 * case.entries * working
+    rounds, shared = (case.ranks - 1).bit_length(), 1 / case.crowding
+    working = sum([max(shared, 0.5**j) for j in range(1, rounds + 1)])
+    nbytes = 2 * rounds * case.message(case.entries, summed=True)
+    return 2 * rounds * shared, 3 * rounds * shared, nbytes, 4 * case.entries * working
 
 
 def quantised_direct(case: Case) -> Cost:

@@ -42,8 +42,8 @@ class DeviceArrival(Arrival):
     """A message for the device. direct: MPI writes to the device; else it is copied there from pinned memory.
 
     In the latter case `buffer` is the pinned memory, from which the host reads the header and other fields, and `copy`
-    is on the device. The copy is asynchronous: keep the arrival until `wait_for_copy` has returned, or a later operation
-    that reads the copy has been synchronised, as `decode` does.
+    is on the device. The copy is asynchronous: keep the arrival until `wait_for_copy` has returned, or until an
+    operation that reads the copy has been synchronised, as `decode` does.
     """
 
     def __init__(self, comm: "MPI.Comm", source: int, tag: int, *, direct: bool) -> None:

@@ -5,7 +5,8 @@
 
 Sets the environment variables that torchrun sets (`collectives.launcher.torchrun_variables`), and runs the script as
 `python -m mpi4py` does: an exception on one rank ends the job. It initialises MPI and imports nothing else; the script
-calls `torch.distributed.init_process_group` as under torchrun. MASTER_ADDR and MASTER_PORT are those of the environment
+calls `torch.distributed.init_process_group` as under torchrun. A process group that is left when the script ends is
+destroyed, before the interpreter and MPI end. MASTER_ADDR and MASTER_PORT are those of the environment
 of rank 0, if they are set there: give MASTER_ADDR where the nodes know each other by another network than that of rank
 0's host name.
 """
@@ -28,7 +29,19 @@ def main() -> None:
         run.set_abort_status(1)  # the other ranks may wait for this one
         raise
     with reserved:
-        run.main()
+        try:
+            run.main()
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        _destroy_process_group()
+
+
+def _destroy_process_group() -> None:
+    """Destroy the process group of a script that has ended without an error, if it has left one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def set_variables(reserved: socket.socket) -> None:

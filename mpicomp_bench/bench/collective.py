@@ -1,7 +1,8 @@
 """`mpicomp bench allreduce | reduce_scatter | allgather | gtopk`: a collective, against its baselines.
 
 Baselines in the same run: MPI's own sum of the dense vector; the gTop-k tree as published (plain indices, to one rank
-and back); Top-k by MPI's Allgatherv of plain indices and values, added up on every rank.
+and back); Top-k by MPI's Allgatherv of plain indices and values, added up on every rank, of which for gTop-k every rank
+selects the largest entries, and keeps its own others.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from collectives import GradientExchange, dense_allreduce, traffic, warm_up
 from collectives.collective import Collective, link_of
 from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
-from mpicomp.vector import add_up
+from mpicomp.vector import add_up, parted, top_k
 from mpicomp_bench.bench import kernels
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
 from mpicomp_bench.bench.suite import Options, Suite
@@ -71,6 +72,9 @@ quartiles over the turns. An untimed call precedes each timed one, but not those
   dense /    time of MPI's own sum of the dense vector over this time
   kB sent    by the busiest rank, as the library counts; of MPI's calls the least that they can send
   / bound    those bytes over the least that a rank has to send on average
+
+MPI_Allgatherv ends with the same result as the collective: the vectors, their sum, or its largest
+entries and the rejected ones. It checks no argument, and does not compare the calls of the ranks.
 """
 
 EXAMPLES = """
@@ -146,7 +150,8 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
         return lambda: COLLECTIVES[subject](own(), comm, **how)
 
     found, subject = [], options.subject
-    second = {"compressor": TopK(k=math.ceil(case["entries"] / comm.size))} if subject == "compressed" else {}
+    second = TopK(k=math.ceil(case["entries"] / comm.size))
+    terms = {"compressed": {"compressor": second}, "gtopk": {"k": case["entries"]}}.get(subject, {})
     if "dense" in options.baselines:
         found.append(dense(options, comm, case, place, gradient))
     if "tree" in options.baselines:
@@ -155,15 +160,14 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
         )
     if "allgather" in options.baselines and not on_gpu:
         sent = (comm.size - 1) * own().nbytes
-        gather = partial(gathered, comm=comm, add=subject != "allgather")
-        found.append(contestant("MPI_Allgatherv", "plain", lambda: gather(own()), sent))
+        found.append(contestant("MPI_Allgatherv", "plain", lambda: by_allgather(subject, own(), comm), sent))
     if gradient is not None:
         found.append(contestant(SELECTION, "-", own, 0.0))
     for algorithm, codec in itertools.product(options.algorithms, options.codecs):
-        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec, **second)))
+        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec, **terms)))
     if gradient is not None and subject in EXCHANGED:
         algorithm, codec = options.algorithms[0], options.codecs[0]
-        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **second)
+        run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **terms)
         exchange = GradientExchange(comm, compressor, collective=run)
         into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
         found.append(contestant(f"GradientExchange {algorithm}", codec, partial(exchange, gradient, out=into)))
@@ -194,8 +198,20 @@ def dense(options: Options, comm: Any, case: Row, place: Any, gradient: Any) -> 
     return Contestant((name, "-"), call, every=every, nbytes=sent)
 
 
-def gathered(vector: SparseVector, comm: Any, *, add: bool) -> Any:
-    """Return a call of MPI's Allgatherv of all vectors, or of their sum."""
+def by_allgather(subject: str, vector: SparseVector, comm: Any) -> Any:
+    """Return what a collective returns, by MPI's Allgatherv; gTop-k: the exact one, and the rejected entries."""
+    vectors = gathered(vector, comm)
+    if subject == "allgather":
+        return vectors
+    total = add_up(vectors)
+    if subject != "gtopk":
+        return total
+    largest, _ = top_k(total, max(each.nnz for each in vectors))
+    return largest, parted(vector, largest)[1]
+
+
+def gathered(vector: SparseVector, comm: Any) -> list[SparseVector]:
+    """Return all vectors, in rank order, by MPI's Allgatherv."""
     counts = comm.allgather(vector.nnz)
     ends = list(itertools.accumulate(counts))
     indices, values = (np.empty(ends[-1], array.dtype) for array in (vector.indices, vector.values))
@@ -203,8 +219,7 @@ def gathered(vector: SparseVector, comm: Any, *, add: bool) -> Any:
     comm.Allgatherv(vector.indices, [indices, counts])
     comm.Allgatherv(vector.values.view(bits), [values.view(bits), counts])
     pieces = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    vectors = [SparseVector(indices[piece], values[piece], vector.length) for piece in pieces]
-    return add_up(vectors) if add else vectors
+    return [SparseVector(indices[piece], values[piece], vector.length) for piece in pieces]
 
 
 def compared(options: Options, comm: Any, case: Row, union: int, found: Sequence[Contestant]) -> Iterator[Row]:

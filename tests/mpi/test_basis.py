@@ -107,7 +107,7 @@ def test_everything_sent_is_the_dense_mean_or_its_sign(comm, average):
 
 @pytest.mark.parametrize("small", [None, 100])
 def test_the_sign_of_a_mean_of_values(comm, small):
-    """Sparse and dense, of small tensors as well; zeros have none, and the residual is that of the mean."""
+    """Sparse and dense, of small tensors as well; zeros have none, and the residual, rescaled, is that of the mean."""
     signed = GradientExchange(comm, TopK(0.1), average="sign", small=small)
     usual = GradientExchange(comm, TopK(0.1), small=small)
     for step in range(2):
@@ -116,6 +116,8 @@ def test_the_sign_of_a_mean_of_values(comm, small):
         for name, sign in signed(mine, out=out).items():
             assert sign is out[name]
             np.testing.assert_array_equal(sign, np.sign(means[name]))
+        for exchange in signed, usual:
+            exchange.rescale(0.5)
     means = usual(gradients(comm.rank, 2))
     for name, vector in signed(gradients(comm.rank, 2), sparse=True).items():
         np.testing.assert_array_equal(vector.to_dense(), np.sign(means[name]).reshape(-1))

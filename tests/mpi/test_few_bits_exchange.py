@@ -138,3 +138,29 @@ def test_the_dense_sum_in_16_bits_of_the_benchmark_is_the_sum(comm):
         sum_in_16_bits(mine, comm, total)
         ranks = comm.size * (comm.size + 1) // 2
         np.testing.assert_allclose(total, np.arange(length) * ranks, rtol=1e-3)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_local_steps_in_few_bits_continue_bitwise_within_a_round(comm, delay):
+    def made():
+        parameters = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        return parameters, OuterLoop(GradientExchange(comm, bits=4), parameters, every=2, momentum=0.5, delay=delay)
+
+    def train(parameters, loop, steps):
+        for step in steps:
+            for name, array in gradients(comm.rank, step, np.float64).items():
+                parameters[name] += array
+            loop.step()
+
+    parameters, loop = made()
+    train(parameters, loop, range(3))
+    state, then = loop.state_dict(), {name: array.copy() for name, array in parameters.items()}
+    train(parameters, loop, range(3, 7))
+    second, other = made()
+    other.load_state_dict(state)
+    for name, array in second.items():
+        array[...] = then[name]
+    train(second, other, range(3, 7))
+    assert flat(second).tobytes() == flat(parameters).tobytes()
+    assert residual(other.exchange).tobytes() == residual(loop.exchange).tobytes()
+    assert residual(loop.exchange).any()

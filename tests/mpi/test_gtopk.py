@@ -19,6 +19,7 @@ from mpi4py import MPI
 from collectives import gtopk_allreduce, traffic
 from collectives.runtime import link
 from mpicomp import CollectiveError, SparseVector, TopK
+from mpicomp_bench.bench.collective import by_allgather
 
 
 def tree_sum(dense, counts):
@@ -193,3 +194,14 @@ def test_the_exact_one_begins_without_a_round_of_terms(comm):
         SparseVector(np.arange(400) * comm.size + comm.rank, values, 400 * comm.size), comm, 200, algorithm="exact"
     )
     assert traffic(comm).messages - before == comm.size - 1 + (comm.size - 1).bit_length()
+
+
+def test_the_baseline_of_the_bench_has_the_exact_result_and_loses_nothing(comm):
+    mine = contribution("random", comm.rank, comm.size)
+    k = max(vector.nnz for vector in contributions("random", comm.size))
+    result, rejected = by_allgather("gtopk", mine, comm)
+    assert_same_bits(comm, result)
+    exact, _ = gtopk_allreduce(mine, comm, k, algorithm="exact")
+    assert (result.indices.tolist(), result.values.tolist()) == (exact.indices.tolist(), exact.values.tolist())
+    found = result.to_dense() + comm.allreduce(rejected.to_dense())
+    assert found.tolist() == sum(vector.to_dense() for vector in contributions("random", comm.size)).tolist()

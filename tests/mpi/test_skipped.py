@@ -7,15 +7,19 @@ from collectives import (
     CyclicLeader,
     GradientExchange,
     aligned_allreduce,
+    dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
 )
 from mpicomp import (
     EF21,
+    ChunkedTopK,
     CollectiveError,
     Compressor,
+    Dense,
     ErrorFeedback,
+    Hadamard,
     MomentumCorrection,
     RandomK,
     SparseVector,
@@ -45,6 +49,9 @@ SETTINGS = {
     "leader": lambda comm: {"compressor": CyclicLeader(comm, k=3), "collective": aligned_allreduce},
     "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
     "no checks": lambda comm: {"compressor": First()},
+    "basis": lambda comm: {"compressor": ChunkedTopK(k=2, chunk=16), "basis": Hadamard(chunk=16), "average": "sign"},
+    "few bits": lambda comm: {"compressor": None, "bits": 4},
+    "dense": lambda comm: {"compressor": Dense(), "collective": dense_allreduce},
 }
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 

@@ -190,6 +190,21 @@ def test_bfloat16_parameters_have_residuals_in_float32(world):
     assert len(set(world.allgather(gradients(model.module)["a"].tobytes()))) == 1
 
 
+def test_tensors_in_bfloat16_that_are_registered_and_started_one_by_one(world):
+    exchange = GradientExchange(world, TopK(k=1), small=3)
+    mine = {
+        name: torch.full((size,), world.rank + 1.0, dtype=torch.bfloat16) for name, size in {"a": 4, "b": 2}.items()
+    }
+    exchange.register(mine)
+    for name in sorted(mine, reverse=bool(world.rank)):
+        exchange.start(name, mine[name])
+    means, mean = exchange.finish(), (world.size + 1) / 2
+    assert all(each.dtype == torch.bfloat16 for each in means.values())
+    assert {name: each.tolist() for name, each in means.items()} == {"a": [mean, 0, 0, 0], "b": [mean, mean]}
+    residual = exchange.state_dict()["a/feedback.residual"]
+    assert (residual.dtype, residual.tolist()) == (np.float32, [0, *[world.rank + 1.0] * 3])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_steps_are_dense(world, dtype):
     model, handle = attached(world, dtype=dtype, warmup_steps=2)
@@ -225,17 +240,21 @@ def test_a_small_gradient_is_not_clipped(world):
     np.testing.assert_array_equal(gradients(model.module)["a"] * world.size, total(world, 0)["a"])
 
 
-def test_residuals_do_not_depend_on_the_scale_of_the_loss(world):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_residuals_do_not_depend_on_the_scale_of_the_loss(world, parts):
+    """parts: of a step, accumulated."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     model, handle = attached(world, scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     found, given = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
     for step in range(4):
         optimizer.zero_grad()
-        scaler.scale(model(inputs_of(step, world.rank))).backward()
+        for part in range(parts):
+            with nullcontext() if part == parts - 1 else model.no_sync():
+                scaler.scale(model(inputs_of(parts * step + part, world.rank))).backward()
+            given = {name: given[name] + values for name, values in total(world, parts * step + part).items()}
         scaler.unscale_(optimizer)
         found = {name: found[name] + mean * world.size for name, mean in gradients(model.module).items()}
-        given = {name: given[name] + values for name, values in total(world, step).items()}
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**14

@@ -164,6 +164,40 @@ def test_ddp_or_fsdp_inside_a_node_and_local_steps_between_nodes(tmp_path):
     assert done.stdout.count("same bits True, the loss fell True") == 8, done.stdout
 
 
+REPORT = """
+import atexit
+
+import torch.distributed as dist
+from mpi4py import MPI
+
+
+@atexit.register
+def report():
+    print(f"group {dist.is_initialized()}, MPI {not MPI.Is_finalized()}", flush=True)
+"""
+LEFT = """
+import sys
+
+import report  # at the end of the interpreter
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.ones(3, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit()"])
+def test_a_process_group_that_is_left_is_destroyed_before_the_interpreter_and_mpi_end(tmp_path, end):
+    (tmp_path / "report.py").write_text(REPORT)
+    (tmp_path / "train.py").write_text(LEFT + end)
+    done = run(LAUNCHED, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("group False, MPI True") == 2, done.stdout
+
+
 def test_under_torchrun_it_says_how_to_start(tmp_path):
     (tmp_path / "train.py").write_text(
         "from mpi4py import MPI\nfrom collectives.torch import init_process_group\ninit_process_group(MPI.COMM_WORLD)\n"
