@@ -15,13 +15,14 @@ from results import SECONDS, lines, settings
 
 from mpicomp_bench.output import look_of
 
-RATE = "100mbit"
+RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 SHOWN = {
     "dense": "PyTorch, dense",
     "fp16": "PyTorch, fp16 hook",
-    "topk-0.01": "mpicomp, Top-k of every gradient",
     "powersgd-8": "PyTorch, PowerSGD hook, rank 8",
+    "topk-0.01": "mpicomp, Top-k of every gradient",
     "local-sparse-10": "mpicomp, an exchange every 10 steps",
+    "few-bits-4": "mpicomp, 4 bits of every value",
     "in-basis-8-two-bit": "mpicomp, coefficients in a basis and signs, every step",
 }
 
@@ -29,13 +30,16 @@ if __name__ == "__main__":
     from matplotlib.figure import Figure
 
     rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
-    ((_, by_method),) = settings(row for row in rows if (row["rate"], row["delay"]) == (RATE, 0)).items()
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
-    curves = lines({method: by_method[method] for method in SHOWN}, SECONDS, lambda curve: curve[1:, SECONDS])
-    for place, curve in enumerate(curves):
-        axes.plot(curve["x"], curve["y"], label=SHOWN[curve["label"]], markevery=5, **look_of(place))
-    axes.set(xlabel="seconds of training, over links of 100 Mbit/s", ylabel="held-out loss, nats", ylim=(1.75, 3.15))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize="small")
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    panels = figure.subplots(1, len(RATES), sharey=True)
+    for axes, (rate, link) in zip(panels, RATES.items(), strict=True):
+        ((_, by_method),) = settings(row for row in rows if (row["rate"], row["delay"]) == (rate, 0)).items()
+        shown = {method: by_method[method] for method in SHOWN if method in by_method}
+        for curve in lines(shown, SECONDS, lambda curve: curve[1:, SECONDS]):
+            place = list(SHOWN).index(curve["label"])
+            axes.plot(curve["x"], curve["y"], label=SHOWN[curve["label"]], markevery=5, **look_of(place))
+        axes.set(xlabel="seconds of training", title=f"links of {link}", ylim=(1.75, 3.15))
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel="held-out loss, nats")
+    panels[1].legend(loc="upper right", fontsize="small")
     save(figure, "front")
