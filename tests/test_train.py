@@ -49,7 +49,7 @@ def lasting(rows):
 def test_every_method_trains_and_the_numbers_of_a_seed_are_the_same_again(capsys, trained):
     rows = lasting(trained("--seeds", "2", "--density", "0.1", "0.01", "--every", "2"))
     printed = capsys.readouterr().out
-    assert len(rows) == 2 * len(METHODS) - 5  # dense, local-dense, few bits and AdaComp ask for no density
+    assert len(rows) == 2 * len(METHODS) - 6  # dense, local-dense, few bits and AdaComp ask for no density
     assert {row["name"] for row in rows} == METHODS.keys()
     for row in rows:
         assert len(row["trainings"]) == 2
