@@ -215,7 +215,7 @@ def test_gtopk_by_recursive_doubling_sends_one_message_a_round(comm):
     length = 100 * k * comm.size  # thin enough for plain indices
     vector = SparseVector(np.arange(k) * 100 * comm.size + comm.rank, np.ones(k, np.float32), length)
     before = traffic(comm)
-    gtopk_allreduce(vector, comm, k)
+    gtopk_allreduce(vector, comm, k, algorithm="recursive_doubling")
     after = traffic(comm)
     core = 1 << (comm.size.bit_length() - 1)
     in_core, folds = comm.rank < core, comm.rank % core < comm.size - core
