@@ -11,9 +11,11 @@ of rank 0, if they are set there: give MASTER_ADDR where the nodes know each oth
 0's host name.
 """
 
+import atexit
 import os
 import socket
 import sys
+import threading
 
 from mpi4py import run
 
@@ -34,14 +36,29 @@ def main() -> None:
         except SystemExit as ended:
             if ended.code:
                 raise
-        _destroy_process_group()
+    _end()
 
 
-def _destroy_process_group() -> None:
-    """Destroy the process group of a script that has ended without an error, if it has left one."""
+def _end() -> None:
+    """End the process after a script that ended without an error; with torch without the end of the interpreter.
+
+    A DistributedDataParallel model keeps gloo's threads alive, also after `destroy_process_group`. One that asks for
+    Python's lock while the interpreter ends is ended inside C++, which aborts the process.
+    """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if distributed is None or not distributed.is_available():
+        return
+    from mpi4py import MPI
+
+    if distributed.is_initialized():
         distributed.destroy_process_group()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does first
+    atexit._run_exitfuncs()
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def set_variables(reserved: socket.socket) -> None:
