@@ -223,7 +223,7 @@ class Group:
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
         """Return the contents of a message that has arrived."""
         contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
-        if arrival.copy is not None and isinstance(contents, FewBits):  # read later
+        if arrival.copy is not None and isinstance(contents, FewBits):  # read after the arrival is released
             arrival.wait_for_copy()
         return contents, count
 

@@ -65,8 +65,7 @@ class DeviceArrival(Arrival):
 
     def wait_for_copy(self) -> None:
         """Wait until the pinned memory may be used for another message."""
-        if self.copy is not None:
-            _stream().synchronize()
+        _stream().synchronize()
 
 
 def to_pinned(array: Any) -> NDArray[Any]:
