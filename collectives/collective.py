@@ -211,7 +211,7 @@ class Collective(Generic[P, T]):
             steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
         else:
             steps = all_or_none(group, steps)
-        return engine.start(_finished(steps, call), group)
+        return engine.start(steps if call.finish is None else _finished(steps, call.finish), group)
 
 
 def collective(
@@ -321,12 +321,11 @@ def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group,
     return (yield from algorithm(vector, group, **arguments))
 
 
-def _finished(steps: Steps[Any], call: Call[T]) -> Steps[T]:
+def _finished(steps: Steps[Any], finish: Callable[[Any], T]) -> Steps[T]:
     try:
-        result = yield from steps
-        return result if call.finish is None else call.finish(result)  # type: ignore[no-any-return]
+        return finish((yield from steps))
     finally:
-        del call, steps  # else the traceback of an error would hold the vector
+        del finish, steps  # else the traceback of an error would hold the vector
 
 
 def _no_steps() -> Steps[Any]:

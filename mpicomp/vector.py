@@ -79,12 +79,7 @@ class SparseVector:
                 raise TypeError("indices and values are on different devices; move both to the host or both to the GPU")
         if places.size != len(numbers):
             raise ValueError(f"got {places.size} indices and {len(numbers)} values: expected as many of each")
-        keep = object.__setattr__
-        keep(self, "indices", places)
-        keep(self, "values", numbers)
-        keep(self, "length", length)
-        keep(self, "_facts", kernels_for(numbers).inspect(places, numbers, length) if on_device(places) else None)
-        keep(self, "_known_ends", None if self._facts is None else self._facts[2:])
+        self._keep(places, numbers, length)
         _check_ends(places.size, *self._ends, length)
 
     @classmethod
@@ -94,14 +89,21 @@ class SparseVector:
         indices: of the dtype for the length, increasing, in range. Both are contiguous.
         """
         vector = object.__new__(cls)
-        for name, value in zip(cls.__slots__, (indices, values, length, None, None), strict=True):
-            object.__setattr__(vector, name, value)
+        vector._keep(indices, values, length)
         return vector
+
+    def _keep(self, indices: Array, values: Array, length: int, ends: tuple[int, int] | None = None) -> None:
+        keep = object.__setattr__
+        keep(self, "indices", indices)
+        keep(self, "values", values)
+        keep(self, "length", length)
+        keep(self, "_facts", None)
+        keep(self, "_known_ends", ends)
 
     def with_values(self, values: Array) -> "SparseVector":
         """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices."""
-        vector = SparseVector.trusted(self.indices, values, self.length)
-        object.__setattr__(vector, "_known_ends", self._known_ends)
+        vector = object.__new__(SparseVector)
+        vector._keep(self.indices, values, self.length, self._known_ends)
         return vector
 
     @classmethod
@@ -112,9 +114,9 @@ class SparseVector:
 
         beside: an array on the device of the vector; None is host memory.
         """
-        xp = namespace(beside)
-        indices = xp.empty(0, index_dtype(_checked_length(length)))
-        return cls(indices, xp.empty((0,) if width is None else (0, width), dtype), length)
+        xp, length = namespace(beside), _checked_length(length)
+        values = xp.empty(0 if width is None else (0, width), dtype)
+        return cls.trusted(xp.empty(0, index_dtype(length)), _checked_values(values), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -215,8 +217,11 @@ class SparseVector:
 
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
-        self.check_order(self.length)
-        self.check_finite()
+        disorder, not_finite, *_ = self._inspected()
+        if disorder >= 0:
+            self.check_order(self.length)
+        if not_finite >= 0:
+            self.check_finite()
 
     def check_finite(self) -> None:
         """Raise ValueError naming the first value that is not finite."""
@@ -224,12 +229,14 @@ class SparseVector:
             kernels_for(self.values).raise_not_finite(self.values)
 
     def _inspected(self) -> tuple[int, int, int, int]:
-        """Return the result of the inspection of a device vector: at most one launch and one copy to the host."""
-        if self._facts is None:
-            facts = kernels_for(self.values).inspect(self.indices, self.values, self.length)
+        """Return what `kernels.inspect` returns; on a device at most one launch and one copy to the host."""
+        if self._facts is not None:
+            return self._facts
+        facts: tuple[int, int, int, int] = kernels_for(self.values).inspect(self.indices, self.values, self.length)
+        if on_device(self.values):  # the owner of arrays in host memory may have changed them, against the contract
             object.__setattr__(self, "_facts", facts)
             object.__setattr__(self, "_known_ends", facts[2:])
-        return self._facts  # type: ignore[return-value]
+        return facts
 
     @property
     def _ends(self) -> tuple[int, int]:
@@ -441,7 +448,7 @@ def _checked_length(length: Any) -> int:
 
 def _array(given: Any) -> Array:
     """Return an array from an input of `to_array`, a list or a number."""
-    is_known = on_device(given) or is_array(given) or sparse_remedy(given)
+    is_known = type(given) is np.ndarray or on_device(given) or is_array(given) or sparse_remedy(given)
     return to_array(given if is_known else np.asarray(given))
 
 

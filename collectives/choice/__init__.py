@@ -16,7 +16,7 @@ from typing import Any
 from collectives.choice.formulas import SHORT_NBYTES, Case
 from collectives.choice.links import NETWORKS, Links
 from collectives.choice.predictions import fastest
-from mpicomp.codec import CODECS, Coding
+from mpicomp.codec import CODECS, Coding, plain
 from mpicomp.vector import SparseVector
 
 TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
@@ -39,8 +39,10 @@ class Choice:
         self._named = lru_cache(maxsize=1024)(self.algorithm)  # of calls that are repeated; 10 us
 
     def coding(self, vector: SparseVector, *, apart: bool) -> Coding:
-        """Return the codec of a message: between nodes `smallest`; for short ones and inside a node `quick`, a copy."""
-        return CODECS["smallest" if apart and vector.nbytes > SHORT_NBYTES else "quick"](vector)
+        """Return the codec of a message: `plain` if it is short, else between nodes `smallest`, inside one `quick`."""
+        if vector.indices.nbytes + vector.values.nbytes <= SHORT_NBYTES:
+            return plain(vector)
+        return CODECS["smallest" if apart else "quick"](vector)
 
     def measured(self, collective: str, nodes: Sequence[int]) -> Sequence[Sequence[Any]]:
         """Return the points of the table, none if it is for other ranks. nodes: the number of ranks on each."""

@@ -5,8 +5,8 @@ A single operation waits inside MPI, unless ranks share cores (`waiting`). With 
 advances all, as its peer may wait for another one first. The engine yields the core between two rounds of polling: with
 more ranks than cores, ranks that poll without a pause starve each other.
 
-The operations in flight belong to the process, as in MPI: their list is cached on MPI.COMM_SELF, and so is the timeout
-(`deadline`). With a timeout a rank polls.
+The operations in flight belong to the process, as in MPI, and so does the timeout (`deadline`). With a timeout a rank
+polls.
 """
 
 import os
@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from collectives.faults import deadline, ulfm
 from collectives.faults.state import absence, interruption
 from collectives.runtime.group import Group, Notifications
-from collectives.runtime.link import FirstCall, Link, attached
+from collectives.runtime.link import FirstCall, Link
 from collectives.runtime.messages import Arrival, Pending, Steps
 from collectives.runtime.waiting import asked_timeout, seconds
 from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError
@@ -163,7 +163,7 @@ class Engine:
             self.poll_until(lambda: request.done, request.link)
         while not request.done:
             if self._in_flight == [request]:
-                self._advance([request], block=True)
+                self._advance(self._in_flight, block=True)
             else:
                 self.poll_until(lambda: request.done or self._in_flight == [request], request.link)
 
@@ -307,14 +307,6 @@ def end_all(link: Link) -> None:
     _engine().end_all(link)
 
 
-def _engine() -> Engine:
-    from mpi4py import MPI
-
-    return attached(MPI.COMM_SELF, _engine_key(), Engine)
-
-
 @cache
-def _engine_key() -> int:
-    from mpi4py import MPI
-
-    return MPI.Comm.Create_keyval()
+def _engine() -> Engine:
+    return Engine()

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from mpicomp.codec import (
     FEW_BITS,
     HEADER_NBYTES,
     TEXT,
+    Coding,
     Header,
     decode,
     decode_few_bits,
@@ -91,8 +92,14 @@ class Group:
         self._ranks, self._nodes = ranks, nodes
         self.rank, self.size = ranks.index(self.link.rank), len(ranks)
         self.core = schedule.core_size(self.size)
-        by_link = partial(self.link.choice.coding, apart=len(self.nodes()) > 1)
-        self.coding = by_link if self.codec == "auto" else CODECS[self.codec]
+
+    def coding(self, vector: SparseVector) -> Coding:
+        """Return the formats in which a message of this operation has a vector."""
+        if not vector.nnz:
+            return plain(vector)
+        if self.codec == "auto":
+            return self.link.choice.coding(vector, apart=len(self.node_sizes()) > 1)  # type: ignore[no-any-return]
+        return CODECS[self.codec](vector)
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""
@@ -129,7 +136,7 @@ class Group:
 
     def exchange(self, vector: V, partner: int, count: int = 0) -> Steps[PartOf[V]]:
         """Send a vector to the partner, and return the partner's."""
-        return (yield from self.shift(vector, partner, partner, count))
+        return self.shift(vector, partner, partner, count)
 
     def shift(self, vector: V, dest: int, source: int, count: int = 0) -> Steps[PartOf[V]]:
         """Send a vector to `dest` and return the vector from `source`, in one step; they may be the same rank."""
@@ -214,7 +221,7 @@ class Group:
             message = _room(nbytes, vector.codes)
             fill_few_bits(message[:nbytes], vector, count, self._digest)
         else:
-            coding = self.coding(vector) if vector.nnz else plain(vector)
+            coding = self.coding(vector)
             nbytes = encoded_nbytes(vector, coding)
             message = _room(nbytes, vector.values)
             fill(message[:nbytes], vector, coding, count, self._digest)

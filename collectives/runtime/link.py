@@ -17,7 +17,7 @@ from collectives.faults.state import Faults
 from collectives.faults.ulfm import is_failure, on_death, warn_of_detector
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, messages, staging, waiting
-from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, send_size
+from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, mpi, send_size
 from mpicomp import checking, threads
 from mpicomp.arrays import on_device
 
@@ -103,7 +103,9 @@ class Link:
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
-        start = partial(staging.send_pieces, direct=self.direct) if on_device(buffer) else messages.send_pieces
+        start: Callable[..., list[Any]] = messages.send_pieces
+        if on_device(buffer):
+            start = partial(staging.send_pieces, direct=self.direct)
         if arrival is not None and buffer.size > messages.BIDIRECTIONAL:
             size = send_size(self.comm, buffer.size, dest, tag)
             return Sending(size, after=(arrival, partial(start, self.comm, buffer, dest, tag)))
@@ -195,11 +197,9 @@ def _checked(comm: "MPI.Intracomm") -> bool:
 
 def check_communicator(comm: Any) -> None:
     """Raise TypeError if `comm` is not an mpi4py intracommunicator, ValueError if it is null."""
-    from mpi4py import MPI
-
-    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:  # mpi4py's constant is a Comm, what Split returns is not
+    if isinstance(comm, mpi().Comm) and comm == mpi().COMM_NULL:  # the constant is a Comm, what Split returns is not
         raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
-    if not isinstance(comm, MPI.Intracomm):
+    if not isinstance(comm, mpi().Intracomm):
         raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
 
 
@@ -211,9 +211,10 @@ def link_of(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None
     errors of `agree`; RuntimeError under torchrun, whose processes MPI does not connect. CollectiveTimeoutError if a
     rank is absent and there is a timeout: then all later calls on the communicator raise the same.
     """
-    from mpi4py import MPI
-
     check_communicator(comm)
+    if (link := link_if_any(comm)) is not None:
+        return link
+    from mpi4py import MPI
 
     def make() -> Link:
         if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):

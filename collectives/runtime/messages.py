@@ -161,8 +161,9 @@ def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Reques
 
 def send_pieces(comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int) -> "list[MPI.Request]":
     """Start to send a buffer in pieces; each request keeps its memory alive."""
-    parts = [buffer] if buffer.size <= PIECE else [buffer[part] for part in pieces(buffer.size)]
-    return [comm.Isend(in_bytes(part), dest, tag) for part in parts]
+    if buffer.size <= PIECE:
+        return [comm.Isend(in_bytes(buffer), dest, tag)]
+    return [comm.Isend(in_bytes(buffer[part]), dest, tag) for part in pieces(buffer.size)]
 
 
 def pieces(nbytes: int) -> list[slice]:
@@ -176,10 +177,16 @@ def in_bytes(buffer: Buffer) -> list[Any]:
 
 
 @cache
-def _byte() -> "MPI.Datatype":
+def mpi() -> Any:
+    """Return mpi4py's module MPI, whose import initialises MPI: so at the first call, and not on import."""
     from mpi4py import MPI
 
-    return MPI.BYTE
+    return MPI
+
+
+@cache
+def _byte() -> "MPI.Datatype":
+    return mpi().BYTE  # type: ignore[no-any-return]
 
 
 @cache
@@ -190,6 +197,4 @@ def _probed() -> "MPI.Status":
 
 def new_status() -> "MPI.Status":
     """Return a new MPI.Status."""
-    from mpi4py import MPI
-
-    return MPI.Status()
+    return mpi().Status()  # type: ignore[no-any-return]

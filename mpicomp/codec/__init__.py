@@ -20,7 +20,6 @@ header. A message of M bytes holds at most 8 M entries: rows of width 0, which h
 range. No format loses a bit.
 """
 
-import math
 import struct
 from typing import NamedTuple
 
@@ -122,14 +121,14 @@ def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | Non
 
 def fill(message: Buffer, vector: SparseVector, coding: Coding, count: int = 0, signature: int = 0) -> Buffer:
     """Write `vector` to all of `message`, which has `encoded_nbytes(vector, coding)` bytes, and return it."""
-    formats, width = coding.indices | coding.values.number << _FORM_BITS, vector.width
-    row = 0 if width is None else 1 + width
-    whole = MAGIC, VERSION, formats, row, vector.length, vector.nnz, message.size, count, signature, VECTOR, 0
+    formats, values = coding.indices | coding.values.number << _FORM_BITS, vector.values
+    row = 0 if values.ndim == 1 else 1 + values.shape[1]
+    whole = MAGIC, VERSION, formats, row, vector.length, len(values), message.size, count, signature, VECTOR, 0
     write_fields(message, _HEADER, *whole)
     if message.size > HEADER_NBYTES:
-        middle = message.size - coding.values.nbytes(vector.values.size)
+        middle = message.size - coding.values.nbytes(values.size)
         INDEX_FORMATS[coding.indices].write(vector, message[HEADER_NBYTES:middle])
-        coding.values.write(vector.values.reshape(-1), message[middle:])
+        coding.values.write(values.reshape(-1), message[middle:])
     return message
 
 
@@ -179,23 +178,24 @@ def decode(message: Buffer, header: Header | None = None, fields: Buffer | None 
     _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
     form, value_code = formats & ((1 << _FORM_BITS) - 1), formats >> _FORM_BITS
     fields = message if fields is None else fields
-    value_format = format_of(value_code, fields[:nbytes])
+    value_format = format_of(value_code, fields, nbytes)
     if form >= len(INDEX_FORMATS) or value_format is None:
         raise CodecError(f"got index format {form} and value format {value_code}: expected known ones")
     if not 0 <= nnz <= length <= MAX_LENGTH:
         raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
-    shape = (nnz, row - 1) if row else (nnz,)
-    middle = nbytes - value_format.nbytes(math.prod(shape))
+    count = nnz * (row - 1) if row else nnz
+    middle = nbytes - value_format.nbytes(count)
     if middle < HEADER_NBYTES or middle % 8:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries: they do not fit together")
-    section, said, dtype = message[HEADER_NBYTES:middle], fields[HEADER_NBYTES:middle], index_dtype(length)
+    section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
+    said = section if fields is message else fields[HEADER_NBYTES:middle]
     unbounded = form == RANGE and middle == nbytes and nnz  # no values: 8 bytes could claim any number of entries
     indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, said)
     if indices is None:
         raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
     try:
-        values = value_format.read(message[middle:nbytes], math.prod(shape))
-        return SparseVector(indices, values.reshape(shape), length)
+        values = value_format.read(message[middle:nbytes], count)
+        return SparseVector(indices, values.reshape(nnz, row - 1) if row else values, length)
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
 

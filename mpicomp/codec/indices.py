@@ -63,8 +63,11 @@ class Plain:
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         """See `IndexFormat.write`."""
-        section[vector.indices.nbytes :] = 0
-        section[: vector.indices.nbytes].view(self.dtype)[:] = vector.indices
+        nbytes = vector.indices.nbytes
+        if nbytes < section.size:
+            section[nbytes:] = 0
+            section = section[:nbytes]
+        section.view(self.dtype)[:] = vector.indices
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`; a view of the section."""

@@ -281,10 +281,11 @@ VALUE_FORMATS: tuple[FixedFormat, ...] = (
 _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}
 
 
-def format_of(number: int, message: Buffer) -> ValueFormat | None:
-    """Return the format with a number, with parameters from the end of the section; None for unknown numbers."""
+def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
+    """Return the format with a number, with parameters from the end of a message of `nbytes`; None if it is unknown."""
     if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
+    message = message[:nbytes]
     if message.size < _PAIR.size:
         return None
     least, last = read_fields(message[-_PAIR.size :], _PAIR)

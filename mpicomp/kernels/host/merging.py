@@ -17,6 +17,7 @@ from mpicomp.threads import in_pieces
 
 _TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
 _BATCH = 1 << 18  # entries of a batch, for the same reason
+_LONG = 1 << 20  # entries that threads share
 _SPARSEST = 1 << 13  # positions per entry from which on sorting is faster than tiles: about eight entries a tile
 
 
@@ -30,14 +31,14 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
     """
     if values_a.ndim > 1:
         return _by_sorting([indices_a, indices_b], [values_a, values_b])
-    dtype, wide = values_a.dtype, _wide_dtype(values_a)
-    indices = np.empty(indices_a.size + indices_b.size, indices_a.dtype)
-    values = np.empty(indices.size, wide)
-    if values_a.dtype != wide:
-        values_a, values_b = values_a.astype(wide), values_b.astype(wide)
-    pairs = (as_writable(each) for each in (indices_a, values_a, indices_b, values_b))
-    count = _merge(*pairs, indices, values)
-    return indices[:count], _narrow(values[:count], dtype)
+    if values_a.dtype == np.float16:
+        indices, values = merge(indices_a, values_a.astype(np.float32), indices_b, values_b.astype(np.float32))
+        return indices, _narrow(values, values_a.dtype)
+    room = indices_a.size + indices_b.size
+    indices, values = np.empty(room, indices_a.dtype), np.empty(room, values_a.dtype)
+    a, b = (as_writable(indices_a), as_writable(values_a)), (as_writable(indices_b), as_writable(values_b))
+    count = _merge(*a, *b, indices, values)
+    return indices[:count], values[:count]
 
 
 def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
@@ -137,6 +138,11 @@ def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, 
     last index are (0, -1) without entries.
     """
     ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
+    if ends[0] >= 0 and ends[1] < length and indices.size < _LONG:  # else threads share the values
+        form = FORMATS[values.dtype]
+        bits = as_writable(values).view(form.signed).reshape(-1)
+        if _is_sound(as_writable(indices), bits, form.mask, form.infinity):
+            return -1, -1, *ends
     return first_disorder(indices, length), first_not_finite(values.reshape(-1)), *ends
 
 
@@ -356,6 +362,14 @@ def _increases(indices):  # type: ignore[no-untyped-def]
     for i in range(1, indices.size):
         increases &= indices[i] > indices[i - 1]
     return increases
+
+
+@jit
+def _is_sound(indices, bits, mask, infinity):  # type: ignore[no-untyped-def]
+    finite = True
+    for i in range(bits.size):
+        finite &= (bits[i] & mask) < infinity
+    return finite and _increases(indices)
 
 
 @jit

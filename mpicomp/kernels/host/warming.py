@@ -84,6 +84,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.survey(long),
         lambda: host.sample(longest),
         lambda: host.first_disorder(indices, 64),
+        lambda: host.inspect(indices, values, 64),
         lambda: host.first_disorder(indices[::-1].copy(), 64),
         lambda: host.merge(indices, values, indices, values),
         lambda: host.accumulate([indices] * 3, [values] * 3, 64),
