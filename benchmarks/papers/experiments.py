@@ -12,6 +12,8 @@ from typing import NamedTuple
 RATES = {"digits": (0.025, 0.05, 0.1, 0.2), "images": (0.0125, 0.025, 0.05), "shakespeare": (0.5, 1.0, 2.0)}
 OF_LOCAL = {"digits": (0.05, 0.1, 0.2), "text": (0.2, 0.4, 0.8), "images": (0.025, 0.05)}  # of E9
 OF_EVERY_STEP = OF_LOCAL | {"images": (0.0125, 0.025, 0.05)}  # of E10
+TAKEN = {("E1", "dense"): 0.025, ("E1", "adacomp"): 0.0125, ("E6", "dense"): 0.05, ("E6", "gtopk"): 0.025}  # on images
+LONG = 4000  # steps; the rates are those that 1,000 steps took
 OF_DENSE = {"digits": 0.1, "images": 0.05, "shakespeare": 1.0}  # what a dense training of 300 steps takes
 WARM_UP = "0.25", "0.0725", "0.015", "0.004"  # of the gTop-k paper, an epoch each; on images 50 steps each
 METRICS = "support", "recency", "votes", "magnitude", "quota"
@@ -44,9 +46,11 @@ class Run(NamedTuple):
         return f"mpirun -n {self.ranks} {words}"
 
 
-def training(ranks: int, task: str, *options: str, steps: int, seeds: int, tuned: bool = True, points: int = 10) -> Run:
-    """Return a training. tuned: with a choice of rates, else with that of dense."""
-    rates = RATES[task] if tuned else (OF_DENSE[task],)
+def training(
+    ranks: int, task: str, *options: str, steps: int, seeds: int, rates: tuple[float, ...] = (), points: int = 10
+) -> Run:
+    """Return a training. rates: to choose from, by default those of the task."""
+    rates = rates or RATES[task]
     batch = ("--batch", "16") if task == "shakespeare" else ()
     counts = ("--steps", f"{steps}", "--seeds", f"{seeds}", "--points", f"{points}")
     return Run(("train", "--task", task, *options, *counts, *batch, "--rate", *map(str, rates)), ranks)
@@ -61,6 +65,8 @@ def e1() -> Iterator[Run]:
     """AdaComp on a convolutional network: the rate of compression by layer, and the accuracy."""
     for method in "dense", "adacomp":
         yield training(2, "images", "--methods", method, steps=1000, seeds=3)
+    for method in "dense", "adacomp":
+        yield training(2, "images", "--methods", method, steps=LONG, seeds=3, rates=(TAKEN["E1", method],))
 
 
 def e2() -> Iterator[Run]:
@@ -73,20 +79,24 @@ def e3() -> Iterator[Run]:
     """SIDCo's density over its target on three networks in training, steps 51 to 300."""
     for fit, task in product(FITS, RATES):
         for density in "0.01", "0.001":
-            yield training(2, task, *custom(fit, density), steps=300, seeds=3, tuned=False, points=1)
+            yield training(2, task, *custom(fit, density), steps=300, seeds=3, rates=(OF_DENSE[task],), points=1)
 
 
 def e4() -> Iterator[Run]:
     """SIDCo's overhead on captured gradients, and the time to a loss over slow links."""
     for task in RATES:
         captured = "--methods", "topk-allgather", "--density", "0.001", "--capture", CAPTURED.format(task)
-        yield training(2, task, *captured, "--capture-steps", "300", steps=300, seeds=1, tuned=False, points=1)
+        yield training(
+            2, task, *captured, "--capture-steps", "300", steps=300, seeds=1, rates=(OF_DENSE[task],), points=1
+        )
         for length in "1e6", "25e6":
             timed = "--length", length, "--densities", "0.001", "0.01", "--compressors", *TIMED
             yield Run(("bench", "compressors", "--captured", CAPTURED.format(task), *timed), 1)
     methods = "--methods", "dense", "topk-allgather", "dgc", "sidco", "--density", "0.01"
     for rate in "25mbit", "100mbit":
-        yield training(8, "images", *methods, steps=400, seeds=1, tuned=False, points=20)._replace(rate=rate)
+        yield training(8, "images", *methods, steps=400, seeds=1, rates=(OF_DENSE["images"],), points=20)._replace(
+            rate=rate
+        )
 
 
 def e5() -> Iterator[Run]:
@@ -105,6 +115,10 @@ def e6() -> Iterator[Run]:
         yield training(4, task, "--methods", "dense", steps=1000, seeds=seeds)
         for warm_up in (), ("--warm-up", *WARM_UP, *stage):
             yield training(4, task, "--methods", "gtopk", "--density", "0.001", *warm_up, steps=1000, seeds=seeds)
+    yield training(4, "images", "--methods", "dense", steps=LONG, seeds=2, rates=(TAKEN["E6", "dense"],))
+    for warm_up in (), ("--warm-up", *WARM_UP, *stage):
+        method = "--methods", "gtopk", "--density", "0.001", *warm_up
+        yield training(4, "images", *method, steps=LONG, seeds=2, rates=(TAKEN["E6", "gtopk"],))
 
 
 def e7() -> Iterator[Run]:
@@ -120,7 +134,7 @@ def e8() -> Iterator[Run]:
     for (task, ranks, seeds), selection in product((("digits", 4, 3), ("digits", 16, 2), ("images", 4, 2)), selections):
         collective = "allreduce-votes" if "votes" in selection else "allreduce"
         options = *custom(selection, "0.01"), "--collective", collective
-        yield training(ranks, task, *options, steps=300, seeds=seeds, tuned=False)
+        yield training(ranks, task, *options, steps=300, seeds=seeds, rates=(OF_DENSE[task],))
 
 
 def e9() -> Iterator[Run]:

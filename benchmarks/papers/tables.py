@@ -30,11 +30,14 @@ def final(row: Row) -> str:
 
 def adacomp(rows: Sequence[Row]) -> list[str]:
     """Return the rates by layer, the figure at the end and the bytes, of AdaComp beside dense."""
-    (dense,), (sparse,) = ([row for row in rows if row["name"] == name] for name in ("dense", "adacomp"))
-    rates = {name: np.mean(found) for name, found in layer_rates(sparse).items()}
-    heads = ["", "dense", "AdaComp", "dense bytes / these", *rates]
-    cells = [f"{dense['nbytes'] / sparse['nbytes']:.0f}", *(f"{rate:.0f}x" for rate in rates.values())]
-    return text(heads, [[sparse["task"], final(dense), final(sparse), *cells]])
+    lines, rates = [], dict[str, Any]()
+    for steps in different(rows, "steps"):
+        of_steps = {row["name"]: row for row in rows if row["steps"] == steps}
+        dense, sparse = of_steps["dense"], of_steps["adacomp"]
+        rates = {name: np.mean(found) for name, found in layer_rates(sparse).items()}
+        cells = [f"{dense['nbytes'] / sparse['nbytes']:.0f}", *(f"{rate:.0f}x" for rate in rates.values())]
+        lines.append([sparse["task"], f"{steps}", final(dense), final(sparse), *cells])
+    return text(["", "steps", "dense", "AdaComp", "dense bytes / these", *rates], lines)
 
 
 def densities(rows: Sequence[Row]) -> list[str]:
@@ -97,8 +100,9 @@ def warm_up(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         name = row["name"] + (", warm-up" if row["warm_up"] else "")
-        lines.append([row["task"], name, f"{row['rate']:g}", final(row), f"{curve(row, LOSS)[1][-1]:.4f}"])
-    return text(["", "method", "rate", "test accuracy, %", "training loss"], lines)
+        about = [row["task"], f"{row['steps']}", name, f"{row['rate']:g}"]
+        lines.append([*about, final(row), f"{curve(row, LOSS)[1][-1]:.4f}"])
+    return text(["", "steps", "method", "rate", "test accuracy, %", "training loss"], lines)
 
 
 def scaling(rows: Sequence[Row]) -> list[str]:
