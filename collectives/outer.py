@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from collectives.agreement import check_same, gather_objects
 from collectives.exchange import GradientExchange
+from collectives.runtime import staging
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy, to_values
 from mpicomp.compressors.common import check_number
@@ -371,6 +372,7 @@ class OuterLoop:
             if self.rate:
                 each.move(mean, self.rate, self.momentum, nesterov=self.nesterov)
             each.go_on(progress=progress)
+        staging.complete(each.tensors[0].xp for each in self._replicas)
         if not self.rate:
             self.exchange.reset()
         self.rounds += 1

@@ -57,10 +57,10 @@ def to_array(array: Any) -> Array:
         return np.asarray(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
+    if hasattr(array, "__dlpack_device__"):  # first: CuPy's stream then waits for the one that computes the array
+        return _from_dlpack(array)
     if hasattr(array, "__cuda_array_interface__"):
         return _on_current_device(_import_cupy(array).asarray(array))  # type: ignore[no-any-return]
-    if hasattr(array, "__dlpack_device__"):
-        return _from_dlpack(array)
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
     hint = "use its to_dense()" if hasattr(array, "to_dense") else "NumPy, CuPy, or one that supports DLPack"

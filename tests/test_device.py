@@ -190,6 +190,10 @@ def test_another_librarys_array_on_the_device(cupy, monkeypatch):
         def __dlpack_device__(self):
             return 2, 0
 
+        @property
+        def __cuda_array_interface__(self):
+            pytest.fail("this protocol waits for no stream")
+
     import sys
     from types import SimpleNamespace
 

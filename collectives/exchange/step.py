@@ -18,6 +18,7 @@ import numpy as np
 from collectives.agreement import agree_to_keep, note_failure
 from collectives.dense import dense_iallreduce
 from collectives.exchange.flight import OPERATION, Collectives, Flight
+from collectives.runtime import staging
 from collectives.runtime.link import traffic
 from mpicomp.arrays import check_apart
 from mpicomp.bucket import Bucket, restore
@@ -79,13 +80,20 @@ class Step:
             del error
 
     def commit(self) -> dict[str, Any]:
-        """Keep the entries that were not sent, and return the results by name."""
-        return {name: mean for flight in self.flights for name, mean in flight.commit().items()}
+        """Keep the entries that were not sent, and return the results by name, complete on any stream of a device."""
+        results = {name: mean for flight in self.flights for name, mean in flight.commit().items()}
+        self._complete()
+        return results
 
     def skip(self, *, sparse: bool) -> dict[str, Any]:
         """Return the results of a step that all ranks skip, by name."""
         check_apart([array for flight in self.flights for array in flight.written])
-        return {name: mean for flight in self.flights for name, mean in flight.skip(sparse=sparse).items()}
+        results = {name: mean for flight in self.flights for name, mean in flight.skip(sparse=sparse).items()}
+        self._complete()
+        return results
+
+    def _complete(self) -> None:
+        staging.complete(flight.bucket.tensors[0].xp for flight in self.flights)
 
     def snapshots(self) -> list[Any]:
         """Return the compressors' attributes before the step."""

@@ -6,9 +6,10 @@ Messages above 8 MiB are sent in pieces: one is on the network while the next on
 CuPy's pool, which keeps it for the next message.
 
 MPI ignores streams and accesses memory at once. So this module, and no other one, synchronises CuPy's current stream
-before it passes a buffer to MPI.
+before it passes a buffer to MPI, and before a step returns arrays that the caller uses on streams of its own.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,12 @@ class DeviceArrival(Arrival):
 
     def wait_for_copy(self) -> None:
         """Wait until the pinned memory may be used for another message."""
+        _stream().synchronize()
+
+
+def complete(namespaces: Iterable[Any]) -> None:
+    """Wait for what was queued on the stream if one of the modules that made the arrays is CuPy."""
+    if any(each is not np for each in namespaces):
         _stream().synchronize()
 
 

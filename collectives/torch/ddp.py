@@ -121,7 +121,7 @@ class DDPHandle(Handle):
         if not self._buckets:
             self._read_scale()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
-        taken = _Bucket(torch.futures.Future(), bucket.buffer(), parts)
+        taken = _Bucket(_future(bucket.buffer()), bucket.buffer(), parts)
         self._buckets.append(taken)
         if self._scale != 1:
             taken.buffer.div_(self._scale)
@@ -207,6 +207,11 @@ class DDPHandle(Handle):
         if limit < norm < math.inf:  # what is not finite is left for the exchange to find
             for bucket in buckets:
                 bucket.buffer.mul_(limit / norm)
+
+
+def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future for a bucket's means; torch refuses a result on a device that the future does not name."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
 def _bucket_hook(state: DDPHandle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

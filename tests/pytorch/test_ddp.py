@@ -3,6 +3,7 @@
 import io
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -372,6 +373,15 @@ def test_a_state_of_a_loop_over_the_wrapped_model_is_taken(world):
     assert torch.count_nonzero(loaded.state_dict()["b/feedback.residual"])
     with pytest.raises(ValueError, match="expected"):
         loaded.load_state_dict({"other/feedback.residual": torch.zeros(3)})
+
+
+def test_a_future_for_a_bucket_on_a_device_names_the_device(monkeypatch):
+    """Torch refuses a result on a device that the future does not name: there is none here, so its argument is seen."""
+    from collectives.torch import ddp
+
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: devices)
+    assert ddp._future(SimpleNamespace(is_cuda=True, device="cuda:1")) == ["cuda:1"]
+    assert ddp._future(torch.zeros(3)) is None
 
 
 def test_text_and_numbers_of_a_state_survive():
