@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from textwrap import fill
 
 from mpicomp_bench.advice import (
     ALONE,
@@ -20,15 +21,19 @@ from mpicomp_bench.advice import (
 )
 from mpicomp_bench.output import Column, figure, show, text
 
-NOT_MEASURED = """\
-Not measured above 1 Gbit/s, never on a GPU: predictions only. Keep dense or 16-bit sums unless your own trial says
-otherwise."""
+WIDTH = 118  # of lines
+NOT_MEASURED = (
+    "Not measured above 1 Gbit/s, never on a GPU: predictions only. Keep dense or 16-bit sums unless your own trial "
+    "says otherwise."
+)
+OTHER_RANKS = (
+    "Warning: steps are of {ranks} ranks and {parameters:.2g} parameters; with {yours} ranks they may be more."
+)
+OVERLAPS = (
+    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
+    "behind the backward pass as far as possible, {take} {seconds:.3g} s. Time both."
+)
 ON_IMAGES = "In the basis small image models end 2 to 3 points behind (docs/accuracy.md): take bits=4 there."
-OTHER_RANKS = """\
-Warning: steps were measured with {ranks} ranks and {parameters:.2g} parameters; with {yours} ranks they may be more."""
-OVERLAPS = """\
-Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden behind
-the backward pass as far as possible, {take} {seconds:.3g} s. Time both."""
 COLUMNS: list[Column] = [
     ("", "<29", text("method")),
     ("seconds a step", ">14", figure("step", ".3f")),
@@ -72,8 +77,17 @@ def answer(rows: list[Row], training: Training) -> str:
         return f"Keep: {DENSE} sums inside one node"
     if take == ALONE:
         return f"Train on one machine: {ALONE} accumulates {training.nodes} batches in each step, exactly dense"
-    simpler = f" (nothing measured is {PAYS:g} times as fast)" if training.is_measured else ""
-    return f"Keep: {take}{simpler}" if take in (DENSE, SIXTEEN) else f"Take: {take}"
+    if take in (DENSE, SIXTEEN):
+        return f"Keep: {take}" + f" (nothing measured is {PAYS:g} times as fast)" * training.is_measured
+    other, times = over_others(rows, take)
+    return f"Take: {take}; as predicted {times:.2g} times as fast as {other}"
+
+
+def over_others(rows: list[Row], take: str) -> tuple[str, float]:
+    """Return the fastest other of PyTorch's methods and one node alone, and its time over that of a method."""
+    seconds = {each["method"]: each["seconds"] for each in rows}
+    other = next(name for name in seconds if name in (*THEIRS, ALONE) and name != take)
+    return other, seconds[other] / seconds[take]
 
 
 def others(rows: list[Row], training: Training) -> list[tuple[str, str]]:
@@ -90,7 +104,7 @@ def report(training: Training) -> str:
     rows, table = ranked(training), StringIO()
     show(rows, COLUMNS, table)
     take = recommended(rows, training)
-    parts = [*conditions(rows, training), answer(rows, training) + "\n", table.getvalue()]
+    parts = [*(fill(each, WIDTH) for each in conditions(rows, training)), answer(rows, training), "", table.getvalue()]
     parts += [f"{when}: {name}\n\n{lines_of(name)}" for when, name in [("Lines", take), *others(rows, training)]]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
     return "\n".join([*parts, BASIS.format(**{**measured(), **counts}, memory=training.memory / 1e9)])

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measure what a rank computes in an exchange of each method: compression, residual, result.
 
-    export MPICOMP_THREADS=1 OMP_NUM_THREADS=1
-    python benchmarks/every_step/passes.py --json docs/results/passes.json  # an idle machine; rows that are missing
+    MPICOMP_THREADS=1 OMP_NUM_THREADS=1 python benchmarks/every_step/passes.py --json docs/results/passes.json
+
+On an idle machine; the file is kept, and methods that are missing in it are measured.
 
 One rank alone on one core, so that no messages are sent. The unit is a read of the vector at the memory rate of
 `mpicomp explain --train`. PowerSGD is that of the simulation, in NumPy, on square matrices of up to 512 rows.
