@@ -15,8 +15,8 @@ from collectives.choice.links import NETWORKS, Links, links_of
 from collectives.choice.predictions import Taken, constants_of, predicted, upper
 from collectives.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
-from mpicomp_bench import advice
-from mpicomp_bench.advice import MEMORY
+from mpicomp_bench import answer
+from mpicomp_bench.advice import MEMORY, Training
 from mpicomp_bench.bounds import least_nbytes
 from mpicomp_bench.files import look
 from mpicomp_bench.network import Network
@@ -31,9 +31,10 @@ shared by all of them. The bytes of gTop-k's tree include those that rank 0 rece
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
 keeps the residual and writes the mean, and smaller again for a training step (--step).
 
---train asks one question: which method trains the fastest over these links? It ranks dense sums, 16
-bits, few bits, coefficients in a basis, Top-k and local steps by the predicted time for the
-progress of a dense step, and prints the lines of Python to copy. The steps were measured.
+--train asks one question: which method trains the fastest over these links? It ranks one node alone,
+dense sums, 16 bits, PowerSGD, few bits, coefficients in a basis, Top-k and local steps by the
+predicted time for the progress of a dense step, and prints the lines for PyTorch. The steps were
+measured; above 1 Gbit/s and on GPUs nothing was, and it recommends none of its own methods there.
 """
 
 EXAMPLES = """\
@@ -91,7 +92,10 @@ def add_to(commands: Any) -> None:
         "--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)"
     )
     explain.add_argument(
-        "--delay", type=delay, metavar="T", help="of a message between nodes, such as 5ms (that of the network)"
+        "--delay",
+        type=delay,
+        metavar="T",
+        help="one way between nodes, half of a ping, such as 5ms (that of the network)",
     )
     explain.add_argument("--json", action="store_true", help="print JSON (a table)")
     training = explain.add_argument_group("which method trains the fastest, with --step")
@@ -102,7 +106,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="of the model (required with --train)",
     )
-    about = "GB a second that a rank reads and writes: a core 15, a GPU 1000 (%(default)s)"
+    about = "GB a second that a rank reads and writes: a core 15, a socket 100, a GPU 1000 (%(default)s)"
     training.add_argument("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
 
 
@@ -157,15 +161,10 @@ def refused(options: argparse.Namespace) -> str | None:
 
 
 def advise(options: argparse.Namespace, out: TextIO) -> int:
-    """Print the methods of training, the fastest first."""
+    """Print which method of training to take, and all of them, the fastest first."""
     about = options.ranks, options.parameters, options.step, options.network, options.per_node
-    rows = advice.ranked(*about, memory=1e9 * options.memory)
-    if options.json:
-        take = advice.recommended(rows)
-        found = {"take": take, "lines": advice.lines_of(take), "rests_on": advice.measured(), "rows": rows}
-        out.write(json.dumps(found, indent=1) + "\n")
-    else:
-        out.write(advice.report(rows, 1e9 * options.memory))
+    training = Training(*about, memory=1e9 * options.memory)
+    out.write(answer.as_json(training) if options.json else answer.report(training))
     return 0
 
 

@@ -23,6 +23,7 @@ TRAININGS = {  # methods of `mpicomp explain --train`, and their trainings in th
     "few-bits-4": "bits:bits=4",
     "in-basis": "coefficients:form=two_bit",
     "topk": "topk:density=0.01",
+    "powersgd": "powersgd:rank=8",
     "local-5": "local:every=5,message=two_bit",
     "local-10": "local:every=10,message=two_bit",
 }
@@ -67,7 +68,7 @@ def condensed() -> dict[str, Any]:
         best = rows_at_best_rate(own)
         tried = sum(row["seed"] == SEED for row in own)
         about = {"learning_rate": best[0]["rate"], "trials": tried, "seeds": len(best)}
-        methods[name] = {**about, "loss": float(np.mean([row["loss"] for row in best]))}
+        methods[name] = {**about, **{key: float(np.mean([row[key] for row in best])) for key in ("loss", "bits")}}
         methods[name]["steps"] = round(steps_for_dense(best, dense), 3)
     reads = {row["method"]: round(row["reads"], 1) for row in passes["rows"]}
     about = {"steps": STEPS, "parameters": dense[0]["parameters"], "ranks": dense[0]["ranks"]}

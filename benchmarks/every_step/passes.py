@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 """Measure what a rank computes in an exchange of each method: compression, residual, result.
 
-    MPICOMP_THREADS=1 python benchmarks/every_step/passes.py --json docs/results/passes.json  # an idle machine
+    MPICOMP_THREADS=1 OMP_NUM_THREADS=1 python benchmarks/every_step/passes.py --json docs/results/passes.json
+
+On an idle machine; the file is kept, and methods that are missing in it are measured.
 
 One rank alone on one core, so that no messages are sent. The unit is a read of the vector at the memory rate of
-`mpicomp explain --train`.
+`mpicomp explain --train`. PowerSGD is that of the simulation, in NumPy, on square matrices of up to 512 rows.
 """
 
 import argparse
+import json
+import math
 import sys
 from functools import partial
 
 import numpy as np
+from means import Floats, PowerSgd
 from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop
@@ -52,6 +57,15 @@ def round_of_local_steps(length: int) -> Call:
     return call
 
 
+def powersgd(gradient: Floats) -> Call:
+    """Return a mean by PowerSGD of rank 8."""
+    side = min(512, math.isqrt(gradient.size))
+    matrices = gradient.size // side**2
+    method = PowerSgd(8, dense_steps=0)
+    method.start([(side, side)] * matrices, 1)
+    return partial(method.mean, [gradient[: matrices * side**2]])
+
+
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +78,9 @@ def main() -> int:
     gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
     out = np.empty_like(gradient)
     calls: dict[str, Call] = {name: partial(each, gradient, out=out) for name, each in exchanges().items()}
-    calls["local"] = round_of_local_steps(options.length)
+    calls |= {"local": round_of_local_steps(options.length), "powersgd": powersgd(gradient)}
+    done = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    calls = {name: call for name, call in calls.items() if name not in {row["method"] for row in done}}
     read = read_once(gradient)
     found: list[Row] = compare(calls, {"copy": partial(np.copyto, out, gradient)}, options.repeats, floor=read)
     unit = gradient.nbytes / MEMORY
@@ -72,7 +88,7 @@ def main() -> int:
     for row in rows:
         print(f"{row['method']:12} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
     about = {**machine(), "length": options.length}
-    return write(options, json=lambda file: file.write_text(as_json(rows, about)))
+    return write(options, json=lambda file: file.write_text(as_json([*done, *rows], about)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Case:
 
     overlap: of the supports, see the module. value_nbytes: bytes of an entry's values in memory. bits: bits of an
     entry's values as coded; None for float values that were selected by magnitude. coded: the codec is `smallest`, as
-    between nodes; else `quick`. crowding: ranks that share a core, at least 1.
+    between nodes; else `quick`. crowding: ranks that share a core; below 1 in predictions of ranks of several cores.
     """
 
     ranks: int

@@ -64,9 +64,12 @@ NETWORKS = {
 
 
 def inside(crowding: float) -> Cost:
-    """Return the constants (see `formulas.seconds`) of messages inside a node. crowding: ranks that share a core."""
+    """Return the constants (see `formulas.seconds`) of messages inside a node.
+
+    crowding: ranks that share a core; below 1 a rank copies and adds so much faster than one core, as a GPU does.
+    """
     if crowding <= 1:
-        return OWN_LATENCY + LATENCY_INSIDE, MESSAGE, BYTE_INSIDE, MERGED
+        return OWN_LATENCY + LATENCY_INSIDE, MESSAGE, BYTE_INSIDE * crowding, MERGED * crowding
     return SWITCH * crowding, SWITCH / 2 * crowding, BYTE_INSIDE * crowding, MERGED * crowding
 
 

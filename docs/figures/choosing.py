@@ -12,7 +12,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,14 @@ from losses import STEPS, rows_at_best_rate
 
 from collectives.choice.formulas import Case
 from collectives.choice.links import NETWORKS, Links, links_of
-from mpicomp_bench import advice, explain
+from mpicomp_bench import advice, answer, explain
 
 PAGE = ROOT / "docs" / "choosing.md"
 GPU = 1e12  # bytes a second that it reads and writes
 LINKS = [("20mbit", "20 Mbit/s"), ("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 LINKS += [("100gbit", "100 Gbit/s")]
 LATE = 10e-3  # seconds of a message
-RATES = np.geomspace(1e7, 2e11, 50)  # bits a second
+RATES = np.geomspace(1e7, 1e10, 40)  # bits a second
 EXCHANGES = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 RANKS = 8, 64
 LENGTH = 25_000_000
@@ -44,26 +44,11 @@ METHODS = {  # how the pages call them: the operation, the algorithm and the den
 OTHERS = "dense, 32 bits", "dense, 16 bits", "`bits=4`"  # with which each method is compared by link rate
 LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent
 
-
-class Training(NamedTuple):
-    """A training to predict: parameters, ranks, seconds of computing a step, bytes a second of a rank's memory."""
-
-    about: str
-    parameters: int
-    ranks: int
-    computing: float
-    memory: float
-
-    def ranked(self, links: Links) -> list[Any]:
-        """Return the rows of `mpicomp explain --train`."""
-        return advice.ranked(self.ranks, self.parameters, self.computing, links, memory=self.memory)
-
-
-TRAININGS = [
-    Training("3e6 parameters, 4 ranks, 0.16 s, cores", 3_000_000, 4, 0.16, advice.MEMORY),
-    Training("1e8 parameters, 16 ranks, 0.2 s, GPUs", 100_000_000, 16, 0.2, GPU),
-    Training("1e9 parameters, 64 ranks, 1 s, GPUs", 1_000_000_000, 64, 1.0, GPU),
-]
+TRAININGS = {  # parameters, ranks, seconds of computing a step, bytes a second of a rank's memory
+    "3e6 parameters, 4 ranks, 0.16 s, cores": (3_000_000, 4, 0.16, advice.MEMORY),
+    "2.5e7 parameters, 8 ranks, 0.3 s, cores": (25_000_000, 8, 0.3, advice.MEMORY),
+    "1e8 parameters, 16 ranks, 0.2 s, GPUs": (100_000_000, 16, 0.2, GPU),
+}
 SHOWN = {  # of the simulation
     "adamw": "dense, AdamW",
     "lion": "dense, Lion",
@@ -85,14 +70,15 @@ def draw_chart() -> None:
     from mpicomp_bench.output import draw
 
     panels = []
-    training = TRAININGS[1]
-    for delay, about in (20e-6, "20 us"), (LATE, "10 ms"):
-        rows = [training.ranked(Links(delay, links_of(f"{rate / 1e3:.0f}kbit").rate)) for rate in RATES]
-        lines = []
-        for method in advice.METHODS:
-            gains = [row["gain"] for found in rows for row in found if row["method"] == method.about]
-            lines.append({"label": method.about, "x": RATES, "y": gains, "markevery": 7})
-        panel = {"title": f"{training.about}; {about} a message", "xscale": "log", "yscale": "log"}
+    about = next(iter(TRAININGS))
+    for delay, late in (20e-6, "20 us"), (LATE, "10 ms, never measured,"):
+        links = [Links(delay, links_of(f"{rate / 1e3:.0f}kbit").rate) for rate in RATES]
+        gains: dict[str, list[float]] = {}
+        for row in [row for each in links for row in advice.ranked(training(about, each))]:
+            gains.setdefault(row["method"], []).append(row["gain"])
+        lines = [{"label": name, "x": RATES, "y": each, "markevery": 7} for name, each in sorted(gains.items())]
+        marks = [(1e9, "above: never measured", advice.DENSE)]
+        panel = {"title": f"{about}; {late} a message", "xscale": "log", "yscale": "log", "marks": marks}
         panels.append({"lines": lines, "xlabel": "bit/s of a link", "ylabel": "time of dense / time", **panel})
     draw([panels], target("choosing"))
 
@@ -115,20 +101,41 @@ def draw_losses() -> None:
     draw([[{"lines": lines, **panel}]], target("loss_steps"))
 
 
+def training(about: str, links: Links) -> advice.Training:
+    """Return one of the trainings over links."""
+    parameters, ranks, computing, memory = TRAININGS[about]
+    return advice.Training(ranks, parameters, computing, links, memory=memory)
+
+
 def table() -> list[str]:
     """Return the lines of the table: what to take, and how many times as fast as dense it is."""
-    lines = [["link", *(training.about for training in TRAININGS)], ["---"] * (1 + len(TRAININGS))]
+    heads = [about + ": predicted only" * (memory >= advice.GPU) for about, (*_, memory) in TRAININGS.items()]
+    lines = [["link", *heads], ["---"] * (1 + len(heads))]
     for network, link in LINKS:
+        if links_of(network).rate > advice.FASTEST:
+            lines.append([link, *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"] * len(heads)])
+            continue
         for late in (False, True):
             links = replace(links_of(network), latency=LATE) if late else links_of(network)
-            cells = [link + ", 10 ms" * late]
-            for training in TRAININGS:
-                rows = training.ranked(links)
-                taken = advice.recommended(rows)
-                gain = next(row["gain"] for row in rows if row["method"] == taken)
-                cells.append(f"{taken}: {gain:.2g}x" if gain != 1 else taken)
-            lines.append(cells)
+            cells = [cell(training(about, links)) for about in TRAININGS]
+            lines.append([link + ", 10 ms" * late, *cells])
     return lined(lines)
+
+
+def cell(asked: advice.Training) -> str:
+    """Return what `mpicomp explain --train` takes, and the times of dense and of the fastest other over its own.
+
+    With a star if it only leads where PyTorch's sums do not overlap.
+    """
+    rows = advice.ranked(asked)
+    taken = advice.recommended(rows, asked)
+    gains = {row["method"]: f"{row['gain']:.2g}x" for row in rows}
+    star = "\\*" * any(said.startswith("Only where") for said in answer.conditions(rows, asked))
+    if not asked.is_measured:
+        first = rows[0]["method"]
+        return f"{taken}: {gains[taken]}" + f" (not tried: {first}, {gains[first]})" * (first != taken)
+    _, times = answer.over_others(rows, taken)
+    return f"{taken}: {gains[taken]}, {times:.2g}x{star}"
 
 
 def predicted(links: Links, ranks: int) -> dict[str, float]:

@@ -1,0 +1,123 @@
+"""The answer of `mpicomp explain --train`: what to take and on what condition, its lines, the ranking, the basis."""
+
+import json
+from io import StringIO
+from textwrap import fill
+
+from mpicomp_bench.advice import (
+    ALONE,
+    DENSE,
+    IN_BASIS,
+    PAYS,
+    SIXTEEN,
+    THEIRS,
+    Row,
+    Training,
+    fastest,
+    lines_of,
+    measured,
+    ranked,
+    recommended,
+)
+from mpicomp_bench.output import Column, figure, show, text
+
+WIDTH = 118  # of lines
+NOT_MEASURED = (
+    "Not measured above 1 Gbit/s, never on a GPU: predictions only. Keep dense or 16-bit sums unless your own trial "
+    "says otherwise."
+)
+OTHER_RANKS = (
+    "Warning: steps are of {ranks} ranks and {parameters:.2g} parameters; with {yours} ranks they may be more."
+)
+OVERLAPS = (
+    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
+    "behind the backward pass as far as possible, {take} {seconds:.3g} s. Time both."
+)
+ON_IMAGES = "In the basis small image models end 2 to 3 points behind (docs/accuracy.md): take bits=4 there."
+COLUMNS: list[Column] = [
+    ("", "<29", text("method")),
+    ("seconds a step", ">14", figure("step", ".3f")),
+    ("compression", ">11", figure("compression", ".3f")),
+    ("messages", ">8", figure("messages", ".3f")),
+    ("steps", ">5", figure("steps", ".2f")),
+    ("seconds x steps", ">15", figure("seconds", ".3f")),
+    ("overlapped", ">10", figure("overlapped", ".3f")),
+    ("faster than dense", ">17", figure("gain", ".2f", unit="x")),
+    ("rate", ">5", figure("rate", ".2g", unit="x")),
+]
+BASIS = """\
+seconds a step: computing (--step) + compression + messages. steps: for the progress of a dense step; fewer than 1 count
+as 1. overlapped: the least, if DistributedDataParallel hides its sums behind the backward pass; ours do not count as
+hidden. rate: the tuned learning rate over that of dense.
+Measured: steps, on {ranks} ranks, {parameters:.2g} parameters, {steps} steps at a constant rate, {seeds} seeds, best
+of {trials} rates; compression, on one core; here at {memory:g} GB/s (--memory). Predicted: messages, by the formulas of
+algorithm="auto"; dense sums by the faster of a ring over all ranks and one over nodes. Longer trainings, larger models
+and other optimisers may rank otherwise: compare the losses of the first two in a short training of your own.
+"""
+
+
+def conditions(rows: list[Row], training: Training) -> list[str]:
+    """Return what to know before what is recommended: first whether anything like it was measured."""
+    take = recommended(rows, training)
+    said = [] if training.is_measured else [NOT_MEASURED]
+    if training.ranks not in (1, measured()["ranks"]):
+        said.append(OTHER_RANKS.format(**measured(), yours=training.ranks))
+    own = next(each["seconds"] for each in rows if each["method"] == take)
+    rival = min((each for each in rows if each["overlapped"]), key=lambda each: each["overlapped"])
+    if take not in THEIRS and own * PAYS > rival["overlapped"]:
+        about = {"rival": rival["method"], "least": rival["overlapped"], "take": take, "seconds": own}
+        said.append(OVERLAPS.format(**about))
+    return [*said, ON_IMAGES] if take == IN_BASIS else said
+
+
+def answer(rows: list[Row], training: Training) -> str:
+    """Return what to take, in a line."""
+    take = recommended(rows, training)
+    if training.nodes == 1:
+        return f"Keep: {DENSE} sums inside one node"
+    if take == ALONE:
+        return f"Train on one machine: {ALONE} accumulates {training.nodes} batches in each step, exactly dense"
+    if take in (DENSE, SIXTEEN):
+        return f"Keep: {take}" + f" (nothing measured is {PAYS:g} times as fast)" * training.is_measured
+    other, times = over_others(rows, take)
+    return f"Take: {take}; as predicted {times:.2g} times as fast as {other}"
+
+
+def over_others(rows: list[Row], take: str) -> tuple[str, float]:
+    """Return the fastest other of PyTorch's methods and one node alone, and its time over that of a method."""
+    seconds = {each["method"]: each["seconds"] for each in rows}
+    other = next(name for name in seconds if name in (*THEIRS, ALONE) and name != take)
+    return other, seconds[other] / seconds[take]
+
+
+def others(rows: list[Row], training: Training) -> list[tuple[str, str]]:
+    """Return when to use another method's lines, and that method."""
+    if recommended(rows, training) == IN_BASIS:
+        return [("To keep your optimiser", fastest(rows, IN_BASIS, ALONE))]
+    if training.nodes > 1 and not training.is_measured and rows[0]["method"] not in (*THEIRS, ALONE):
+        return [("For a trial of your own, the fastest as predicted", rows[0]["method"])]
+    return []
+
+
+def report(training: Training) -> str:
+    """Return conditions and answer, the table, the lines, and what all rests on."""
+    rows, table = ranked(training), StringIO()
+    show(rows, COLUMNS, table)
+    take = recommended(rows, training)
+    parts = [*(fill(each, WIDTH) for each in conditions(rows, training)), answer(rows, training), "", table.getvalue()]
+    parts += [f"{when}: {name}\n\n{lines_of(name)}" for when, name in [("Lines", take), *others(rows, training)]]
+    counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
+    return "\n".join([*parts, BASIS.format(**{**measured(), **counts}, memory=training.memory / 1e9)])
+
+
+def as_json(training: Training) -> str:
+    """Return the same as JSON."""
+    rows = ranked(training)
+    take = recommended(rows, training)
+    said = {"take": take, "answer": answer(rows, training), "conditions": conditions(rows, training)}
+    return json.dumps({**said, "lines": lines_of(take), "rests_on": measured(), "rows": rows}, indent=1) + "\n"
+
+
+def span(numbers: list[int]) -> str:
+    """Return the least and the largest number as text."""
+    return f"{min(numbers)} to {max(numbers)}"
