@@ -84,7 +84,7 @@ class OuterLoop:
         self,
         exchange: GradientExchange,
         parameters: Any,
-        every: int = 30,
+        every: int = 10,
         rate: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = False,

@@ -25,7 +25,7 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
     Raises ValueError if DistributedDataParallel or FSDP2 averages over ranks of the exchange: the gradients would be
     sent dense in every step, and the parameters averaged once more. The errors of `OuterLoop`.
 
-    >>> outer = outer_loop(network, exchange, every=30)
+    >>> outer = outer_loop(network, exchange, every=10)
     """
     parameters = dict(trainable(model))
     if isinstance(model, FSDPModule):

@@ -62,7 +62,7 @@ def test_the_script_of_the_page_runs_compressed_and_resumes(tmp_path):
 @pytest.mark.parametrize("launch", [TORCHRUN, LAUNCHED], ids=["torchrun", "mpirun"])
 def test_the_script_of_the_page_runs_with_another_launch_line_only(tmp_path, launch):
     script, _, more = page()
-    assert more == 6  # an empty one among them
+    assert more == 8  # an empty one among them
     (tmp_path / "train.py").write_text(script)
     losses(run(launch, tmp_path))
 
@@ -119,11 +119,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives import GradientExchange, OuterLoop
 from collectives.torch import outer_loop
-from mpicomp import ChunkedTopK, ErrorFeedback
+from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
 
 comm = MPI.COMM_WORLD
 dist.init_process_group("gloo")
-compressor, feedback = ChunkedTopK(k=8, chunk=256), ErrorFeedback(decay=0.95)
 
 
 def network():
@@ -162,6 +161,46 @@ def test_ddp_or_fsdp_inside_a_node_and_local_steps_between_nodes(tmp_path):
     done = run([*LAUNCHED[:2], "4", *LAUNCHED[3:]], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("same bits True, the loss fell True") == 8, done.stdout
+
+
+COMMON = """
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+data = [torch.ones(8, 64)] * 20
+
+
+def new_network():
+    torch.manual_seed(0)
+    return nn.Linear(64, 64)
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def check(exchange, optimizer):
+    before = model.module.weight.detach().clone()
+    loss_of(model, data[0]).backward()
+    optimizer.step()
+    assert exchange.steps == 1 and not torch.equal(model.module.weight, before)
+
+
+network = new_network()
+"""
+
+
+def test_the_lines_to_take_over_slow_links_train(tmp_path):
+    """Those of DDP are checked by one step each; the loop of local steps runs as it is."""
+    bits, basis, local = blocks((ROOT / "docs" / "slow_links.md").read_text())
+    bits = bits.replace("comm = MPI", COMMON + "comm = MPI").replace("attach(model, G", "handle = attach(model, G")
+    checked = bits + "check(handle.exchange, optimizer)\n", basis + "check(demo, optimizer)\n"
+    last = local + 'print(f"rounds: {outer.rounds}")\n'
+    (tmp_path / "train.py").write_text("network = new_network()\n".join([*checked, last]))
+    done = run(LAUNCHED, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("rounds: 2") == 2, done.stdout
 
 
 REPORT = """

@@ -1,6 +1,7 @@
 """The scripts under slurm/ run on a real Slurm, on 2 and 4 virtual nodes, started by mpirun and by srun."""
 
 import json
+import os
 import re
 import textwrap
 
@@ -92,6 +93,27 @@ def test_every_rank_has_a_gpu_of_its_own(cluster, launch):
     )
     assert state == "FAILED"
     assert "fewer GPUs than ranks" in printed
+
+
+def test_a_script_for_torchrun_has_a_rank_on_each_node_with_all_its_cores(cluster, launch):
+    """The script of torchrun's kind needs no PyTorch: it reads what torchrun sets."""
+    program = cluster.work / "torchrun.py"
+    program.write_text(
+        textwrap.dedent("""
+        import os
+        from mpi4py import MPI
+
+        names = "SLURMD_NODENAME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"
+        every = MPI.COMM_WORLD.gather(("-".join(os.environ[name] for name in names), len(os.sched_getaffinity(0))))
+        if every:
+            print("have", *sorted(own for own, _ in every), "cores", *{cores for _, cores in every})
+        """)
+    )
+    cores = min(2, os.cpu_count())
+    default = "" if launch.startswith("mpirun") else launch  # the script's own line, with its options
+    state, printed = cluster.ended(cluster.submit(default, f"--cpus-per-task={cores}", "torch.sbatch", program.name))
+    assert state == "COMPLETED", printed
+    assert f"have n1-0-0-2-{cores} n2-1-0-2-{cores} cores {os.cpu_count()}\n" in printed
 
 
 def test_a_training_that_is_told_to_stop_continues_bit_for_bit(cluster, launch, whole):
