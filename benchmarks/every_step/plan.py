@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from losses import SEED, STEPS
+from losses import LONG_STEPS, SEED, STEPS
 
 SCHEDULES = "constant", "linear"  # of the rate; linear: to zero at the last step
 
@@ -58,7 +58,6 @@ FIRST = (
     ("topk:density=0.01", 1e-3),
 )
 LONG = IN_BASIS, "bits:bits=4", "adamw", "lion"
-LONG_STEPS = 2000
 
 
 def plan() -> list[Training]:
