@@ -16,6 +16,7 @@ CHUNKS = {"k": 128, "chunk": 4096}  # of local-sparse: 3.1 %
 DECAY = 0.95
 IN_BASIS = 256  # the chunk of in-basis, and of its basis
 BITS_OF_LOCAL = 4  # of local-few-bits
+DILOCO = {"rate": 0.3, "momentum": 0.9, "nesterov": True}  # of local-nesterov: the best of three outer rates
 
 
 class Rate(NamedTuple):
@@ -31,7 +32,7 @@ RATES = {  # of kinds of methods of the GPT
     "few-bits": Rate(2e-3, 3),
     **dict.fromkeys(("topk", "powersgd"), Rate(2e-3, 3)),
     "lion": Rate(5e-4, 4),
-    **dict.fromkeys(("local-sparse", "local-few-bits", "local-dense", "local-topk"), Rate(1e-3, 3)),
+    **dict.fromkeys(("local-sparse", "local-few-bits", "local-dense", "local-topk", "local-nesterov"), Rate(1e-3, 3)),
 }
 TUNED = {  # the trainings of benchmarks/every_step from which rates are
     "dense": "adamw",
@@ -86,7 +87,7 @@ def exchanging(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | No
         trainer.average(kind, number, comm)
     if kind not in LOCAL:
         return None
-    momentum = {"rate": 0.7, "momentum": 0.9, "nesterov": True} if kind == "local-nesterov" else {}
+    momentum: Any = DILOCO if kind == "local-nesterov" else {}
     return OuterLoop(outer_exchange(kind, comm), trainer.arrays, every=int(number), **momentum)
 
 
