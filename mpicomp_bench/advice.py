@@ -117,9 +117,8 @@ def sixteen_bits(training: Training) -> float:
 def powersgd(training: Training) -> float:
     """Return the seconds of the sums of PowerSGD: two of factors, and one of what is no matrix."""
     sent = measured()["methods"]["powersgd"]["bits"] / measured()["methods"]["dense"]["bits"]
-    return dense(training._replace(parameters=round(sent * training.parameters))) + 2 * dense(
-        training._replace(parameters=1)
-    )
+    factors = max(1, round(sent * training.parameters))
+    return dense(training._replace(parameters=factors)) + 2 * dense(training._replace(parameters=1))
 
 
 def few_bits(bits: int) -> Callable[[Training], float]:
@@ -216,4 +215,4 @@ def lines_of(name: str) -> str:
     if name == ALONE:
         return recipes.ALONE
     method = next(method for method in METHODS if method.about == name)
-    return method.lines.format(rate=rate_of(method), every=method.every, bits=name[0])
+    return method.lines.format(rate=rate_of(method), every=method.every, bits=method.measured[-1])

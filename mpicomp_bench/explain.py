@@ -31,10 +31,10 @@ shared by all of them. The bytes of gTop-k's tree include those that rank 0 rece
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
 keeps the residual and writes the mean, and smaller again for a training step (--step).
 
---train asks one question: which method trains the fastest over these links? It ranks one node alone,
-dense sums, 16 bits, PowerSGD, few bits, coefficients in a basis, Top-k and local steps by the
-predicted time for the progress of a dense step, and prints the lines for PyTorch. The steps were
-measured; above 1 Gbit/s and on GPUs nothing was, and it recommends none of its own methods there.
+--train asks one question: which method trains the fastest over these links? It ranks one node
+alone, dense sums, 16 bits, PowerSGD, few bits, coefficients in a basis, Top-k and local steps by
+the predicted time for the progress of a dense step, and prints the lines for PyTorch. The steps
+were measured. Above 1 Gbit/s and on GPUs nothing was: there it recommends no method of its own.
 """
 
 EXAMPLES = """\
