@@ -6,7 +6,7 @@ allocated memory, and allocate only buffers of bounded size.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +16,6 @@ from mpicomp.arrays import Array, address, beside, check_apart, on_device, to_nu
 from mpicomp.feedback.base import wide
 from mpicomp.feedback.momentum_correction import euclidean_norm
 from mpicomp.tensors import DICT, Tensor, describe
-from mpicomp.threads import in_pieces
 from mpicomp.vector import SparseVector
 
 _PIECE = 2**18  # values: the arithmetic after the exchange allocates no more than this at once
@@ -58,7 +57,8 @@ class Replica:
         """Compute the pseudo-gradient, anchor - theta."""
         self.look()
         anchor = self._anchor_beside()
-        self._in_pieces(lambda span, theta: np.subtract(anchor[span], theta, out=self.delta[span]))
+        for span, theta in zip(self._spans, self._thetas, strict=True):
+            np.subtract(anchor[span], theta, out=self.delta[span])
         self.scales[:] = 1
 
     def norms(self) -> list[float]:
@@ -103,10 +103,11 @@ class Replica:
     def go_on(self, *, progress: bool) -> None:
         """Continue from the anchor, plus theta if that is the progress since the exchange started."""
         anchor = self._anchor_beside() if progress else self.anchor
-        if progress:
-            self._in_pieces(lambda span, theta: np.add(theta, anchor[span], out=theta))
-        else:
-            self._in_pieces(lambda span, theta: copy(anchor[span], theta))
+        for span, theta in zip(self._spans, self._thetas, strict=True):
+            if progress:
+                theta += anchor[span]
+            else:
+                copy(anchor[span], theta)
 
     def arrays(self, *, in_flight: bool) -> dict[str, Array]:
         """Return the arrays to save as "part/tensor", not copied: vectors, and the scales as numbers."""
@@ -117,21 +118,6 @@ class Replica:
         found = {f"{part}/{name}": array[span] for name, span in rows for part, array in vectors.items()}
         numbers = {f"scale/{name}": self.scales[place : place + 1].reshape(()) for place, name in enumerate(names)}
         return found | (numbers if in_flight else {})
-
-    def _in_pieces(self, work: Callable[[slice, Array], Any]) -> None:
-        """Call work(span, theta) for each tensor, or parts of it: its place in the vectors, and the parameters there.
-
-        Threads of the host share the vector, wherever it is divided into tensors.
-        """
-
-        def piece(start: int, end: int) -> None:
-            with np.errstate(all="ignore"):  # a setting of the thread
-                for span, theta in zip(self._spans, self._thetas, strict=True):
-                    first, last = max(span.start, start), min(span.stop, end)
-                    if first < last:
-                        work(slice(first, last), theta[first - span.start : last - span.start])
-
-        in_pieces(piece, self.delta.size, 1 if on_device(self.delta) else None)
 
     def _anchor_beside(self) -> Array:
         """Return the anchor on the parameters' device, copied to the pseudo-gradient's buffer if it is elsewhere."""
