@@ -181,7 +181,7 @@ def test_rows_of_another_sitting_have_a_row_alone_of_their_own(tmp_path, monkeyp
     monkeypatch.setattr(race, "testbed", lambda options, *arguments: ["true"])
     monkeypatch.setattr(race.metadata, "version", lambda name: "1.0")
     line = ["race.py", "--json", str(tmp_path / "race.json"), "--rates", "1gbit", "--seeds", "1", "--methods", "dense"]
-    for sitting, more in ("one", []), ("one", ["fp16"]), ("two", ["lion"]):
+    for sitting, more in ("one", []), ("one", ["fp16"]), ("two", ["lion"]), ("three", ["--again"]):
         monkeypatch.setattr(sys, "argv", [*line, *more, "--sitting", sitting])
         assert race.main() == 0
     methods = [(row["sitting"], row["method"], row["learning_rate"]) for row in asked]
@@ -191,6 +191,8 @@ def test_rows_of_another_sitting_have_a_row_alone_of_their_own(tmp_path, monkeyp
         ("one", "fp16", 2e-3),
         ("two", "alone", 1e-3),
         ("two", "lion", 5e-4),
+        ("three", "alone", 1e-3),
+        ("three", "dense", 2e-3),
     ]
 
 

@@ -69,6 +69,7 @@ def parsed() -> argparse.Namespace:
     add_list(parser, "--methods", None, "some of those in README.md ")
     about = "a name that its rows keep; each has a row alone (today's date)"
     add("--sitting", default=date.today().isoformat(), metavar="NAME", help=about)
+    add("--again", action="store_true", help="also measure what the file has of other sittings only")
     add("--name", default="race", help="of the testbed (%(default)s)")
     add("--json", type=new_file, required=True, metavar="FILE", help="the rows: read at the start, written after each")
     add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
@@ -137,9 +138,11 @@ def measured(row: Row, options: argparse.Namespace) -> Row | None:
 
 def race(rows: list[Row], options: argparse.Namespace) -> int:
     """Measure the rows that are missing, and write the file after each; return how many failed."""
-    present, failed = {*map(key, rows)}, 0
+    counted = [row for row in rows if not options.again or row["sitting"] == options.sitting]
+    present, failed = {*map(key, counted)}, 0
     missing = [row for row in wanted(options) if key(row) not in present]
-    if missing and options.sitting not in sittings(rows, options.model):
+    alone = ALONE, options.model, options.sitting
+    if missing and alone not in [(row["method"], row["model"], row["sitting"]) for row in [*rows, *missing]]:
         missing.insert(0, row_of(missing[0]["rate"], 0, ALONE, options))
     for rate in dict.fromkeys(row["rate"] for row in missing):
         with hosts(options, rate):

@@ -108,7 +108,7 @@ def line(method: str, own: Sequence[Row], target: float) -> list[str]:
     seconds, nbytes = (np.mean([reached(row, target, axis) for row in own]) for axis in (SECONDS, NBYTES))
     return [
         method,
-        f"{own[0]['learning_rate']:g} ({own[0]['trials']})",
+        f"{own[0]['learning_rate']:g} ({max(row['trials'] for row in own)})",
         str(len(own)),
         f"{1e3 * np.mean(ends[:, SECONDS] / ends[:, STEPS]):.0f}",
         f"{np.mean(ends[:, NBYTES] / ends[:, STEPS]) / 1e6:.3g}",
