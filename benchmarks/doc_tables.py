@@ -5,6 +5,7 @@
     RATES=1gbit SECONDS_A_PLACE=3 benchmarks/tables.sh choice && cp build/tables/choice.json docs/results
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
+    mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
     mpirun -n 4 mpicomp train ... --json docs/results/accuracy.json      # docs/accuracy.md has the whole line
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
@@ -157,6 +158,17 @@ def accuracy() -> list[str]:
     return table(heads, lines)
 
 
+def large() -> list[str]:
+    """Return the table of one exchange of a large gradient: bytes, and seconds over links and in shared memory."""
+    lines = []
+    for length in ("1e8", "5e7"):
+        links, memory = (loaded(f"large/{length}-{where}")["rows"] for where in ("1gbit", "memory"))
+        for over, inside in zip(links, memory, strict=True):
+            seconds = [f"{row['seconds']:.2f}" for row in (over, inside)]
+            lines.append([over["method"], length, f"{over['nbytes'] / 1e6:.3g}", *seconds])
+    return table(["method", "values", "MB sent", "8 hosts at 1 Gbit/s, s", "8 ranks in shared memory, s"], lines)
+
+
 def hook() -> list[str]:
     """Return the table of where the time of a step goes."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
@@ -190,6 +202,7 @@ TABLES = {
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),
         "threads": threads,
+        "large": large,
         "choice": choice,
     },
     "docs/slow_links.md": {"race": race},

@@ -2,7 +2,10 @@
 """Bytes and seconds of one exchange of a large model's gradient, method by method, over slow links.
 
     python benchmarks/testbed/testbed.py up 8 1gbit
-    python benchmarks/testbed/testbed.py run python -m mpi4py benchmarks/large.py --json docs/results/large.json
+    python benchmarks/testbed/testbed.py run python -m mpi4py benchmarks/large.py --methods dense "16 bits" "4 bits" \
+      "top-k 0.1 %" --json docs/results/large/1e8-1gbit.json
+    python benchmarks/testbed/testbed.py run python -m mpi4py benchmarks/large.py --methods dense "16 bits" \
+      "in a basis" "local steps" --length 5e7 --json docs/results/large/5e7-1gbit.json
     python benchmarks/testbed/testbed.py down
 
 Each method has the memory to itself: what it keeps is allocated before its turns, and freed after them. The first turn
@@ -10,9 +13,8 @@ compiles, connects and touches the memory, and is not counted. Seconds are those
 start; bytes are those that the busiest rank sends, as `collectives.traffic` counts them. MPI's own sums, which are not
 counted, have their least bytes.
 
-The hosts of a testbed share the cores of one machine. What the exchange takes of them, without links, is
-
-    mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large-memory.json
+The hosts of a testbed share the cores of one machine. What an exchange takes of them, without links, is in
+1e8-memory.json and 5e7-memory.json: the same by `mpirun -n 8 python -m mpi4py benchmarks/large.py`.
 """
 
 import argparse

@@ -25,6 +25,12 @@ def different(rows: Iterable[Row], name: str) -> list[Any]:
     return list(dict.fromkeys(row[name] for row in rows))
 
 
+def longest(rows: Sequence[Row], task: str) -> list[Row]:
+    """Return the rows of the longest trainings of a task."""
+    steps = max(row["steps"] for row in rows if row["task"] == task)
+    return [row for row in rows if (row["task"], row["steps"]) == (task, steps)]
+
+
 def curve(row: Row, axis: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps, and the mean over the trainings of what a point of the curve has, from the `first` point on."""
     points = np.array([each["curve"][first:] for each in row["trainings"]], float)
@@ -44,7 +50,8 @@ def bits_of(layer: str) -> int:
 
 def adacomp(rows: Sequence[Row], path: Path) -> None:
     """Draw the rates by layer, and the curves beside dense."""
-    (dense,), (sparse,) = ([row for row in rows if row["name"] == name] for name in ("dense", "adacomp"))
+    of_names = {row["name"]: row for row in longest(rows, rows[0]["task"])}
+    dense, sparse = of_names["dense"], of_names["adacomp"]
     rates = layer_rates(sparse)
     means = [float(np.mean(found)) for found in rates.values()]
     errors = [[mean - min(found) for mean, found in zip(means, rates.values(), strict=True)],
@@ -137,7 +144,7 @@ def warm_up(rows: Sequence[Row], path: Path) -> None:
         for panels, axis, ylabel, scale in zip(
             grid, (FIGURE, LOSS), ("test accuracy, %", "training loss, nats"), ("linear", "log"), strict=True
         ):
-            own = [row for row in rows if row["task"] == task]
+            own = longest(rows, task)
             lines = [{"label": label(row), **dict(zip("xy", curve(row, axis), strict=True))} for row in own]
             limits = {"ylim": (70, 100)} if axis == FIGURE else {}
             panels.append(
