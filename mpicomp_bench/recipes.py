@@ -15,7 +15,7 @@ from collectives.torch import attach, init_process_group
 """
 MODEL = """
 comm = MPI.COMM_WORLD
-init_process_group(comm)  # in place of torch's function
+init_process_group(comm)  # or torch's own, under python -m collectives.torch
 model = DistributedDataParallel(network)
 """
 ADAMW = """\

@@ -316,7 +316,7 @@ def test_the_basis_comes_with_its_conditions_and_a_method_that_keeps_the_optimis
     race = ["--ranks=8", "--parameters=3.2e6", "--step=0.163", "--network=100mbit"]
     assert main([*TRAIN, *race]) == 0
     said = capsys.readouterr().out
-    assert f"Take: {advice.IN_BASIS}; as predicted 1.5 times as fast as {advice.POWERSGD}\n" in said
+    assert f"Take: {advice.IN_BASIS}; as predicted 1.5 times as fast as {advice.POWERSGD} (" in said
     assert "Warning: steps are of 4 ranks and 3.2e+06 parameters; with 8 ranks they may be more." in said
     assert "image models end 2 to 3 points behind (docs/accuracy.md): take bits=4" in said
     assert "To keep your optimiser: local steps, H = 10, two bits\n" in said
