@@ -32,7 +32,8 @@ RATES = {  # of kinds of methods of the GPT
     "few-bits": Rate(2e-3, 3),
     **dict.fromkeys(("topk", "powersgd"), Rate(2e-3, 3)),
     "lion": Rate(5e-4, 4),
-    **dict.fromkeys(("local-sparse", "local-few-bits", "local-dense", "local-topk", "local-nesterov"), Rate(1e-3, 3)),
+    **dict.fromkeys(("local-sparse", "local-dense", "local-topk", "local-nesterov"), Rate(1e-3, 3)),
+    "local-few-bits": Rate(2e-3, 3),
 }
 TUNED = {  # the trainings of benchmarks/every_step from which rates are
     "dense": "adamw",
@@ -42,6 +43,7 @@ TUNED = {  # the trainings of benchmarks/every_step from which rates are
     "topk": "topk:density=0.01",
     "lion": "lion",
     "local-sparse": "local:every=10,message=two_bit",
+    "local-few-bits": "local:every=10,message=bits4",
     "powersgd": "powersgd:rank=8",
 }
 RATE_OF_CHARACTERS = Rate(0.1)
