@@ -83,7 +83,8 @@ class Method(NamedTuple):
     def reads(self) -> float:
         """The reads of the vector that a step computes beside the training."""
         known = {DENSE: 0.0, SIXTEEN: CASTS}
-        name = "local" if self.every > 1 else self.measured
+        local = "local-few-bits" if self.lines == recipes.LOCAL_BITS else "local"
+        name = local if self.every > 1 else self.measured
         return (known[self.about] if self.about in known else float(measured()["reads"][name])) / self.every
 
 
@@ -154,6 +155,7 @@ METHODS = (
     Method("Top-k, 1 %", "topk", sparse(0.01), recipes.TOPK),
     Method("local steps, H = 5, two bits", "local-5", sparse(128 / 4096, 2), recipes.LOCAL, 5),
     Method("local steps, H = 10, two bits", "local-10", sparse(128 / 4096, 2), recipes.LOCAL, 10),
+    Method("local steps, H = 10, 4 bits", "local-10-few-bits", few_bits(4), recipes.LOCAL_BITS, 10),
 )
 
 

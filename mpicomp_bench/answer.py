@@ -7,6 +7,8 @@ from textwrap import fill
 from mpicomp_bench.advice import (
     ALONE,
     DENSE,
+    FASTEST,
+    GPU,
     IN_BASIS,
     PAYS,
     SIXTEEN,
@@ -26,6 +28,7 @@ NOT_MEASURED = (
     "Not measured above 1 Gbit/s, never on a GPU: predictions only. Keep dense or 16-bit sums unless your own trial "
     "says otherwise."
 )
+NEVER_ON_A_GPU = "Never measured on a GPU: what a method computes is predicted."
 OTHER_RANKS = (
     "Warning: steps are of {ranks} ranks and {parameters:.2g} parameters; with {yours} ranks they may be more."
 )
@@ -60,7 +63,8 @@ and other optimisers may rank otherwise: compare the losses of the first two in 
 def conditions(rows: list[Row], training: Training) -> list[str]:
     """Return what to know before what is recommended: first whether anything like it was measured."""
     take = recommended(rows, training)
-    said = [] if training.is_measured else [NOT_MEASURED]
+    on_gpu = [NEVER_ON_A_GPU] if training.memory >= GPU else []
+    said = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
     if training.ranks not in (1, measured()["ranks"]):
         said.append(OTHER_RANKS.format(**measured(), yours=training.ranks))
     own = next(each["seconds"] for each in rows if each["method"] == take)

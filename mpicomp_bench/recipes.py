@@ -39,22 +39,31 @@ TOPK = f"""\
 {MODEL}
 attach(model, GradientExchange(comm, TopK(density=0.01)))
 {ADAMW}"""
-LOCAL = """\
+OF_LOCAL = """\
 import torch
 from mpi4py import MPI
 
 from collectives import GradientExchange
 from collectives.torch import outer_loop
-from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
-
-comm = MPI.COMM_WORLD
-compressor = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit")
-exchange = GradientExchange(comm, compressor, ErrorFeedback(decay=0.95), average="contributors")
+"""
+ROUNDS = """\
 # the module without DistributedDataParallel, with the same parameters on all ranks
 outer = outer_loop(network, exchange, every={every})
 optimizer = torch.optim.AdamW(network.parameters(), {rate:g} * learning_rate)  # or yours
 outer.step()  # after each optimizer.step()
 """
+LOCAL = f"""\
+{OF_LOCAL}from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
+
+comm = MPI.COMM_WORLD
+compressor = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit")
+exchange = GradientExchange(comm, compressor, ErrorFeedback(decay=0.95), average="contributors")
+{ROUNDS}"""
+LOCAL_BITS = f"""\
+{OF_LOCAL}
+comm = MPI.COMM_WORLD
+exchange = GradientExchange(comm, bits=4)
+{ROUNDS}"""
 DENSE = """\
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +71,7 @@ model = DistributedDataParallel(network)  # as it is
 """
 SIXTEEN = f"""\
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-{DENSE}model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # or bf16_compress_hook
+{DENSE}model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # over NCCL bf16_compress_hook
 """
 POWERSGD = """\
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook

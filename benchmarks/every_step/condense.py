@@ -26,6 +26,7 @@ TRAININGS = {  # methods of `mpicomp explain --train`, and their trainings in th
     "powersgd": "powersgd:rank=8",
     "local-5": "local:every=5,message=two_bit",
     "local-10": "local:every=10,message=two_bit",
+    "local-10-few-bits": "local:every=10,message=bits4",
 }
 
 

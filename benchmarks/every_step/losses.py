@@ -22,6 +22,7 @@ MAIN = (  # of the summary
     "powersgd:rank=8",
     "local:every=5,message=two_bit",
     "local:every=10,message=two_bit",
+    "local:every=10,message=bits4",
     "diloco:every=10",
 )
 

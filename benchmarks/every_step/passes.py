@@ -42,10 +42,17 @@ def exchanges() -> dict[str, GradientExchange]:
     }
 
 
-def round_of_local_steps(length: int) -> Call:
+def outer_exchanges() -> dict[str, GradientExchange]:
+    """Return the exchanges of local steps."""
+    few = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit"), ErrorFeedback(decay=0.95)
+    return {
+        "local": GradientExchange(COMM, *few, average="contributors"),
+        "local-few-bits": GradientExchange(COMM, bits=4),
+    }
+
+
+def round_of_local_steps(exchange: GradientExchange, length: int) -> Call:
     """Return a round without its steps."""
-    compressor, feedback = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit"), ErrorFeedback(decay=0.95)
-    exchange = GradientExchange(COMM, compressor, feedback, average="contributors")
     parameters = np.zeros(length, np.float32)
     change = np.random.default_rng(1).standard_normal(length, np.float32)
     outer = OuterLoop(exchange, {"all": parameters}, every=1)
@@ -78,7 +85,8 @@ def main() -> int:
     gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
     out = np.empty_like(gradient)
     calls: dict[str, Call] = {name: partial(each, gradient, out=out) for name, each in exchanges().items()}
-    calls |= {"local": round_of_local_steps(options.length), "powersgd": powersgd(gradient)}
+    calls |= {name: round_of_local_steps(each, options.length) for name, each in outer_exchanges().items()}
+    calls |= {"powersgd": powersgd(gradient)}
     done = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     calls = {name: call for name, call in calls.items() if name not in {row["method"] for row in done}}
     read = read_once(gradient)

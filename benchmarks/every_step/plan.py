@@ -19,6 +19,7 @@ TRIED: dict[str, tuple[float, ...]] = {  # three rates for each method
 }
 TRIED_LATER = {
     "diloco:every=10": OUTER,
+    "local:every=10,message=bits4": RATES,
     "local:every=10,message=basis": RATES,
     "coefficients:basis=none": RATES,
     "coefficients:basis=Cosine": RATES,
@@ -43,7 +44,6 @@ CHANGES = (  # settings that are tried at one rate
     "bits:bits=2",
 )
 CHANGES_LATER = (
-    "local:every=10,message=bits4",
     "local:every=2,message=two_bit",
     "bits:bits=1",
 )

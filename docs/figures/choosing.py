@@ -59,6 +59,7 @@ SHOWN = {  # of the simulation
     "powersgd:rank=8": "PowerSGD, rank 8, AdamW",
     "local:every=5,message=two_bit": "local steps of AdamW, H = 5, two bits",
     "local:every=10,message=two_bit": "local steps of AdamW, H = 10, two bits",
+    "local:every=10,message=bits4": "local steps of AdamW, H = 10, 4 bits",
     "diloco:every=10": "DiLoCo, H = 10",
 }
 

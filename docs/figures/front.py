@@ -21,8 +21,9 @@ SHOWN = {
     "fp16": "PyTorch, fp16 hook",
     "powersgd-8": "PyTorch, PowerSGD hook, rank 8",
     "topk-0.01": "mpicomp, Top-k of every gradient",
-    "local-sparse-10": "mpicomp, an exchange every 10 steps",
     "few-bits-4": "mpicomp, 4 bits of every value",
+    "local-sparse-10": "mpicomp, an exchange every 10 steps, 3 %",
+    "local-few-bits-10": "mpicomp, an exchange every 10 steps, 4 bits",
     "in-basis-8-two-bit": "mpicomp, coefficients in a basis and signs, every step",
 }
 
