@@ -22,13 +22,13 @@ import gc
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives import GradientExchange, OuterLoop, traffic, warm_up
-from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard, Quantised, TopK
+from collectives import OuterLoop, traffic, warm_up
 from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 from mpicomp_bench.files import look, new_file, write
@@ -36,7 +36,9 @@ from mpicomp_bench.measuring import Contestant, Row, interleave, timed
 from mpicomp_bench.options import add_list, positive
 from mpicomp_bench.output import as_json
 
-EVERY = 10  # steps between two rounds of local steps
+sys.path.append(str(Path(__file__).resolve().parent / "race"))
+
+from methods import every_exchange, outer_exchange  # the exchanges of the race
 
 Array = np.ndarray[Any, Any]
 Call = Callable[[], Any]
@@ -54,28 +56,23 @@ def halves(gradient: Array, comm: Any) -> Call:
 
 def few_bits(gradient: Array, comm: Any) -> Call:
     """Average 4 bits of every value."""
-    return partial(GradientExchange(comm, bits=4), gradient, out=np.empty_like(gradient))
+    return partial(every_exchange("few-bits", 4, comm), gradient, out=np.empty_like(gradient))
 
 
 def in_basis(gradient: Array, comm: Any) -> Call:
     """Take the signs of the mean of 8 of each 256 coefficients, in two bits."""
-    compressor = Quantised(ChunkedTopK(k=8, chunk=256), "two_bit")
-    feedback, basis = ErrorFeedback(decay=0.999), Hadamard(chunk=256)
-    exchange = GradientExchange(comm, compressor, feedback, basis=basis, average="sign")
-    return partial(exchange, gradient, out=np.empty_like(gradient))
+    return partial(every_exchange("in-basis-two-bit", 8, comm), gradient, out=np.empty_like(gradient))
 
 
 def top_k(gradient: Array, comm: Any) -> Call:
     """Average the largest 0.1 %, as a sparse vector."""
-    return partial(GradientExchange(comm, TopK(density=0.001)), gradient, sparse=True)
+    return partial(every_exchange("topk", 0.001, comm), gradient, sparse=True)
 
 
 def local_steps(gradient: Array, comm: Any) -> Call:
     """Make the replicas equal, by 128 of each 4,096 differences in two bits."""
-    compressor = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit")
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(decay=0.95), average="contributors")
     parameters = np.zeros_like(gradient)
-    outer = OuterLoop(exchange, [parameters], every=1)
+    outer = OuterLoop(outer_exchange("local-sparse", comm), [parameters], every=1)
 
     def turn() -> None:
         np.add(parameters, gradient, out=parameters)

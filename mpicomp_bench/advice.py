@@ -83,8 +83,7 @@ class Method(NamedTuple):
     def reads(self) -> float:
         """The reads of the vector that a step computes beside the training."""
         known = {DENSE: 0.0, SIXTEEN: CASTS}
-        local = "local-few-bits" if self.lines == recipes.LOCAL_BITS else "local"
-        name = local if self.every > 1 else self.measured
+        name = self.measured.replace(f"-{self.every}", "")  # of a round, however many steps it has
         return (known[self.about] if self.about in known else float(measured()["reads"][name])) / self.every
 
 

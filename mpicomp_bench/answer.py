@@ -117,9 +117,11 @@ def report(training: Training) -> str:
     show(rows, COLUMNS, table)
     take = recommended(rows, training)
     parts = [*(fill(each, WIDTH) for each in conditions(rows, training)), answer(rows, training), "", table.getvalue()]
-    parts += [f"{when}: {name}\n\n{lines_of(name)}" for when, name in [("Lines", take), *others(rows, training)]]
+    printed = [("Lines", take), *others(rows, training)]
+    parts += [f"{when}: {name}\n\n{lines_of(name)}" for when, name in printed]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
-    parts.append(START)
+    if any(name not in (*THEIRS, ALONE) for _, name in printed):
+        parts.append(START)
     here = {"ranks_here": training.ranks, "per_node": training.per_node, "memory": training.memory / 1e9}
     return "\n".join([*parts, BASIS.format(**{**measured(), **counts}, **here)])
 
