@@ -13,7 +13,7 @@ residual; if the leader's vector is zero, no rank sends an entry in that step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from hashlib import blake2b
@@ -29,8 +29,9 @@ from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
 from collectives.runtime.link import check_communicator
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import Array, beside, kernels_for, like, read_only, to_array, to_numpy
+from mpicomp.arrays import Array, beside, like, read_only, to_array, to_numpy
 from mpicomp.compressors import TopK, expect_integer
+from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.compressors.common import Density, all_at, finite_vector
 from mpicomp.vector import SparseVector
 
@@ -253,9 +254,11 @@ class CyclicLeader(Density):
         finally:
             del corrected  # else the error, its traceback and this frame hold each other
 
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`."""
-        return self._selected(partial(_finite_sum, residual, gradient, out))
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; of one segment."""
+        return self._selected(partial(_finite_sum, summands, corrected))
 
     def _selected(self, make: Callable[[], Array]) -> SparseVector:
         """Return the entries of `make()` at the leader's indices; reports its errors to the other ranks."""
@@ -286,9 +289,10 @@ class CyclicLeader(Density):
         return {name: value for name, value in super()._settings().items() if name != "comm"}
 
 
-def _finite_sum(residual: Array, gradient: Array, out: Array) -> Array:
-    """Write a sum to `out` and return it; ValueError naming its first value that is not finite."""
-    kernels_for(out).add(residual, gradient, out)
+def _finite_sum(summands: Summands | None, out: Array) -> Array:
+    """Write a sum to `out`, if it is of one, and return it; ValueError naming its first value that is not finite."""
+    if summands is not None:
+        write_sum(summands, out)
     return finite_vector(out)
 
 

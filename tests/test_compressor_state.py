@@ -172,14 +172,18 @@ def test_a_failed_step_is_undone_by_a_snapshot(name):
     assert [vars(part) for part in compressor.chain()] == attributes
 
 
+def compressed_sum(compressor, residual, gradient, out):
+    return compressor.compress_segments(out, [0, out.size], summands=(residual, 1.0, [gradient]))
+
+
 @compressors
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_compress_sum_is_compress_of_the_sum(name, dtype):
+def test_the_sum_of_summands_is_compressed_like_any_vector(name, dtype):
     one, other = EVERY[name](), EVERY[name]()
     for step in range(3):
         residual, new = (gradient(10 * step + each).astype(dtype) for each in range(2))
         out = np.empty(LENGTH, dtype)
-        vector = one.compress_sum(residual, new, out)
+        vector = compressed_sum(one, residual, new, out)
         assert out.tobytes() == (residual + new).tobytes()
         expected = other.compress(out, gradient=new)
         assert vector.indices.tobytes() == expected.indices.tobytes()
@@ -201,24 +205,24 @@ def test_one_pass_over_a_long_vector_selects_the_same(make, dtype):
     misleading[::100] = 1e6
     for gradient in (new, misleading, -residual):
         one, other, out = make(), make(), np.empty_like(new)
-        found, expected = one.compress_sum(residual, gradient, out), other.compress(residual + gradient)
+        found, expected = compressed_sum(one, residual, gradient, out), other.compress(residual + gradient)
         assert out.tobytes() == (residual + gradient).tobytes()
         assert found.indices.tobytes() == expected.indices.tobytes()
         assert found.values.tobytes() == expected.values.tobytes()
         assert one.report == other.report
     new[[1_234_567, 2_000_000]] = np.nan
     with pytest.raises(ValueError, match=r"values\[1234567\] is nan: expected finite values"):
-        make().compress_sum(residual, new, np.empty_like(new))
+        compressed_sum(make(), residual, new, np.empty_like(new))
 
 
 @compressors
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_compress_sum_names_what_is_not_finite_and_changes_nothing(name, bad):
+def test_what_is_not_finite_in_a_sum_is_named_and_nothing_changes(name, bad):
     compressor = used(name)
     before, residual, new = compressor.state_dict(), gradient(5), gradient(6)
     new[[123, 777]] = bad
     with pytest.raises(ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")):
-        compressor.compress_sum(residual, new, np.empty(LENGTH, np.float32))
+        compressed_sum(compressor, residual, new, np.empty(LENGTH, np.float32))
     assert same(compressor.state_dict(), before)
 
 
@@ -293,7 +297,7 @@ class Decaying(Compressor):
 
 def test_a_compressor_of_ones_own():
     own = Quantised(Decaying(1.0), "float16")
-    assert own.compress_sum(np.ones(3), np.array([0.0, -2, -0.4]), np.empty(3)).indices.tolist() == [0, 1]
+    assert compressed_sum(own, np.ones(3), np.array([0.0, -2, -0.4]), np.empty(3)).indices.tolist() == [0, 1]
     assert {name: array.tolist() for name, array in own.state_dict().items()} == {"1.threshold": 0.5}
     for bad in (2, -1, np.nan, "x", [0.5]):
         with pytest.raises(ValueError, match=r"as 1\.threshold: expected a finite number from 0 to 1"):
@@ -313,7 +317,7 @@ def test_the_example_of_the_documentation_works():
     feedback = ErrorFeedback()
     for step in range(5):
         corrected = feedback.correct(np.arange(8.0))
-        sent = example.compress_sum(corrected, np.zeros(8), np.empty(8))
+        sent = compressed_sum(example, corrected, np.zeros(8), np.empty(8))
         assert sent.indices.tolist() == [step % 4, step % 4 + 4]
         feedback.settle(corrected, sent, None, sent)
         feedback.commit()
@@ -334,7 +338,7 @@ def test_writing_to_what_is_compressed_raises():
             return SparseVector.from_dense(corrected)
 
     with pytest.raises(ValueError, match="read-only"):
-        Writing().compress_sum(np.ones(3), np.ones(3), np.empty(3))
+        compressed_sum(Writing(), np.ones(3), np.ones(3), np.empty(3))
 
 
 @pytest.mark.parametrize(

@@ -83,36 +83,37 @@ class Compressor(Configured):
         """
         raise NotImplementedError(f"{type(self).__name__} has no compress(corrected, *, gradient=None)")
 
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """Write residual + gradient to `out` and compress it; in one pass in methods with a fused kernel.
-
-        residual, gradient, out: 1-d, C-contiguous, of one length and dtype; `out` shares no memory with the others.
-        Raises the errors of `compress`; `out` is written in any case.
-        """
-        write_sum((residual, 1.0, [gradient]), out)
-        return self.compress(read_only(out), gradient=gradient)
-
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """Return the entries selected in each segment of a vector, as one vector.
 
-        bounds: the first position of each segment, and the length of the vector. corrected: 1-d. summands: (residual,
-        scale, parts); `corrected` is first overwritten by ``scale * residual`` plus the parts, one for each segment.
-        A compressor that selects in all segments at once implements this method, with the result of `compress` for each
-        of them, and sets `selects_segments`.
+        corrected: 1-d, C-contiguous. bounds: the first position of each segment, and the length of the vector.
+        summands: (residual, scale, parts); `corrected` is first overwritten by ``scale * residual`` plus the parts, one
+        gradient for each segment. A compressor with a kernel that adds and selects in one pass, or that selects in all
+        segments at once, implements this method, with the result of `compress` for each segment; the latter sets
+        `selects_segments`.
+
+        Raises the errors of `compress`; `corrected` is written in any case.
         """
+        spans = [slice(*span) for span in pairwise(bounds)]
+        parts: Sequence[Array | None] = [None] * len(spans)
         if summands is not None:
             write_sum(summands, corrected)
-        spans = [slice(*span) for span in pairwise(bounds)]
-        return concatenate([self.compress(read_only(corrected[span])) for span in spans])
+            parts = summands[2]
+        pairs = zip(spans, parts, strict=True)
+        return concatenate([self.compress(read_only(corrected[span]), gradient=part) for span, part in pairs])
+
+    def share(self, length: int) -> float | None:
+        """Return the target density for a vector of `length`; None without one."""
+        return None
 
     def reported(
         self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
     ) -> SparseVector:
-        """Set `report` to the statistics of a call, and return its vector. target: None for the achieved density."""
-        achieved = vector.density
-        self.report = Report(achieved if target is None else target, achieved, vector.nbytes, threshold, rounds)
+        """Set `report` to the statistics of a call, and return its vector. target: None for that of `share`."""
+        achieved, asked = vector.density, self.share(vector.length) if target is None else target
+        self.report = Report(achieved if asked is None else asked, achieved, vector.nbytes, threshold, rounds)
         return vector
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:

@@ -49,14 +49,8 @@ class Density(Compressor):
         return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
 
     def share(self, length: int) -> float:
-        """Return the target density for a vector of `length`."""
+        """See `Compressor.share`."""
         return min(1.0, self.count(length) / length) if length else 0.0
-
-    def reported(
-        self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
-    ) -> SparseVector:
-        """See `Compressor.reported`; target: None for `share`."""
-        return super().reported(vector, threshold, rounds, self.share(vector.length) if target is None else target)
 
 
 def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, float]:
@@ -102,23 +96,22 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
 
 def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
     """Return the largest entries of a dense vector, which a kernel found; ValueError if the vector is not finite."""
-    vector = placed(positions, values, dense.size)
-    _check_found(dense, vector)
-    return vector
+    return _found(dense, placed(positions, values, dense.size))
 
 
 def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
     """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
-    _check_found(dense, placed(positions, values, dense.size))
+    _found(dense, placed(positions, values, dense.size))
     return _nonzero_entries(dense, positions, values)
 
 
-def _check_found(dense: Array, found: SparseVector) -> None:
-    """Raise ValueError if a dense vector is not finite: such values are the largest, so one of them was found."""
+def _found(dense: Array, vector: SparseVector) -> SparseVector:
+    """Return what was found; ValueError if the dense vector is not finite: such values are the largest, and found."""
     try:
-        found.check_finite()
+        vector.check_finite()
     except ValueError:
         kernels_for(dense).raise_not_finite(dense)
+    return vector
 
 
 def _nonzero_entries(dense: Array, positions: Array, values: Array) -> SparseVector:

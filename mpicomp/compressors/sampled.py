@@ -50,16 +50,22 @@ class SampledTopK(Density):
         threshold = self._threshold(dense[self._places(dense.size)], dense.size)
         return self._enough(dense, at_or_above(dense, threshold), threshold)
 
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; one pass, and another for each lower threshold."""
-        places = self._places(out.size)
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; of one segment one pass, and another for each lower threshold."""
+        size = corrected.size
+        if summands is None or len(bounds) > 2 or summands[1] != 1 or self.count(size) >= size:
+            return super().compress_segments(corrected, bounds, summands=summands)
+        residual, _, (gradient,) = summands
+        places = self._places(size)
         with np.errstate(all="ignore"):
             sample = residual[places] + gradient[places]
-        if self.count(out.size) >= out.size or not np.isfinite(sample).all():
-            return super().compress_sum(residual, gradient, out)
-        threshold = self._threshold(sample, out.size)
-        found = kernels_for(out).add_above(residual, gradient, out, threshold)
-        return self._enough(out, entries_found(out, *found), threshold)
+        if not np.isfinite(sample).all():
+            return super().compress_segments(corrected, bounds, summands=summands)
+        threshold = self._threshold(sample, size)
+        found = kernels_for(corrected).add_above(residual, gradient, corrected, threshold)
+        return self._enough(corrected, entries_found(corrected, *found), threshold)
 
     def _places(self, length: int) -> slice:
         """Return the positions of this step's sample of a vector of `length`."""
@@ -119,11 +125,6 @@ class WarmUp(Wrapper):
         """Compress at the density of this step; see `Compressor.compress`."""
         with self._stage():
             return self.compressor.compress(corrected, gradient=gradient)
-
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; calls that of the inner compressor at the density of this step."""
-        with self._stage():
-            return self.compressor.compress_sum(residual, gradient, out)
 
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None

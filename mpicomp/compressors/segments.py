@@ -1,7 +1,6 @@
 """Segments: the compressor of a vector whose segments are selected from separately; or outside of a range."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +30,8 @@ class Segments(Compressor):
         self.names, self.bounds = list(names), list(bounds)
         self._runs: list[Run] = []
         for place, compressor in enumerate(compressors):
-            if self._runs and compressor.selects_segments and repr(self._runs[-1][0]) == repr(compressor):
+            shares = compressor.selects_segments and not compressor.needs_gradient
+            if self._runs and shares and repr(self._runs[-1][0]) == repr(compressor):
                 self._runs[-1] = *self._runs[-1][:2], place + 1
             else:
                 self._runs.append((compressor, place, place + 1))
@@ -53,62 +53,43 @@ class Segments(Compressor):
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries selected in all segments; see `Compressor.compress`. Errors name the segment."""
-        return self._by_run(lambda run, span: self._selected(run, corrected[span], None, gradient))
+        return self._selected(corrected, None, gradient)
 
-    def compress_scaled_sum(
-        self, residual: Array, scale: float, gradient: Array | list[Array], out: Array
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
-        """Write scale * residual + gradient to `out` and compress it, in one pass where there is a kernel for that.
+        """See `Compressor.compress_segments`; bounds: those of the object."""
+        return self._selected(corrected, summands, None)
 
-        gradient: a vector, or its parts. See `Compressor.compress_sum`.
-        """
-        parts = gradient if isinstance(gradient, list) else [gradient]
-        if not isinstance(gradient, list) and len(self.names) > 1:
-            parts = [gradient[first:end] for first, end in pairwise(self.bounds)]
-        if len(parts) != len(self.names):  # the arrays of a list
-            write_sum((residual, scale, parts), out)
-            return self.compress(read_only(out))
-
-        def select(run: Run, span: slice) -> SparseVector:
-            return self._selected(run, out[span], (residual[span], scale, parts[run[1] : run[2]]), None)
-
-        return self._by_run(select)
-
-    def _by_run(self, select: Callable[[Run, slice], SparseVector]) -> SparseVector:
-        """Return the entries of all runs as one vector.
+    def _selected(self, vector: Array, summands: Summands | None, gradient: Array | None) -> SparseVector:
+        """Return the entries of all runs as one vector, which is written first if there are summands.
 
         After an error only compressors that communicate are called, which the other ranks call in any case.
         """
-        parts, failed = [], None
-        for run in self._runs:
-            if failed is None or run[0].communicates:
-                try:
-                    parts.append(select(run, slice(self.bounds[run[1]], self.bounds[run[2]])))
-                except Exception as error:
-                    failed = failed or error
+        selected, failed = [], None
+        for compressor, first, end in self._runs:
+            if failed is not None and not compressor.communicates:
+                continue
+            span = slice(self.bounds[first], self.bounds[end])
+            part, own = vector[span], None
+            if summands is not None:
+                own = summands[0][span], summands[1], summands[2][first:end]
+            try:
+                if compressor.needs_gradient and own is None:
+                    sent = compressor.compress(read_only(part), gradient=gradient[span])  # type: ignore[index]
+                else:
+                    bounds = [bound - span.start for bound in self.bounds[first : end + 1]]
+                    sent = compressor.compress_segments(part, bounds, summands=own)
+                check_selected(sent, part, compressor)
+                selected.append(sent)
+            except Exception as error:
+                failed = failed or self._named(error, first, end, part)
         try:
             if failed is not None:
                 raise failed
-            return concatenate(parts)
+            return concatenate(selected)
         finally:
             del failed  # it, its traceback and this frame would hold each other
-
-    def _selected(self, run: Run, vector: Array, summands: Summands | None, gradient: Array | None) -> SparseVector:
-        """Return the entries of a run's part of the vector, which is written first if there are summands."""
-        compressor, first, end = run
-        with self._named(first, end, vector):
-            if len(self.names) == 1 and summands is not None and summands[1] == 1:
-                sent = compressor.compress_sum(summands[0], summands[2][0], vector)
-            elif compressor.selects_segments and gradient is None:
-                bounds = [bound - self.bounds[first] for bound in self.bounds[first : end + 1]]
-                sent = compressor.compress_segments(vector, bounds, summands=summands)
-            else:
-                if summands is not None:
-                    write_sum(summands, vector)
-                added = None if gradient is None else gradient[self.bounds[first] : self.bounds[end]]
-                sent = compressor.compress(read_only(vector), gradient=added)
-            check_selected(sent, vector, compressor)
-        return sent
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; passes each compressor its part."""
@@ -127,18 +108,17 @@ class Segments(Compressor):
         for compressor, _, _ in self._runs:
             compressor.reset()
 
-    @contextmanager
-    def _named(self, first: int, end: int, vector: Array) -> Iterator[None]:
-        """Name the segment in the text of an error: the only one, or the one with a value that is not finite."""
-        try:
-            yield
-        except Exception as error:
-            name = self.names[first] if end - first == 1 else None
-            if isinstance(error, ValueError) and end - first > 1:
-                self.raise_not_finite(first, end, vector)
-            if name is not None and error.args and isinstance(error.args[0], str):
-                error.args = (f"in {name}: {error.args[0]}", *error.args[1:])
-            raise
+    def _named(self, error: Exception, first: int, end: int, part: Array) -> Exception:
+        """Return an error whose text names the segment: the only one, or the one with a value that is not finite."""
+        if isinstance(error, ValueError) and end - first > 1:
+            try:
+                self.raise_not_finite(first, end, part)
+            except ValueError as found:
+                return found
+        name = self.names[first] if end - first == 1 else None
+        if name is not None and error.args and isinstance(error.args[0], str):
+            error.args = (f"in {name}: {error.args[0]}", *error.args[1:])
+        return error
 
     def raise_not_finite(self, first: int, end: int, vector: Array) -> None:
         """Raise ValueError that names the first value that is not finite, by segment and its index there."""
@@ -176,3 +156,12 @@ class Outside(Wrapper):
         indices = np.concatenate([selected.indices[:low], consecutive, selected.indices[high:]])
         values = np.concatenate([selected.values[:low], own, selected.values[high:]])
         return SparseVector.trusted(indices, values, selected.length)
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; bounds: those of the other compressor."""
+        added = np.concatenate(summands[2]) if self.needs_gradient and summands is not None else None
+        if summands is not None:
+            write_sum(summands, corrected)
+        return self.compress(read_only(corrected), gradient=added)

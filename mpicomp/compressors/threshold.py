@@ -39,15 +39,14 @@ class Threshold(Compressor):
         """Return the entries that reach the threshold, or the largest one; see `Compressor.compress`."""
         return self.reported(at_or_above(finite_vector(corrected), self.threshold), self.threshold)
 
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; adds and selects in one pass."""
-        found = kernels_for(out).add_above(residual, gradient, out, self.threshold)
-        return self.reported(entries_found(out, *found), self.threshold)
-
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; one pass, and another over segments without an entry."""
+        if summands is not None and len(bounds) == 2 and summands[1] == 1:
+            residual, _, (gradient,) = summands
+            found = kernels_for(corrected).add_above(residual, gradient, corrected, self.threshold)
+            return self.reported(entries_found(corrected, *found), self.threshold)
         if summands is not None:
             write_sum(summands, corrected)
         dense = finite_vector(corrected)

@@ -40,15 +40,14 @@ class TopK(Density):
         dense = to_vector(corrected)
         return self.reported(selected(dense, *kernels_for(dense).largest(dense, self.count(dense.size))))
 
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; adds and selects in one pass."""
-        found = kernels_for(out).add_largest(residual, gradient, out, self.count(out.size))
-        return self.reported(selected(out, *found))
-
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; long segments are selected from one after the other."""
+        if summands is not None and len(bounds) == 2 and summands[1] == 1:
+            residual, _, (gradient,) = summands
+            found = kernels_for(corrected).add_largest(residual, gradient, corrected, self.count(corrected.size))
+            return self.reported(selected(corrected, *found))
         sizes = [end - first for first, end in pairwise(bounds)]
         if max(sizes) >= _LONG:
             return super().compress_segments(corrected, bounds, summands=summands)

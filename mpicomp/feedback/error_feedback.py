@@ -10,6 +10,7 @@ that the collective rejects are added to it. `in_place` is the same arithmetic, 
 Invariant: residual after + sent - rejected = decay * residual before + gradient, exactly where the sums are exact.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import write_sum
-from mpicomp.compressors.segments import Segments
 from mpicomp.feedback.base import Added, Feedback, Layout, check_range
 from mpicomp.settings import refuse_bools
 from mpicomp.vector import SparseVector
@@ -77,20 +77,18 @@ class ErrorFeedback(Feedback):
         return corrected
 
     def compress(self, gradient: Array | list[Array], compressor: Compressor) -> tuple[Array, SparseVector]:
-        """Return the result of `correct`, and the selected entries; in one pass without decay, if there is a kernel."""
+        """Return the result of `correct`, and the selected entries; in one pass, if the compressor has a kernel."""
         if self.in_place and compressor.needs_gradient:
             raise TypeError(f"{compressor!r} needs the new gradient: expected ErrorFeedback(in_place=False)")
-        parts = isinstance(gradient, list)
-        fused = isinstance(compressor, Segments) or (self.decay == 1 and not parts)
-        if self.in_place or compressor.needs_gradient or not fused:
-            corrected, added = self.correct(gradient), None if parts else gradient
+        joined = isinstance(gradient, list) and len(gradient) != len(self.bounds or (0, 0)) - 1
+        if self.in_place or joined:  # the arrays of a list are one segment
+            corrected, added = self.correct(gradient), None if joined else gradient
             return corrected, compressor.compress(read_only(corrected), gradient=added)
         self._stage(gradient)
         residual, corrected = self._arrays["residual"], self._spare("residual")
-        if isinstance(compressor, Segments):
-            return corrected, compressor.compress_scaled_sum(residual, self.decay, gradient, corrected)
-        assert not isinstance(gradient, list), "only compressors of segments take parts"
-        return corrected, compressor.compress_sum(residual, gradient, corrected)
+        bounds = self.bounds or [0, corrected.size]
+        parts = gradient if isinstance(gradient, list) else [gradient[first:end] for first, end in pairwise(bounds)]
+        return corrected, compressor.compress_segments(corrected, bounds, summands=(residual, self.decay, parts))
 
     def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
         """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""

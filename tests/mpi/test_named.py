@@ -18,7 +18,19 @@ from collectives import (
     traffic,
 )
 from collectives.runtime.engine import Engine
-from mpicomp import CollectiveError, Compressor, ErrorFeedback, NoFeedback, RandomK, SparseVector, TopK
+from mpicomp import (
+    ChunkedTopK,
+    CollectiveError,
+    Compressor,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    Quantised,
+    RandomK,
+    SparseVector,
+    StepAhead,
+    TopK,
+)
 
 pytestmark = pytest.mark.small_groups
 
@@ -75,6 +87,18 @@ def test_each_tensor_is_selected_in_its_own_right(comm):
         for name, array in mine.items():
             np.testing.assert_array_equal(means[name], alone[name](array))
     assert [len(bucket.names) for bucket in together._buckets] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "feedback", [ErrorFeedback(), ErrorFeedback(in_place=True), MomentumCorrection(0.5), NoFeedback(), StepAhead(0.5)]
+)
+@pytest.mark.parametrize("compressor", [TopK(k=1), Quantised(TopK(k=1), "sign"), ChunkedTopK(k=1, chunk=8)])
+def test_each_tensor_is_selected_in_its_own_right_by_each_feedback(comm, feedback, compressor):
+    """Consecutive tensors with equal compressors share one object, which selects in each of them."""
+    exchange = GradientExchange(comm, compressor, feedback, small=0)
+    sizes = {"small": 1e-3, "large": 1e3, "middle": 1.0}
+    means = exchange({name: np.arange(1.0, 9.0) * size for name, size in sizes.items()}, sparse=True)
+    assert {name: mean.indices.tolist() for name, mean in means.items()} == {name: [7] for name in sizes}
 
 
 def test_small_tensors_are_sent_dense_behind_the_others(comm):

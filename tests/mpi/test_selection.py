@@ -181,19 +181,23 @@ def test_a_call_that_a_rank_did_not_complete_is_not_counted(comm, culprit):
     assert (leader.step, deepcopy(leader).step) == (1, 1)
 
 
+def of_sum(leader, residual, gradient):
+    return leader.compress_segments(np.empty(9), [0, 9], summands=(residual, 1.0, [gradient]))
+
+
 @pytest.mark.parametrize("culprit", ["the leader", "another rank"])
-@pytest.mark.parametrize("call", ["compress", "compress_sum"])
+@pytest.mark.parametrize("call", ["compress", "compress_segments"])
 def test_a_leaders_call_raises_on_all_ranks_or_on_none(comm, culprit, call):
     """Also where a rank failed before, and contributes its error."""
     culprit = comm.rank == (0 if culprit == "the leader" else comm.size - 1)
     leader, sound = CyclicLeader(comm, k=3), np.arange(9.0)
     gradient = np.full(9, np.nan) if culprit else sound
     with pytest.raises(ValueError if culprit else CollectiveError, match=r"values\[0\] is nan"):
-        leader.compress(gradient) if call == "compress" else leader.compress_sum(sound, gradient, np.empty(9))
+        leader.compress(gradient) if call == "compress" else of_sum(leader, sound, gradient)
     with pytest.raises(OverflowError if culprit else CollectiveError, match="before this"):
         leader.compress(OverflowError("before this") if culprit else sound)
     assert leader.step == 0
-    vector = leader.compress_sum(sound, sound, np.empty(9))
+    vector = of_sum(leader, sound, sound)
     assert (vector.indices.tolist(), vector.values.tolist(), leader.step) == ([6, 7, 8], [12, 14, 16], 1)
 
 

@@ -156,7 +156,7 @@ def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective)
     """One rank has a NaN, another one an error of its own: no rank takes the step for skipped."""
 
     class Failing(TopK):
-        def compress_sum(self, residual, gradient, out):
+        def compress_segments(self, corrected, bounds, *, summands=None):
             raise MemoryError("none left")
 
     exchange = made(comm, compressor=Failing(k=3) if comm.rank == 0 else TopK(k=3), collective=collective)
