@@ -49,7 +49,7 @@ from collectives.agreement import agree_to_keep
 from collectives.exchange.flight import Flight
 from collectives.exchange.step import Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
-from mpicomp.outputs import Outputs
+from mpicomp.tensors import Outputs
 
 LENGTH = 1_000_000
 ROOTS = {Path(package.__file__).parent: package.__name__ for package in (mpicomp, collectives)}

@@ -25,9 +25,6 @@ from inspect import cleandoc, signature
 from operator import index
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
 from collectives.choice.winners import agreed_choice
 from collectives.faults import debug
 from collectives.faults.notification import all_or_none
@@ -37,9 +34,9 @@ from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import DTYPE_NAMES, is_array, kernels_for, on_device, sparse_remedy
+from mpicomp.arrays import DTYPE_NAMES, is_array, sparse_remedy
 from mpicomp.codec import CODECS
-from mpicomp.vector import SparseVector, add_up, count_up, index_dtype
+from mpicomp.vector import SparseVector
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -281,33 +278,6 @@ def with_votes(given: Any) -> Any:
         f"{known.name} does not count the ranks that sent an entry, which average='contributors' and compressors with "
         "needs_votes take: expected sparse_allreduce or sparse_allgather"
     )
-
-
-def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, SparseVector | None, NDArray[Any] | None]:
-    """Return the sum, the number of entries received, the rejected entries and the votes in a collective's result.
-
-    outcome: a SparseVector; (sum, rejected) or (sum, votes); a list of every rank's vector, which are added up in rank
-    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 is converted to float32
-    first, so that it is rounded once, and a mean may be in range if the sum is not. Raises TypeError for anything else.
-    """
-    result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
-    if isinstance(result, np.ndarray) or on_device(result):
-        result = SparseVector(
-            kernels_for(result).consecutive(0, result.size, index_dtype(result.size)), result, result.size
-        )
-    parts = result if isinstance(result, list) else [result]
-    if not all(isinstance(part, SparseVector) for part in parts):
-        raise TypeError(
-            f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or the "
-            "votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
-        )
-    rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
-    if counting and isinstance(result, list):
-        votes = count_up(parts).values
-    wide = np.promote_types(parts[0].dtype, np.float32)
-    if len(parts) > 1 or parts[0].dtype != wide:
-        parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
-    return add_up(parts), sum(part.nnz for part in parts), rejected, votes
 
 
 def link_of(comm: Any, operation: str = "an operation") -> Link:

@@ -42,7 +42,7 @@ from mpicomp.compressors.common import check_number
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy, untied
 from mpicomp.settings import refuse_bools
-from mpicomp.tensors import by_name, form_of, in_form
+from mpicomp.tensors import by_name, in_form
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 
@@ -101,12 +101,11 @@ class OuterLoop:
         self.rounds = 0  # that were kept
         self._in_flight = False  # an exchange was started, and is not finished
         self._checked = checking.asked()
-        self._form = form_of(parameters)
+        self._form, given = by_name(parameters)
         contribution: Any
         try:
             self.rate = rate
             self._check_settings(anchor)
-            given = by_name(parameters)
             self._first = untied(given)  # tied ones count once
             mine = {name: given[name] for name, first in self._first.items() if name == first}
             if clip and delay and any(to_values(each).dtype == np.float16 for each in mine.values()):

@@ -1,18 +1,20 @@
 """Tensors, and the three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name.
 
-Internally all tensors have names. The first step describes each tensor; later gradients are compared with it.
+Internally all tensors have names. The first step describes each tensor; later gradients, and the arrays that means are
+written to, are compared with it.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
-from mpicomp.vector import SparseVector
+from mpicomp.arrays import Array, adjacent, contiguous, kernels_for, kind_of, namespace, to_values, writable_vector
+from mpicomp.vector import SparseVector, split
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
@@ -55,6 +57,8 @@ class Tensor:
         Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for a parameter of
         PyTorch in place of its gradient.
         """
+        if self._is_like(array) and array.flags.c_contiguous:
+            return array.reshape(-1)  # type: ignore[no-any-return]  # fast path
         if array is None:
             return self.new()
         if getattr(array, "requires_grad", False) and getattr(array, "is_leaf", False):
@@ -79,9 +83,13 @@ class Tensor:
             raise ValueError(f"{self.name} has no gradient, whose array holds the residual (in_place): pass zeros")
         return self.writable(gradient, self.name)
 
+    def _is_like(self, array: Any) -> bool:
+        """Return whether this is a NumPy array of the tensor's shape and dtype."""
+        return type(array) is np.ndarray and array.shape == self.shape and array.dtype == self.dtype and self.xp is np
+
     def _checked(self, name: str, array: Any) -> Array:
-        if type(array) is np.ndarray and (array.shape, array.dtype, np) == (self.shape, self.dtype, self.xp):
-            return array  # fast path
+        if self._is_like(array):
+            return array  # type: ignore[no-any-return]
         values = _values(name, array)
         if namespace(values) is not self.xp:
             raise ValueError(f"{name} is in {namespace(values).__name__}'s memory: expected {self.xp.__name__}'s")
@@ -121,19 +129,13 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
     return tensors
 
 
-def form_of(gradient: Any) -> str:
-    """Return the form of a gradient."""
+def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
+    """Return the form of a gradient, and its arrays by name."""
     if isinstance(gradient, Mapping):
-        return DICT
-    return LIST if isinstance(gradient, list | tuple) else ARRAY
-
-
-def by_name(gradient: Any) -> dict[str, Any]:
-    """Return the arrays of a gradient, of any form, by name."""
-    form = form_of(gradient)
-    if form == LIST:
-        return {f"item {place} of the list": array for place, array in enumerate(gradient)}
-    return dict(gradient) if form == DICT else {ALONE: gradient}
+        return DICT, dict(gradient)
+    if isinstance(gradient, list | tuple):
+        return LIST, {f"item {place} of the list": array for place, array in enumerate(gradient)}
+    return ARRAY, {ALONE: gradient}
 
 
 def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any:
@@ -163,16 +165,16 @@ def _remedy(name: str, names: Collection[str]) -> str:
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
 
 
-def outs_by_name(out: Any, gradient: Any) -> dict[str, Any]:
-    """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradient."""
+def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
     if out is None:
         return {}
-    form, outs = form_of(gradient), by_name(out)
-    if form_of(out) != form:
+    given, outs = by_name(out)
+    if given != form:
         raise TypeError(f"out is {type(out).__name__}: expected {form}, as the gradients are")
-    if form == LIST and len(outs) != len(gradient):
-        raise ValueError(f"out is {len(outs)} arrays: expected a list of {len(gradient)}, as the gradients are")
-    for name in outs.keys() - by_name(gradient).keys():
+    if form == LIST and len(outs) != len(arrays):
+        raise ValueError(f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are")
+    for name in outs.keys() - arrays.keys():
         raise ValueError(f"out has {name!r}: expected names of the gradients that are given")
     return outs
 
@@ -182,3 +184,74 @@ def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:
     if form == DICT:
         return {tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors}
     return {ALONE: f"{tensors[0].dtype} of {sum(tensor.size for tensor in tensors)} values"}
+
+
+class Outputs:
+    """The arrays that the means of one step are written to: the caller's buffers, or new ones.
+
+    tensors: of one vector, with these bounds. outs: the caller's buffers by name; the others are new. `write` allocates
+    nothing: `prepare` has done it. Raises TypeError or ValueError for a bad buffer.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], bounds: Sequence[int], outs: Mapping[str, Any]) -> None:
+        self._tensors, self._bounds = tensors, bounds
+        mine = [(tensor, outs.get(tensor.name)) for tensor in tensors] if outs else []
+        self.given = {tensor.name: out for tensor, out in mine if out is not None}
+        pairs = [(tensor, out) for tensor, out in mine if out is not None]
+        self._vectors = {tensor.name: tensor.writable(out, f"out for {tensor.name}") for tensor, out in pairs}
+        self._buffers: list[Array] = []
+        self._parts: list[SparseVector] = []  # of a sparse mean, where the buffers are not adjacent
+        self._whole: Array | None = None  # all buffers as one vector
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's buffers as vectors."""
+        return [*self._vectors.values()]
+
+    def prepare(self, result: SparseVector | Array | None) -> None:
+        """Allocate what `write` needs for a result, which may become the output itself; None: it is not known yet."""
+        if not self.given:
+            length, first = self._bounds[-1], self._tensors[0]
+            fresh = not isinstance(result, SparseVector) and result is not None
+            whole: Any = result if fresh else first.xp.zeros(length, first.dtype)
+            self._whole, self._buffers = whole, [whole[start:end] for start, end in pairwise(self._bounds)]
+            return
+        found = [self._vectors.get(tensor.name) for tensor in self._tensors]
+        pairs = zip(self._tensors, found, strict=True)
+        self._buffers = [tensor.new() if out is None else out for tensor, out in pairs]
+        self._whole = adjacent(self._buffers)
+        if self._whole is None and isinstance(result, SparseVector) and result.nnz < result.length:
+            self._parts = split(result, self._bounds)
+
+    def write(self, result: SparseVector | Array) -> dict[str, Any]:
+        """Write a result to the buffers, in one call if they are adjacent, and return them by name."""
+        if isinstance(result, SparseVector) and result.nnz == result.length:
+            result = result.values
+        if self._whole is not None:
+            pairs: list[tuple[Array, Any]] = [(self._whole, result)]
+        elif isinstance(result, SparseVector):
+            pairs = list(zip(self._buffers, self._parts, strict=True))
+        else:
+            spans = zip(self._buffers, pairwise(self._bounds), strict=True)
+            pairs = [(out, result[first:end]) for out, (first, end) in spans]
+        for out, part in pairs:
+            if isinstance(part, SparseVector):
+                if self.given:  # a new one is zero
+                    kernels_for(out).clear(out)
+                kernels_for(out).scatter(out, part.indices, part.values)
+            elif part is not out:
+                np.copyto(out, part, casting="same_kind")
+        return self.results()
+
+    def clear(self) -> dict[str, Any]:
+        """Write zeros, and return the results by name."""
+        self.prepare(None)
+        for buffer in self._buffers:
+            buffer.fill(0)
+        return self.results()
+
+    def results(self) -> dict[str, Any]:
+        """Return the results by name: the caller's buffers, or new arrays of the kinds of the gradients."""
+        new = zip(self._tensors, self._buffers, strict=True)
+        made = {each.name: each.wrap(out.reshape(each.shape)) for each, out in new if each.name not in self.given}
+        return made | self.given

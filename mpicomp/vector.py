@@ -380,14 +380,14 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     """Return the parts of a vector between consecutive bounds, from 0 to its length, each with indices from 0 on."""
     if len(bounds) == 2:
         return [vector]
-    wanted = [index_dtype(end - first) for first, end in pairwise(bounds)]
-    parts = zip(pairwise(bounds), pairwise(places_of(vector, bounds)), wanted, strict=True)
-    return [
-        SparseVector.trusted(
-            (vector.indices[low:high] - first).astype(dtype, copy=False), vector.values[low:high], end - first
-        )
-        for (first, end), (low, high), dtype in parts
-    ]
+    places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
+    starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
+    indices, values = vector.indices - beside(starts, vector.indices), vector.values
+    parts = zip(pairwise(places), sizes, strict=True)
+    if vector.indices.dtype == _SHORT:
+        return [SparseVector.trusted(indices[low:high], values[low:high], size) for (low, high), size in parts]
+    shortened = [(indices[low:high].astype(index_dtype(size)), values[low:high], size) for (low, high), size in parts]
+    return [SparseVector.trusted(*each) for each in shortened]
 
 
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:

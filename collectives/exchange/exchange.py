@@ -29,7 +29,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.errors import CollectiveError, StepSkippedError
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.redistribution import redistributed
-from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, form_of, in_form, outs_by_name
+from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, in_form, outs_by_name
 
 
 class GradientExchange:
@@ -141,13 +141,12 @@ class GradientExchange:
         `CollectiveError` on the other ranks; OverflowError on all ranks if the sum leaves the range of the dtype.
         Residual, gradient and `out` are then unchanged.
         """
-        form = form_of(gradient)
         try:
             self._check_between_steps()
-            arrays = by_name(gradient)
+            form, arrays = by_name(gradient)
             if self._form is not None:
                 check_same_form(form, arrays, self._form, self._names)
-            outs = outs_by_name(out, gradient)
+            outs = outs_by_name(out, form, arrays)
         except Exception as error:
             self.fail(error)
         step = self._begin()
@@ -239,9 +238,9 @@ class GradientExchange:
         """
         if not self._buckets:
             return parameters
-        arrays = by_name(parameters)
+        form, arrays = by_name(parameters)
         points = {name: point for bucket in self.buckets for name, point in bucket.ahead(arrays).items()}
-        return in_form(form_of(parameters), points, arrays)
+        return in_form(form, points, arrays)
 
     @property
     def residual_norm(self) -> float:
@@ -409,7 +408,7 @@ class GradientExchange:
         if self._checked:
             balance(gather_objects(accounts(step.flights), self.comm, OPERATION), self.steps - 1)
         sent = traffic(self.comm).nbytes - step.traffic
-        self.statistics = Statistics.of(step.flights, sent, self.residual_norm if self.log else None)
+        self.statistics = step.statistics(sent, self.residual_norm if self.log else None)
         if self._first is None:
             self._first = self.statistics
         else:

@@ -5,8 +5,8 @@ conversion of means to another library's arrays: it writes to allocated memory, 
 outlives the step changes, except compressors, whose earlier attributes are in `snapshot`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -14,19 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.agreement import raise_together
-from collectives.collective import unpack_sum
 from collectives.dense import dense_iallreduce
 from collectives.faults import ledger
 from collectives.runtime.engine import Request
 from collectives.votes import contributors
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays import kernels_for, on_device
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.segments import Outside
 from mpicomp.errors import NotFiniteError
 from mpicomp.feedback.base import check_range
-from mpicomp.outputs import Outputs
-from mpicomp.vector import SparseVector, split, whole
+from mpicomp.tensors import Outputs
+from mpicomp.vector import SparseVector, add_up, count_up, index_dtype, split, whole
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Any]  # of any kind, by name
@@ -55,7 +54,7 @@ SMALL = Collectives(dense_iallreduce, takes_arrays=True)  # of tensors too small
 class Flight:
     """A bucket in a step: owns the arrays of its vector until the step ends."""
 
-    def __init__(self, bucket: Bucket, collectives: Collectives, *, checked: bool, skips: bool) -> None:
+    def __init__(self, bucket: Bucket, *, collectives: Collectives, checked: bool, skips: bool) -> None:
         self.bucket, self.length, self.snapshot = bucket, bucket.length, bucket.snapshot()
         self._by = SMALL if bucket.dense else collectives
         self.sent = self.received = self.rejected = self.nbytes = 0
@@ -73,17 +72,18 @@ class Flight:
 
         error: of a rank that failed before; it is contributed in place of a vector.
         """
-        with self._clocked("compress_seconds"):
-            contribution, options = self._compressed(arrays, outs, comm, error)
-        with self._clocked("communicate_seconds"):
-            try:
-                self.outcome = self._by.sum(contribution, comm, **options)
-            except Exception as raised:
-                if raised is contribution:  # the frames of the collective would hold it, and it the gradient
-                    raised.__traceback__ = None
-                raise
-            finally:
-                del contribution
+        began = perf_counter()
+        contribution, options = self._compressed(arrays, outs, comm, error)
+        compressed = perf_counter()
+        try:
+            self.outcome = self._by.sum(contribution, comm, **options)
+        except Exception as raised:
+            if raised is contribution:  # the frames of the collective would hold it, and it the gradient
+                raised.__traceback__ = None
+            raise
+        finally:
+            del contribution
+        self.compress_seconds, self.communicate_seconds = compressed - began, perf_counter() - compressed
 
     def _compressed(self, arrays: Arrays, outs: Arrays, comm: Any, error: Exception | None) -> tuple[Any, Any]:
         """Return the collective's input and options, or this rank's error, without its traceback and its frames."""
@@ -156,12 +156,13 @@ class Flight:
         """Advance the collective, without waiting; return whether it has ended."""
         return self.outcome.test() if isinstance(self.outcome, Request) else True
 
-    def wait(self) -> Any:
-        """Return the result of the collective; if it fails, it raises on all ranks."""
-        with self._clocked("communicate_seconds"):
-            if isinstance(self.outcome, Exception):
-                raise self.outcome
-            return self.outcome.wait() if isinstance(self.outcome, Request) else self.outcome
+    def wait(self) -> None:
+        """Wait for the result of the collective; if it failed, it raises on all ranks."""
+        began = perf_counter()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        self._came = self.outcome.wait() if isinstance(self.outcome, Request) else self.outcome
+        self.communicate_seconds += perf_counter() - began
 
     def has_failed(self) -> bool:
         """Wait for the collective, and return whether it failed, the same on all ranks."""
@@ -172,70 +173,55 @@ class Flight:
 
     def settle(self, ranks: int, *, average: bool | str, form: str) -> None:
         """Prepare to commit the mean (or sum). form: of the results, "dense", "sparse" or "vectors"."""
-        with self._clocked("restore_seconds"):
+        began = perf_counter()
+        self._form, self._is_sign = form, average == SIGN
+        if form != "dense":
             self._check_form(form)
-            if self._by.takes_arrays:
-                added = self._settle_array(ranks, average=average)
-            else:
-                added = self._settle_vector(ranks, average=average)
-            for changes in added:
-                self._changes += zip(self.homes, split(changes, self.bucket.bounds), strict=True)
-            self._form, self._is_sign = form, average == SIGN
-            self._result: Mean | None = self.mean
-            if form == "dense":
-                self._result = None if self.bucket.feedback.has_dense_result else self._in_values(self.mean)
-                self._outputs.prepare(self._result)
-            elif form == "sparse":
-                vector = self.mean if isinstance(self.mean, SparseVector) else whole(self.mean)
-                signs = vector.with_values(np.sign(vector.values)) if self._is_sign else vector
-                self._means = split(signs, self.bucket.bounds)
+        settle = self._settle_array if self._by.takes_arrays else self._settle_vector
+        for changes in settle(ranks, average=average):
+            self._changes += zip(self.homes, split(changes, self.bucket.bounds), strict=True)
+        self._result: Mean | None = None
+        if form == "dense":
+            if not self.bucket.feedback.has_dense_result:
+                self._result = self._in_values(self.mean)
+            self._outputs.prepare(self._result)
+        elif form == "sparse":
+            vector = self.mean if isinstance(self.mean, SparseVector) else whole(self.mean)
+            signs = vector.with_values(np.sign(vector.values)) if self._is_sign else vector
+            self._means = split(signs, self.bucket.bounds)
+        self.restore_seconds = perf_counter() - began
 
     def _check_form(self, form: str) -> None:
         """Raise ValueError if there is no sparse mean, or no buffer that it could be written to."""
-        if form == "dense":
-            return
         if self.bucket.feedback.has_dense_result:
             raise ValueError(f"{type(self.bucket.feedback).__name__} returns a dense gradient: expected sparse=False")
         if form == "sparse" and (self.bucket.basis is not None or (self._by.takes_arrays and self._by.rounds)):
             what = f"in the basis {self.bucket.basis!r} a mean" if self.bucket.basis else "the mean of dense arrays"
             raise ValueError(f"got sparse=True, and {what} has all values: expected sparse=False")
-        if self._outputs.is_given:
+        if self._outputs.given:
             raise ValueError("got out= and sparse=True: a sparse mean is returned, and not written to an array")
 
     def _settle_vector(self, ranks: int, *, average: bool | str) -> Any:
         """Store the mean of sparse vectors, and return what feedback in place adds to the gradients."""
-        bucket = self.bucket
-        self.mean, rejected, votes = self._sparse_mean(ranks, average=average)
-        self.rejected = rejected.nnz if rejected is not None else 0
-        if bucket.compressor.observes:
-            bucket.compressor.observe(self.mean, None if votes is None else votes / ranks)
-        self._returned = rejected
-        return bucket.feedback.settle(self._corrected, self._sent, rejected, self.mean)
-
-    def _sparse_mean(
-        self, ranks: int, *, average: bool | str
-    ) -> tuple[SparseVector, SparseVector | None, Array | None]:
-        """Return the mean or the sum, the rejected entries, and the votes, from the result of the collective."""
-        counting = self.bucket.compressor.observes or average == CONTRIBUTORS
-        total, self.received, rejected, votes = unpack_sum(self.wait(), counting=counting)
-        if average == CONTRIBUTORS:
-            values = total.values / contributors(total, votes, ranks, self.bucket.compressor.whole)
-        else:
-            values = total.values / ranks if average is True else total.values
-        mean = total.with_values(values.astype(self._corrected.dtype, copy=False))
-        check_range(mean, "sum over the ranks")
-        mean.check_order(mean.length)
-        self.total = total
-        return mean, rejected, votes
+        compressor, counts = self.bucket.compressor, average == CONTRIBUTORS
+        total, self.received, rejected, votes = unpack_sum(self._came, counting=compressor.observes or counts)
+        divisor = contributors(total, votes, ranks, compressor.whole) if counts else ranks if average is True else 1
+        values = (total.values / divisor).astype(self._corrected.dtype, copy=False)
+        self.total, self.mean = total, total.with_values(values)
+        try:
+            self.mean.validate()
+        except ValueError:
+            check_range(self.mean, "sum over the ranks")
+            raise
+        self.rejected, self._returned = 0 if rejected is None else rejected.nnz, rejected
+        if compressor.observes:
+            compressor.observe(self.mean, None if votes is None else votes / ranks)
+        return self.bucket.feedback.settle(self._corrected, self._sent, rejected, self.mean)
 
     def _settle_array(self, ranks: int, *, average: bool | str) -> Any:
         """Store the mean of arrays, and return what feedback in place adds to the gradients."""
-        outcome, corrected, nothing = (
-            self.wait(),
-            self._corrected,
-            SparseVector.empty(self.length, self._corrected.dtype),
-        )
-        total, rejected = outcome if self._by.rounds else (outcome, None)
+        corrected = self._corrected
+        total, rejected = self._came if self._by.rounds else (self._came, None)
         spare = None if self.account is not None else total  # the account needs the sum
         self.mean = mean = np.divide(total, ranks, out=spare) if average in (True, CONTRIBUTORS) else total
         check_range(mean, "sum over the ranks")
@@ -274,19 +260,20 @@ class Flight:
 
     def commit(self) -> dict[str, Any]:
         """Keep the entries that were not sent, and return the results by name; none for "vectors"."""
-        bucket = self.bucket
-        with self._clocked("restore_seconds"):
-            bucket.feedback.commit()
-            for home, changes in self._changes:
-                kernels_for(home).scatter_add(home, changes.indices, changes.values)
-            if self.account is not None:
-                self.account.close(self.homes, self._sent, self._returned, self.mean, self.total)
-            if self._form == "dense":
-                result = self._result
-                return self._outputs.write(
-                    self._in_values(bucket.feedback.result(self.mean)) if result is None else result
-                )
-            return dict(zip(bucket.names_of_tensors, self._means, strict=True)) if self._form == "sparse" else {}
+        began, bucket = perf_counter(), self.bucket
+        bucket.feedback.commit()
+        for home, changes in self._changes:
+            kernels_for(home).scatter_add(home, changes.indices, changes.values)
+        if self.account is not None:
+            self.account.close(self.homes, self._sent, self._returned, self.mean, self.total)
+        results: dict[str, Any] = {}
+        if self._form == "dense":
+            result = self._in_values(bucket.feedback.result(self.mean)) if self._result is None else self._result
+            results = self._outputs.write(result)
+        elif self._form == "sparse":
+            results = dict(zip(bucket.names_of_tensors, self._means, strict=True))
+        self.restore_seconds += perf_counter() - began
+        return results
 
     def skip(self, *, sparse: bool) -> dict[str, Any]:
         """Return the results of a skipped step by name: zeros, or with `sparse` empty vectors."""
@@ -294,8 +281,29 @@ class Flight:
             return {each.name: each.nothing for each in self.bucket.tensors}
         return self._outputs.clear()
 
-    @contextmanager
-    def _clocked(self, name: str) -> Iterator[None]:
-        began = perf_counter()
-        yield
-        vars(self)[name] += perf_counter() - began
+
+def unpack_sum(outcome: Any, *, counting: bool) -> tuple[SparseVector, int, SparseVector | None, Array | None]:
+    """Return the sum, the number of entries received, the rejected entries and the votes in a collective's result.
+
+    outcome: a SparseVector; (sum, rejected) or (sum, votes); a list of every rank's vector, which are added up in rank
+    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 is converted to float32
+    first, so that it is rounded once, and a mean may be in range if the sum is not. Raises TypeError for anything else.
+    """
+    result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
+    if isinstance(result, np.ndarray) or on_device(result):
+        result = SparseVector(
+            kernels_for(result).consecutive(0, result.size, index_dtype(result.size)), result, result.size
+        )
+    parts = result if isinstance(result, list) else [result]
+    if not all(isinstance(part, SparseVector) for part in parts):
+        raise TypeError(
+            f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or the "
+            "votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
+        )
+    rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
+    if counting and isinstance(result, list):
+        votes = count_up(parts).values
+    wide = np.promote_types(parts[0].dtype, np.float32)
+    if len(parts) > 1 or parts[0].dtype != wide:
+        parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
+    return add_up(parts), sum(part.nnz for part in parts), rejected, votes

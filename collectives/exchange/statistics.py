@@ -1,8 +1,6 @@
 """Statistics of the steps of `GradientExchange` on this rank."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,6 @@ class Statistics:
     restore_seconds: float
     wire_nbytes: int
     residual_norm: float | None = None
-
-    @classmethod
-    def of(cls, flights: Sequence[Any], wire_nbytes: int, residual_norm: float | None) -> "Statistics":
-        """Return the statistics of a step, summed over its messages."""
-        names = [field.name for field in fields(cls)][:-2]
-        sums = {name: sum(vars(flight)[name] for flight in flights) for name in names}
-        return cls(**sums, wire_nbytes=wire_nbytes, residual_norm=residual_norm)
 
     @property
     def density(self) -> float:

@@ -11,6 +11,8 @@ collective raises StepSkippedError on all ranks.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 from collectives.agreement import agree_to_keep, note_failure
 from collectives.dense import dense_iallreduce
 from collectives.exchange.flight import OPERATION, Collectives, Flight
+from collectives.exchange.statistics import Statistics
 from collectives.runtime import staging
 from collectives.runtime.link import traffic
 from mpicomp.arrays import check_apart
@@ -29,10 +32,18 @@ class Step:
     """One step of an exchange: gradients and output buffers by name, and the buckets that were started."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], comm: Any, collectives: Collectives, *, average: bool | str, **modes: bool
+        self,
+        buckets: Sequence[Bucket],
+        comm: Any,
+        collectives: Collectives,
+        *,
+        average: bool | str,
+        checked: bool,
+        skips: bool,
     ) -> None:
-        self.buckets, self._comm, self._collectives = buckets, comm, collectives
-        self._average, self._modes = average, modes
+        self.buckets, self._comm = buckets, comm
+        self._average = average
+        self._in_flight = partial(Flight, collectives=collectives, checked=checked, skips=skips)
         self.arrays: dict[str, Any] = {}
         self.outs: dict[str, Any] = {}
         self.flights: list[Flight] = []
@@ -44,15 +55,12 @@ class Step:
         for bucket in self.buckets[len(self.flights) :]:
             if not (complete or all(name in self.arrays for name in bucket.names_of_tensors)):
                 break
-            self._launch(bucket)
+            self.flights.append(self._in_flight(bucket))
             try:
                 self.flights[-1].start(self.arrays, self.outs, self._comm)
             except StepSkippedError as skipped:  # of ranks that agree at once; `settle` raises it, as where they do not
                 self.flights[-1].outcome = skipped.with_traceback(None)
         self.progress()
-
-    def _launch(self, bucket: Bucket) -> None:
-        self.flights.append(Flight(bucket, self._collectives, **self._modes))
 
     def progress(self) -> None:
         """Advance the buckets in flight, without waiting."""
@@ -95,6 +103,12 @@ class Step:
     def _complete(self) -> None:
         staging.complete(flight.bucket.tensors[0].xp for flight in self.flights)
 
+    def statistics(self, wire_nbytes: int, residual_norm: float | None) -> Statistics:
+        """Return the statistics of the step, summed over its messages."""
+        names = [field.name for field in fields(Statistics)][:-2]
+        sums = {name: sum([vars(flight)[name] for flight in self.flights]) for name in names}
+        return Statistics(**sums, wire_nbytes=wire_nbytes, residual_norm=residual_norm)
+
     def snapshots(self) -> list[Any]:
         """Return the compressors' attributes before the step."""
         return [snapshot for flight in self.flights for snapshot in flight.snapshot]
@@ -108,7 +122,7 @@ class Step:
         traceback = error.__traceback__
         if isinstance(error, Exception):
             for bucket in self.buckets[len(self.flights) :]:
-                self._launch(bucket)
+                self.flights.append(self._in_flight(bucket))
                 with suppress(Exception):
                     self.flights[-1].start({}, {}, self._comm, error)
             known = any([flight.has_failed() for flight in self.flights])
