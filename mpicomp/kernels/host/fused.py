@@ -103,36 +103,37 @@ def _add_compacted(
     """
     room = min(room, out.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), out.dtype)
-    head, bits = values_before_line(out), out.view(form.signed)
-    count, done = _add_and_compact(a, b, out, bits, head, form.mask, form.signed.type(floor), first, positions, found)
+    head, bits, kinds = values_before_line(out), out.view(form.signed), (form.mask, form.signed.type(floor))
+    count, done = _add_and_compact(a, out.dtype.type(1), b, out, bits, head, *kinds, first, positions, found)
     return positions[: int(count)], found[: int(count)], out.size - int(done)
 
 
 @jit
-def _add_and_compact(a, b, out, bits, head, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
-    """Return how many sums are at or above `floor`, and how many were written: fewer if the buffer is full.
+def _add_and_compact(a, factor, b, out, bits, head, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
+    """Write ``factor * a + b``; return how many sums are at or above `floor`, and how many were written.
 
+    They are fewer than all if the buffer is full.
     bits: those of `out`. head: values before the first whole line of `out`; fewer than there is room for.
     """
     count, whole, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
-    count = _add_each(a, b, out, bits, 0, head, mask, floor, first, positions, kept, count)
+    count = _add_each(a, factor, b, out, bits, 0, head, mask, floor, first, positions, kept, count)
     for start in range(head, head + whole * WORD, WORD):
         if count + word > np.uint64(positions.size):
             return count, start
-        found = store_sum_reaching(a, b, out, start, mask, floor)
+        found = store_sum_reaching(a, factor, b, out, start, mask, floor)
         if found != np.uint64(0):
-            count = _store_sums(a, b, out, first, start, found, positions, kept, count)
+            count = _store_sums(a, factor, b, out, first, start, found, positions, kept, count)
     rest = head + whole * WORD
     if count + np.uint64(out.size - rest) > np.uint64(positions.size):
         return count, rest
-    return _add_each(a, b, out, bits, rest, out.size, mask, floor, first, positions, kept, count), out.size
+    return _add_each(a, factor, b, out, bits, rest, out.size, mask, floor, first, positions, kept, count), out.size
 
 
 @jit
-def _add_each(a, b, out, bits, start, end, mask, floor, first, positions, kept, count):  # type: ignore[no-untyped-def]
+def _add_each(a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count):  # type: ignore[no-untyped-def]
     """Add one by one, and append the sums at or above `floor`; return the new count."""
     for place in range(start, end):
-        out[place] = a[place] + b[place]
+        out[place] = factor * a[place] + b[place]
         if bits.dtype.type(bits[place] & mask) >= floor:
             positions[count], kept[count] = first + place, out[place]
             count += np.uint64(1)
@@ -140,14 +141,14 @@ def _add_each(a, b, out, bits, start, end, mask, floor, first, positions, kept, 
 
 
 @jit
-def _store_sums(a, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
+def _store_sums(a, factor, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the sums at the bits set in `found`, counted from `start`; return the new count.
 
     If both values are NaN, the result depends on the processor, so the sum is read from `out`.
     """
     while found != np.uint64(0):
         place = np.uint64(start) + lowest(found)
-        total = a[place] + b[place]
+        total = factor * a[place] + b[place]
         positions[count] = np.uint64(first) + place
         kept[count] = total if total == total else out[place]
         count += np.uint64(1)

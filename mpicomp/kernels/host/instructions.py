@@ -31,22 +31,23 @@ def nonzero(words, first):  # type: ignore[no-untyped-def]
     return _as_word(words[first : first + WORD] != 0)
 
 
-def store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
-    """Write a cache line of ``a + b`` to `out` from `first` on, where a line begins, bypassing the cache.
+def store_sum(a, factor, b, out, first):  # type: ignore[no-untyped-def]
+    """Write a cache line of ``factor * a + b`` to `out` from `first` on, where a line begins, bypassing the cache.
 
-    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on.
+    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on. factor: of
+    that dtype. The product is rounded before it is added.
     """
     end = first + LINE // out.itemsize
-    out[first:end] = a[first:end] + b[first:end]
+    out[first:end] = factor * a[first:end] + b[first:end]
 
 
-def store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
-    """Write 64 values of ``a + b`` as `store_sum` does, and return which are at least `floor` under `mask`.
+def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
+    """Write 64 values as `store_sum` does, and return which are at least `floor` under `mask`.
 
     mask, floor: signed integers of the width of the values. The result is that of `reaching` on the bits of the sums.
     """
     end = first + WORD
-    out[first:end] = a[first:end] + b[first:end]
+    out[first:end] = factor * a[first:end] + b[first:end]
     return _as_word(out[first:end].view(f"i{out.itemsize}") & mask >= floor)
 
 
@@ -89,13 +90,15 @@ def _nonzero(words, first):  # type: ignore[no-untyped-def]
 
 
 @overload(store_sum)
-def _store_sum(a, b, out, first):  # type: ignore[no-untyped-def]
-    return lambda a, b, out, first: _store_sum_of_vectors(a, b, out, first)
+def _store_sum(a, factor, b, out, first):  # type: ignore[no-untyped-def]
+    return lambda a, factor, b, out, first: _store_sum_of_vectors(a, factor, b, out, first)
 
 
 @overload(store_sum_reaching)
-def _store_sum_reaching(a, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
-    return lambda a, b, out, first, mask, floor: _store_sum_reaching_in_vectors(a, b, out, first, mask, floor)
+def _store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
+    return lambda a, factor, b, out, first, mask, floor: _store_sum_reaching_in_vectors(
+        a, factor, b, out, first, mask, floor
+    )
 
 
 @overload(array_at)
@@ -131,25 +134,28 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
 
 
 @intrinsic
-def _store_sum_of_vectors(typing: Any, a: Any, b: Any, out: Any, first: Any) -> Any:
+def _store_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, out: Any, first: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _stored_sum(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
         return context.get_dummy_value()
 
-    return (types.void(a, b, out, types.intp), code) if a.is_contig and b.is_contig and out.is_contig else None
+    contiguous = a.is_contig and b.is_contig and out.is_contig
+    return (types.void(a, out.dtype, b, out, types.intp), code) if contiguous else None
 
 
 @intrinsic
-def _store_sum_reaching_in_vectors(typing: Any, a: Any, b: Any, out: Any, first: Any, mask: Any, floor: Any) -> Any:
+def _store_sum_reaching_in_vectors(
+    typing: Any, a: Any, factor: Any, b: Any, out: Any, first: Any, mask: Any, floor: Any
+) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         total = _stored_sum(context, builder, signature, arguments, WORD)
-        bits = builder.bitcast(total, ir.VectorType(context.get_value_type(signature.args[4]), WORD))
-        mask, floor = (_in_all_places(builder, each, bits.type) for each in arguments[4:])
+        bits = builder.bitcast(total, ir.VectorType(context.get_value_type(signature.args[5]), WORD))
+        mask, floor = (_in_all_places(builder, each, bits.type) for each in arguments[5:])
         return builder.bitcast(builder.icmp_signed(">=", builder.and_(bits, mask), floor), ir.IntType(WORD))
 
     key = types.Integer.from_bitwidth(out.dtype.bitwidth)
     contiguous = a.is_contig and b.is_contig and out.is_contig
-    return (types.uint64(a, b, out, types.intp, key, key), code) if contiguous else None
+    return (types.uint64(a, out.dtype, b, out, types.intp, key, key), code) if contiguous else None
 
 
 @intrinsic
@@ -201,13 +207,13 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
 
 def _stored_sum(context: Any, builder: Any, signature: Any, arguments: Any, size: int) -> Any:
     """Return that many sums of two arrays as one vector, and store them bypassing the cache; see `store_sum`."""
-    places = [
-        _vector_at(context, builder, array, given, arguments[3], size)
-        for array, given in zip(signature.args[:3], arguments[:3], strict=True)
-    ]
-    one, other = (builder.load(place, align=signature.args[2].dtype.bitwidth // 8) for place in places[:2])
-    total = builder.fadd(one, other)
-    store = builder.store(total, places[2], align=LINE)
+    a, b, out = (
+        _vector_at(context, builder, signature.args[place], arguments[place], arguments[4], size) for place in (0, 2, 3)
+    )
+    one, other = (builder.load(each, align=signature.args[3].dtype.bitwidth // 8) for each in (a, b))
+    product = builder.fmul(_in_all_places(builder, arguments[1], one.type), one)
+    total = builder.fadd(product, other)  # two instructions: LLVM joins them only if they are marked for it
+    store = builder.store(total, out, align=LINE)
     store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
     return total
 
@@ -229,5 +235,5 @@ def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
 def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:
     """Return a vector of copies of a value."""
     alone = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), WORD), None)
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
     return builder.shuffle_vector(alone, ir.Constant(vector, ir.Undefined), zeros)

@@ -16,7 +16,7 @@ from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, jit
 from mpicomp.kernels.host.fused import _add_and_compact
 from mpicomp.kernels.host.instructions import LINE, WORD, array_at
 from mpicomp.kernels.host.selection import Found, compact, joined, keep_at
-from mpicomp.kernels.host.streaming import _add_scaled, add_scaled
+from mpicomp.kernels.host.streaming import add_scaled
 from mpicomp.threads import in_pieces
 
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
@@ -160,15 +160,9 @@ def _largest(  # type: ignore[no-untyped-def]
             else:
                 b = array_at(values, address, high - low)[first - low : beyond - low]
                 piece, out = bits[first:beyond], values[first:beyond]
-                if factor == 1:
-                    head = min(size, -(output + first * values.itemsize) % LINE // values.itemsize)
-                    kinds = mask, floor, first
-                    found = np.int64(
-                        _add_and_compact(a[first:beyond], b, out, piece, head, *kinds, places, candidate_values)[0]
-                    )
-                else:
-                    _add_scaled(a[first:beyond], factor, b, out)
-                    found = np.int64(compact(piece, mask, floor, first, places, candidates)[0])
+                head = min(size, -(output + first * values.itemsize) % LINE // values.itemsize)
+                rest = piece, head, mask, floor, first, places, candidate_values
+                found = np.int64(_add_and_compact(a[first:beyond], factor, b, out, *rest)[0])
             if found < wanted and floor > 1:
                 found = np.int64(compact(bits[first:beyond], mask, integer(1), first, places, candidates)[0])
             threshold, ties = integer(0), 0

@@ -26,7 +26,7 @@ def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int
 
     def add_piece(start: int, end: int) -> None:
         piece = out[start:end]
-        _add(a[start:end], b[start:end], piece, values_before_line(piece))
+        _add(a[start:end], out.dtype.type(1), b[start:end], piece, values_before_line(piece))
 
     in_pieces(add_piece, out.size, threads)
 
@@ -69,16 +69,16 @@ def _in_order(array: Array) -> bool:
 
 
 @jit
-def _add(a, b, out, head):  # type: ignore[no-untyped-def]
+def _add(a, factor, b, out, head):  # type: ignore[no-untyped-def]
     """Add line by line of `out`; the first whole one begins after `head` values."""
     step = LINE // out.itemsize
     lines = (out.size - head) // step
     for i in range(head):
-        out[i] = a[i] + b[i]
+        out[i] = factor * a[i] + b[i]
     for i in range(lines):
-        store_sum(a, b, out, head + i * step)
+        store_sum(a, factor, b, out, head + i * step)
     for i in range(head + lines * step, out.size):
-        out[i] = a[i] + b[i]
+        out[i] = factor * a[i] + b[i]
 
 
 @jit
