@@ -28,7 +28,7 @@ from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
-    add_scaled,
+    add_parts,
     clear,
     consecutive,
     divide,
@@ -67,8 +67,8 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_parts",
     "add_quantised",
-    "add_scaled",
     "clear",
     "consecutive",
     "dequantise",
