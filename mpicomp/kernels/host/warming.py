@@ -81,6 +81,7 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.moments(long),
         lambda: host.sides(long, 1.0),
         lambda: host.magnitudes_in_segments(long, [0, 64, long.size], two=True),
+        lambda: host.with_magnitudes(long, [0, long.size], np.zeros((1, 3), dtype)),
         lambda: host.survey(long),
         lambda: host.sample(longest),
         lambda: host.first_disorder(indices, 64),
