@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, beside, check_apart, on_device, to_numpy
+from mpicomp.arrays import Array, address, beside, check_apart, kernels_for, on_device, to_numpy
 from mpicomp.feedback.base import wide
 from mpicomp.feedback.momentum_correction import euclidean_norm
 from mpicomp.tensors import DICT, Tensor, describe
@@ -56,9 +56,7 @@ class Replica:
     def subtract(self) -> None:
         """Compute the pseudo-gradient, anchor - theta."""
         self.look()
-        anchor = self._anchor_beside()
-        for span, theta in zip(self._spans, self._thetas, strict=True):
-            np.subtract(anchor[span], theta, out=self.delta[span])
+        kernels_for(self.delta).add_parts(self._anchor_beside(), 1, self._thetas, self.delta, sign=-1)
         self.scales[:] = 1
 
     def norms(self) -> list[float]:

@@ -203,13 +203,7 @@ class Wrapper(Compressor):
 
 def write_sum(summands: Summands, out: Array) -> None:
     """Write scale * vector + parts to `out`, where the parts of the second summand follow each other."""
-    (vector, scale, parts), kernels, end = summands, kernels_for(out), 0
-    for part in parts:
-        place = slice(end, end := end + part.size)
-        if scale == 1:
-            kernels.add(vector[place], part, out[place])
-        else:
-            kernels.add_scaled(vector[place], scale, part, out[place])
+    kernels_for(out).add_parts(*summands, out)
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:

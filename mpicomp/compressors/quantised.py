@@ -15,8 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpicomp.arrays import Array, beside, kernels_for, namespace
+from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor, Summands, Wrapper
 from mpicomp.compressors.common import mean_and_largest
 from mpicomp.vector import SparseVector, places_of
@@ -49,8 +50,7 @@ def _rounded_to_odd(values: Array) -> Array:
 
 def _to_signs(values: Array) -> Array:
     mean, _ = mean_and_largest(values.reshape(-1))
-    signed: Array = np.copysign(values.dtype.type(mean), values)
-    return signed
+    return _signed(values, [0, values.size], np.full((1, 3), mean))
 
 
 def _to_two_magnitudes(values: Array) -> Array:
@@ -58,13 +58,8 @@ def _to_two_magnitudes(values: Array) -> Array:
     if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
         scaled: Array = _to_two_magnitudes(values * 2.0**-64) * 2.0**64
         return scaled
-    low, high, threshold = kernels_for(values).two_magnitudes(values.reshape(-1), mean, largest)
-    limit = values.dtype.type(threshold)
-    if float(limit) > threshold:  # rounded down, it divides values of the dtype as the threshold does
-        limit = np.nextafter(limit, values.dtype.type(0))
-    pair = namespace(values).asarray(np.array([low, high], values.dtype))
-    signed: Array = np.copysign(np.where(np.abs(values) <= limit, pair[:1], pair[1:]), values)
-    return signed
+    found = kernels_for(values).two_magnitudes(values.reshape(-1), mean, largest)
+    return _signed(values, [0, values.size], np.array([found]))
 
 
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
@@ -74,15 +69,16 @@ def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     if found is None or not (found[:, :2] <= np.finfo(np.float64).max / sizes.clip(1)[:, None]).all():
         of_one = _to_two_magnitudes if two else _to_signs
         return np.concatenate([of_one(values[first:end]) for first, end in pairwise(bounds)])
-    rows = found[:, 2:].astype(values.dtype)
-    away = rows[:, 2].astype(np.float64) > found[:, 4]  # rounded down, it divides values of the dtype as in float64
+    return _signed(values, bounds, found[:, 2:])
+
+
+def _signed(values: Array, bounds: Sequence[int], found: NDArray[np.float64]) -> Array:
+    """Return signs with the magnitudes of each segment. found: rows of two magnitudes and the threshold between them."""
+    rows = found.astype(values.dtype)
+    away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
-    if len(sizes) > 1:
-        rows = np.repeat(rows, sizes, axis=0)
-    low, high, limit = beside(np.ascontiguousarray(rows.T), flat)
-    magnitudes = np.where(np.abs(flat) <= limit, low, high) if two else low
-    signed: Array = np.copysign(magnitudes, flat).reshape(values.shape)
-    return signed
+    signed: Array = kernels_for(values).with_magnitudes(values.reshape(-1), bounds, rows)
+    return signed.reshape(values.shape)
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}

@@ -28,7 +28,7 @@ from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
-    add_scaled,
+    add_parts,
     clear,
     consecutive,
     divide,
@@ -51,7 +51,7 @@ from mpicomp.kernels.device.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes
+from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes, with_magnitudes
 from mpicomp.kernels.device.surveying import Survey, sample, survey
 from mpicomp.kernels.device.transforms import hadamard, multiply_chunks, signs
 from mpicomp.kernels.host.statistics import Moments, Sides
@@ -67,8 +67,8 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_parts",
     "add_quantised",
-    "add_scaled",
     "clear",
     "consecutive",
     "dequantise",
@@ -103,4 +103,5 @@ __all__ = [
     "to_offsets",
     "top_k",
     "two_magnitudes",
+    "with_magnitudes",
 ]

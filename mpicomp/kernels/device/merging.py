@@ -88,10 +88,16 @@ def add(a: Array, b: Array, out: Array) -> None:
         launch("add", [out.dtype], in_tiles(out.size, THREADS), a, b, out.size, out)
 
 
-def add_scaled(a: Array, scale: float, b: Array, out: Array) -> None:
-    """Write ``scale * a + b`` to `out`, as `mpicomp.kernels.host.add_scaled` does: rounded twice."""
-    cupy.multiply(a, out.dtype.type(scale), out=out)
-    out += b
+def add_parts(a: Array, scale: float, parts: Sequence[Array], out: Array, *, sign: int = 1) -> None:
+    """Write ``scale * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_parts` does; a launch or two a part."""
+    factor, end = out.dtype.type(scale), 0
+    for part in parts:
+        place = slice(end, end := end + part.size)
+        there = a[place] if factor == 1 else cupy.multiply(a[place], factor, out=out[place])
+        if sign == 1:
+            add(there, part, out[place])
+        else:
+            cupy.subtract(there, part, out=out[place])
 
 
 def clear(out: Array) -> None:

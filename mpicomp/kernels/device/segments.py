@@ -1,14 +1,13 @@
 """The largest magnitudes of each segment of a vector, or of chunks of it: exact, a block of threads for each chunk."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 
 import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import Array, in_tiles, launch, zeros
-from mpicomp.kernels.device.merging import add, add_scaled
+from mpicomp.kernels.device.merging import add_parts
 from mpicomp.kernels.device.selection import Found, largest
 from mpicomp.kernels.host.bits import FORMATS
 
@@ -30,9 +29,7 @@ def largest_in_segments(
     threads: ignored. A launch or a few for each segment, and for each long chunk.
     """
     if summands is not None:
-        a, scale, parts = summands
-        for part, (first, end) in zip(parts, pairwise(bounds), strict=True):
-            (add if scale == 1 else partial(add_scaled, scale=scale))(a[first:end], b=part, out=values[first:end])
+        add_parts(*summands, values)
     found = []
     for row, (first, end) in enumerate(pairwise(bounds)):
         size = min(chunk[row], end - first)

@@ -73,5 +73,15 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
     return found
 
 
+def with_magnitudes(values: Array, bounds: Sequence[int], rows: np.ndarray[Any, Any]) -> Array:
+    """Return the signs of `values` with one of two magnitudes, as `mpicomp.kernels.host.with_magnitudes` does.
+
+    rows: in host memory.
+    """
+    each = rows if len(rows) == 1 else np.repeat(rows, np.diff(bounds), axis=0)
+    low, high, limit = cupy.asarray(np.ascontiguousarray(each.T))
+    return cupy.copysign(cupy.where(cupy.abs(values) <= limit, low, high), values)
+
+
 def _bits(number: float) -> int:
     return int(np.float64(number).view(np.int64))

@@ -46,8 +46,16 @@ from mpicomp.kernels.host.selection import (
     raise_not_finite,
     top_k,
 )
-from mpicomp.kernels.host.statistics import Moments, Sides, magnitudes_in_segments, moments, sides, two_magnitudes
-from mpicomp.kernels.host.streaming import add, add_scaled, clear
+from mpicomp.kernels.host.statistics import (
+    Moments,
+    Sides,
+    magnitudes_in_segments,
+    moments,
+    sides,
+    two_magnitudes,
+    with_magnitudes,
+)
+from mpicomp.kernels.host.streaming import add, add_parts, clear, copy_to_parts
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 from mpicomp.kernels.host.transforms import hadamard, multiply_chunks, signs
 
@@ -61,10 +69,11 @@ __all__ = [
     "add",
     "add_above",
     "add_largest",
+    "add_parts",
     "add_quantised",
-    "add_scaled",
     "clear",
     "consecutive",
+    "copy_to_parts",
     "dequantise",
     "divide",
     "divide_largest",
@@ -97,4 +106,5 @@ __all__ = [
     "to_offsets",
     "top_k",
     "two_magnitudes",
+    "with_magnitudes",
 ]

@@ -36,7 +36,7 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None =
     reads the finished sum.
     """
     form, parts = FORMATS[out.dtype], None
-    if is_sampled(out.size) and is_streamed(a, b, out, long):
+    if is_sampled(out.size) and is_streamed(out, long, a, b):
         parts = _by_sample(as_writable(a), as_writable(b), out, k, threads)
     else:
         add(a, b, out, threads=threads, long=long)
@@ -55,7 +55,7 @@ def add_above(
     before anything is written unless the threshold is >= 0.
     """
     floor = first_reaching(threshold, out.dtype)
-    if not is_streamed(a, b, out, long):
+    if not is_streamed(out, long, a, b):
         add(a, b, out, threads=threads, long=long)
         positions = above(np.ascontiguousarray(out), threshold, threads=threads)
         return positions, out[positions]
@@ -103,18 +103,19 @@ def _add_compacted(
     """
     room = min(room, out.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), out.dtype)
-    head, bits, kinds = values_before_line(out), out.view(form.signed), (form.mask, form.signed.type(floor))
-    count, done = _add_and_compact(a, out.dtype.type(1), b, out, bits, head, *kinds, first, positions, found)
+    summands, kinds = (a, out.dtype.type(1), b), (form.mask, form.signed.type(floor))
+    count, done = _add_and_compact(*summands, out, out.view(form.signed), *kinds, first, positions, found)
     return positions[: int(count)], found[: int(count)], out.size - int(done)
 
 
 @jit
-def _add_and_compact(a, factor, b, out, bits, head, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
+def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
     """Write ``factor * a + b``; return how many sums are at or above `floor`, and how many were written.
 
     They are fewer than all if the buffer is full.
-    bits: those of `out`. head: values before the first whole line of `out`; fewer than there is room for.
+    bits: those of `out`. There is room for more than a line of values.
     """
+    head = values_before_line(out)
     count, whole, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
     count = _add_each(a, factor, b, out, bits, 0, head, mask, floor, first, positions, kept, count)
     for start in range(head, head + whole * WORD, WORD):

@@ -31,18 +31,26 @@ def nonzero(words, first):  # type: ignore[no-untyped-def]
     return _as_word(words[first : first + WORD] != 0)
 
 
-def store_sum(a, factor, b, out, first):  # type: ignore[no-untyped-def]
-    """Write a cache line of ``factor * a + b`` to `out` from `first` on, where a line begins, bypassing the cache.
+def store_line(source, out, first):  # type: ignore[no-untyped-def]
+    """Write a cache line of `source` to `out` from `first` on, where a line begins, bypassing the cache.
 
-    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on. factor: of
-    that dtype. The product is rounded before it is added.
+    source, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on.
     """
     end = first + LINE // out.itemsize
-    out[first:end] = factor * a[first:end] + b[first:end]
+    out[first:end] = source[first:end]
+
+
+def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
+    """Write a cache line of ``factor * a + sign * b`` as `store_line` does.
+
+    a, b, out: as `source`. factor, sign: of that dtype; sign is 1 or -1. The product is rounded before it is added.
+    """
+    end = first + LINE // out.itemsize
+    out[first:end] = factor * a[first:end] + sign * b[first:end]
 
 
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
-    """Write 64 values as `store_sum` does, and return which are at least `floor` under `mask`.
+    """Write 64 values of ``factor * a + b`` as `store_sum` does, and return which are at least `floor` under `mask`.
 
     mask, floor: signed integers of the width of the values. The result is that of `reaching` on the bits of the sums.
     """
@@ -89,9 +97,14 @@ def _nonzero(words, first):  # type: ignore[no-untyped-def]
     return lambda words, first: _nonzero_in_vectors(words, first)
 
 
+@overload(store_line)
+def _store_line(source, out, first):  # type: ignore[no-untyped-def]
+    return lambda source, out, first: _store_line_of_vectors(source, out, first)
+
+
 @overload(store_sum)
-def _store_sum(a, factor, b, out, first):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, out, first: _store_sum_of_vectors(a, factor, b, out, first)
+def _store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
+    return lambda a, factor, b, sign, out, first: _store_sum_of_vectors(a, factor, b, sign, out, first)
 
 
 @overload(store_sum_reaching)
@@ -134,13 +147,25 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
 
 
 @intrinsic
-def _store_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, out: Any, first: Any) -> Any:
+def _store_line_of_vectors(typing: Any, source: Any, out: Any, first: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _stored_sum(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
+        load, stream = _accesses(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
+        stream(load(0), 1)
+        return context.get_dummy_value()
+
+    return (types.void(source, out, types.intp), code) if source.is_contig and out.is_contig else None
+
+
+@intrinsic
+def _store_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, sign: Any, out: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        load, stream = _accesses(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
+        one, other = (_scaled(builder, arguments[place + 1], load(place)) for place in (0, 2))
+        stream(builder.fadd(one, other), 4)
         return context.get_dummy_value()
 
     contiguous = a.is_contig and b.is_contig and out.is_contig
-    return (types.void(a, out.dtype, b, out, types.intp), code) if contiguous else None
+    return (types.void(a, out.dtype, b, out.dtype, out, types.intp), code) if contiguous else None
 
 
 @intrinsic
@@ -148,7 +173,9 @@ def _store_sum_reaching_in_vectors(
     typing: Any, a: Any, factor: Any, b: Any, out: Any, first: Any, mask: Any, floor: Any
 ) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        total = _stored_sum(context, builder, signature, arguments, WORD)
+        load, stream = _accesses(context, builder, signature, arguments, WORD, first=4)
+        total = builder.fadd(_scaled(builder, arguments[1], load(0)), load(2))
+        stream(total, 3)
         bits = builder.bitcast(total, ir.VectorType(context.get_value_type(signature.args[5]), WORD))
         mask, floor = (_in_all_places(builder, each, bits.type) for each in arguments[5:])
         return builder.bitcast(builder.icmp_signed(">=", builder.and_(bits, mask), floor), ir.IntType(WORD))
@@ -205,17 +232,30 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
     return code
 
 
-def _stored_sum(context: Any, builder: Any, signature: Any, arguments: Any, size: int) -> Any:
-    """Return that many sums of two arrays as one vector, and store them bypassing the cache; see `store_sum`."""
-    a, b, out = (
-        _vector_at(context, builder, signature.args[place], arguments[place], arguments[4], size) for place in (0, 2, 3)
-    )
-    one, other = (builder.load(each, align=signature.args[3].dtype.bitwidth // 8) for each in (a, b))
-    product = builder.fmul(_in_all_places(builder, arguments[1], one.type), one)
-    total = builder.fadd(product, other)  # two instructions: LLVM joins them only if they are marked for it
-    store = builder.store(total, out, align=LINE)
-    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-    return total
+def _accesses(
+    context: Any, builder: Any, signature: Any, arguments: Any, size: int, first: int = -1
+) -> tuple[Callable[[int], Any], Callable[[Any, int], None]]:
+    """Return functions for that many values of the array that is an argument, as one vector: load, and stream.
+
+    first: the place among the arguments of the first value's position. `stream` stores bypassing the cache.
+    """
+
+    def place_of(argument: int) -> Any:
+        return _vector_at(context, builder, signature.args[argument], arguments[argument], arguments[first], size)
+
+    def load(argument: int) -> Any:
+        return builder.load(place_of(argument), align=signature.args[argument].dtype.bitwidth // 8)
+
+    def stream(values: Any, argument: int) -> None:
+        store = builder.store(values, place_of(argument), align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+    return load, stream
+
+
+def _scaled(builder: Any, factor: Any, values: Any) -> Any:
+    """Return a vector of products; LLVM would join them with a sum only if both were marked for it."""
+    return builder.fmul(_in_all_places(builder, factor, values.type), values)
 
 
 def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, size: int) -> Any:

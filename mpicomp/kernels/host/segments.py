@@ -7,16 +7,15 @@ are wanted, the compaction is repeated with all values that are not zero. The re
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, jit
 from mpicomp.kernels.host.fused import _add_and_compact
-from mpicomp.kernels.host.instructions import LINE, WORD, array_at
+from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.selection import Found, compact, joined, keep_at
-from mpicomp.kernels.host.streaming import add_scaled
+from mpicomp.kernels.host.streaming import add_parts, addresses
 from mpicomp.threads import in_pieces
 
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
@@ -47,9 +46,7 @@ def largest_in_segments(
     """
     form = FORMATS[values.dtype]
     if summands is not None and values.dtype == np.float16:
-        a, scale, parts = summands
-        for part, (first, end) in zip(parts, pairwise(bounds), strict=True):
-            add_scaled(a[first:end], scale, part, values[first:end])
+        add_parts(*summands, values)
         summands = None
     bits = as_writable(values).view(form.signed)
     slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # of a floor: a quarter of a power of two
@@ -62,7 +59,7 @@ def largest_in_segments(
     )  # a segment of one chunk is whole
     most = int(size.max(initial=0)) + WORD
     counts = np.append(0, np.cumsum(lengths // size * each + rest))  # at most so many, segment by segment
-    adding = _addresses(values, summands)
+    adding = _addends(values, summands)
 
     def selected(start: int, end: int) -> Found:
         first, beyond = np.searchsorted(edges[:-1], (start, end), side="right") - (1, 0)
@@ -90,17 +87,16 @@ def _bits_of(values: Array, form: Format) -> Array:
     )
 
 
-def _addresses(values: Array, summands: Summands | None) -> tuple[Array, Array, Any, Array, int]:
-    """Return the sum's vector, its first summand, the factor, the addresses of the parts, and that of the sum.
+def _addends(values: Array, summands: Summands | None) -> tuple[Array, Array, Any, Array]:
+    """Return the sum's vector, its first summand, the factor, and the addresses of the parts.
 
     Without summands there are no addresses.
     """
     if summands is None:
         floats = as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
-        return floats, floats, floats.dtype.type(1), np.empty(0, np.int64), 0
+        return floats, floats, floats.dtype.type(1), np.empty(0, np.int64)
     a, scale, parts = summands
-    addresses = np.array([part.__array_interface__["data"][0] for part in parts], np.int64)
-    return values, as_writable(a), values.dtype.type(scale), addresses, values.__array_interface__["data"][0]
+    return values, as_writable(a), values.dtype.type(scale), addresses(parts)
 
 
 @jit
@@ -114,8 +110,7 @@ def _largest(  # type: ignore[no-untyped-def]
     values,
     a,
     factor,
-    addresses,
-    output,
+    starts,
     edges,
     ks,
     chunks,
@@ -131,7 +126,7 @@ def _largest(  # type: ignore[no-untyped-def]
 ):
     """Select from the chunks that begin in [start, end), and return the number of entries.
 
-    output: the address of `values`. sample, candidates: the bits of `some`, `candidate_values`. places, candidates,
+    starts: the addresses of the parts; none without summands. sample, candidates: the bits of `some`, `candidate_values`. places, candidates,
     keys: buffers for 64 values more than a chunk has.
     """
     integer = bits.dtype.type
@@ -141,7 +136,7 @@ def _largest(  # type: ignore[no-untyped-def]
         if high <= start or low >= end:
             continue
         floor = integer(1)
-        address = addresses[row] if addresses.size else np.int64(0)
+        address = starts[row] if starts.size else np.int64(0)
         skipped = max(0, -(-(start - low) // chunk))  # chunks of an earlier piece
         for first in range(low + skipped * chunk, min(high, end), chunk):
             beyond = min(first + chunk, high)
@@ -160,8 +155,7 @@ def _largest(  # type: ignore[no-untyped-def]
             else:
                 b = array_at(values, address, high - low)[first - low : beyond - low]
                 piece, out = bits[first:beyond], values[first:beyond]
-                head = min(size, -(output + first * values.itemsize) % LINE // values.itemsize)
-                rest = piece, head, mask, floor, first, places, candidate_values
+                rest = piece, mask, floor, first, places, candidate_values
                 found = np.int64(_add_and_compact(a[first:beyond], factor, b, out, *rest)[0])
             if found < wanted and floor > 1:
                 found = np.int64(compact(bits[first:beyond], mask, integer(1), first, places, candidates)[0])
@@ -202,17 +196,28 @@ def _foreseen(sample, mask, width, k, size, keys):  # type: ignore[no-untyped-de
 
 @jit
 def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
-    """Return the k-th largest magnitude, and how many ties with it are among the `k` largest.
+    """Return a threshold, and how many ties with it are among the `k` largest magnitudes besides all above it.
 
     One bit is found in each pass, the highest first: for few values in the cache, no branch is faster than few passes.
+    Bits that all magnitudes have in common need none, and the search ends where `k` are at or above a bound.
     """
+    every, some = keys.dtype.type(mask), keys.dtype.type(0)
     for i in range(bits.size):
-        keys[i] = bits[i] & mask
+        key = bits[i] & mask
+        keys[i] = key
+        every &= key
+        some |= key
     threshold, above = keys.dtype.type(0), 0
     for bit in range(width - 1, -1, -1):
-        raised = keys.dtype.type(threshold | keys.dtype.type(1 << bit))
+        place = keys.dtype.type(keys.dtype.type(1) << keys.dtype.type(bit))
+        if every & place or not some & place:
+            threshold |= every & place
+            continue
+        raised = keys.dtype.type(threshold | place)
         reached = _count_reaching(keys, raised)
-        if reached >= k:
+        if reached == k:
+            return keys.dtype.type(raised - 1), 0
+        if reached > k:
             threshold = raised
         else:
             above = reached  # in the end: the keys above the threshold

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import Array, as_writable, jit
+from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
 from mpicomp.kernels.host.selection import first_not_finite
 from mpicomp.threads import in_pieces
 
@@ -111,6 +111,18 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
     found = np.zeros((len(bounds) - 1, 5))
     _magnitudes(wide, np.asarray(bounds, np.int64), LLOYD_ROUNDS if two else 0, np.empty((2, _LANES)), found)
     return found
+
+
+def with_magnitudes(values: Array, bounds: Sequence[int], rows: Array) -> Array:
+    """Return the signs of `values` with one of two magnitudes: up to a limit the first one, above it the second.
+
+    values: 1-d contiguous, without NaN. bounds: as for `magnitudes_in_segments`. rows: of the dtype of the values, for
+    each segment both magnitudes and the limit, at least 0.
+    """
+    form, signed = FORMATS[values.dtype], np.empty_like(values)
+    bits, keys = as_writable(values).view(form.signed), np.ascontiguousarray(rows).view(form.signed)
+    _with_magnitudes(bits, np.asarray(bounds, np.int64), keys, form.mask, signed.view(form.signed))
+    return signed
 
 
 def added_sides(size: int, sums: Array, above: Array) -> Sides:
@@ -306,3 +318,13 @@ def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
         below += lanes[0, 0]
         beyond += lanes[1, 0]
     return below, beyond, above
+
+
+@jit
+def _with_magnitudes(bits, edges, rows, mask, signed):  # type: ignore[no-untyped-def]
+    """Write the signs of values with the magnitudes of each segment, as bits."""
+    for row in range(len(rows)):
+        low, high, limit = rows[row, 0], rows[row, 1], rows[row, 2]
+        for i in range(edges[row], edges[row + 1]):
+            magnitude = low if bits[i] & mask <= limit else high
+            signed[i] = magnitude | (bits[i] & ~mask)

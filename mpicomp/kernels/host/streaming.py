@@ -1,13 +1,18 @@
 """Passes over dense vectors that are longer than the cache, with stores that bypass it.
 
 An ordinary store first reads the cache line that it changes. A non-temporal one does not: it saves a quarter of the
-memory traffic of a sum, and leaves the cache to data that is read again soon.
+memory traffic of a sum, and leaves the cache to data that is read again soon. Where one of the vectors is many arrays,
+its parts, a kernel gets their addresses: one call for all of them.
 """
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
+from mpicomp.arrays import address
 from mpicomp.kernels.host.bits import Array, as_writable, jit
-from mpicomp.kernels.host.instructions import LINE, store_sum
+from mpicomp.kernels.host.instructions import LINE, array_at, store_line, store_sum
 from mpicomp.threads import in_pieces
 
 LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
@@ -17,32 +22,54 @@ def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int
     """Write ``a + b`` to `out`, bitwise as ``numpy.add`` does; 1-d, of one dtype and length.
 
     threads: the most threads; None for `threads.count`. long: the least bytes of `out` for stores that bypass
-    the cache, if all three are contiguous and aligned.
+    the cache, if all three are contiguous and aligned. `out` may be `a`.
     """
-    if not is_streamed(a, b, out, long):
-        np.add(a, b, out=out)
-        return
-    a, b = as_writable(a), as_writable(b)
-
-    def add_piece(start: int, end: int) -> None:
-        piece = out[start:end]
-        _add(a[start:end], out.dtype.type(1), b[start:end], piece, values_before_line(piece))
-
-    in_pieces(add_piece, out.size, threads)
+    add_parts(a, 1, [b], out, threads=threads, long=long)
 
 
-def add_scaled(a: Array, scale: float, b: Array, out: Array, *, threads: int | None = None) -> None:
-    """Write ``scale * a + b`` to `out`; 1-d, of one dtype and length. The product is rounded before it is added.
+def add_parts(
+    a: Array,
+    scale: float,
+    parts: Sequence[Array],
+    out: Array,
+    *,
+    sign: int = 1,
+    threads: int | None = None,
+    long: int = LONG,
+) -> None:
+    """Write ``scale * a + sign * b`` to `out`, where b is the parts, one after the other. The product is rounded first.
 
-    scale: rounded to the dtype. threads: as for `add`.
+    a, out: 1-d, of one length; parts: 1-d, of that length together, all of one dtype. scale: rounded to the dtype. sign:
+    1 or -1. threads, long, and `out` if it is `a`: as for `add`.
     """
-    factor = out.dtype.type(scale)
-    if out.dtype == np.float16 or not (_in_order(a) and _in_order(b) and _in_order(out)):
-        np.multiply(a, factor, out=out)
-        out += b
+    factor, edges = out.dtype.type(scale), edges_of(parts)
+    if is_streamed(out, long, a, *parts):
+        whole, starts = as_writable(a), addresses(parts)
+
+        def add_piece(start: int, end: int) -> None:
+            _add_parts(start, end, whole, factor, edges, starts, out.dtype.type(sign), out)
+
+        in_pieces(add_piece, out.size, threads)
         return
-    a, b = as_writable(a), as_writable(b)
-    in_pieces(lambda start, end: _add_scaled(a[start:end], factor, b[start:end], out[start:end]), out.size, threads)
+    for part, (first, end) in zip(parts, pairwise(edges.tolist()), strict=True):
+        there, scaled = out[first:end], a[first:end]
+        if factor != 1:
+            scaled = np.multiply(scaled, factor, out=there)
+        (np.add if sign == 1 else np.subtract)(scaled, part, out=there)
+
+
+def copy_to_parts(source: Array, parts: Sequence[Array], *, threads: int | None = None, long: int = LONG) -> None:
+    """Write a vector to arrays that are its parts, one after the other.
+
+    source, parts: as for `add_parts`; they share no memory. threads, long: as for `add`.
+    """
+    edges = edges_of(parts)
+    if is_streamed(source, long, *parts):
+        whole, starts = as_writable(source), addresses(parts)
+        in_pieces(lambda start, end: _copy_to_parts(start, end, whole, edges, starts), source.size, threads)
+        return
+    for part, (first, end) in zip(parts, pairwise(edges.tolist()), strict=True):
+        part[...] = source[first:end]
 
 
 def clear(out: Array) -> None:
@@ -54,14 +81,19 @@ def clear(out: Array) -> None:
     (out.reshape(-1).view(np.uint8) if contiguous else out)[...] = 0
 
 
-def is_streamed(a: Array, b: Array, out: Array, long: int) -> bool:
-    """Return whether a sum is long enough to bypass the cache, and its arrays can be passed to a kernel."""
-    return out.nbytes >= long and out.dtype != np.float16 and all(_in_order(each) for each in (a, b, out))
+def is_streamed(vector: Array, long: int, *others: Array) -> bool:
+    """Return whether a vector is long enough to bypass the cache, and it and others can be passed to a kernel."""
+    return vector.nbytes >= long and vector.dtype != np.float16 and all(map(_in_order, (vector, *others)))
 
 
-def values_before_line(out: Array) -> int:
-    """Return the number of values before the first whole cache line of an array."""
-    return min(out.size, -out.ctypes.data % LINE // out.itemsize)
+def edges_of(parts: Sequence[Array]) -> Array:
+    """Return the first position of each part of a vector, and the length."""
+    return np.array([0, *accumulate(part.size for part in parts)], np.int64)
+
+
+def addresses(parts: Sequence[Array]) -> Array:
+    """Return the addresses of arrays, for `array_at`."""
+    return np.array([address(part) for part in parts], np.int64)
 
 
 def _in_order(array: Array) -> bool:
@@ -69,19 +101,52 @@ def _in_order(array: Array) -> bool:
 
 
 @jit
-def _add(a, factor, b, out, head):  # type: ignore[no-untyped-def]
-    """Add line by line of `out`; the first whole one begins after `head` values."""
-    step = LINE // out.itemsize
-    lines = (out.size - head) // step
-    for i in range(head):
-        out[i] = factor * a[i] + b[i]
-    for i in range(lines):
-        store_sum(a, factor, b, out, head + i * step)
-    for i in range(head + lines * step, out.size):
-        out[i] = factor * a[i] + b[i]
+def values_before_line(out):  # type: ignore[no-untyped-def]
+    """Return the number of values before the first whole cache line of an array."""
+    return min(out.size, -np.int64(out.ctypes.data) % LINE // out.itemsize)
 
 
 @jit
-def _add_scaled(a, factor, b, out):  # type: ignore[no-untyped-def]
-    for i in range(out.size):
-        out[i] = factor * a[i] + b[i]
+def _add_parts(start, end, a, factor, edges, addresses, sign, out):  # type: ignore[no-untyped-def]
+    """Add from `start` to `end`."""
+    for row in range(addresses.size):
+        low, high = max(start, edges[row]), min(end, edges[row + 1])
+        if low < high:
+            b = array_at(out, addresses[row], edges[row + 1] - edges[row])
+            _add(a[low:high], factor, b[low - edges[row] : high - edges[row]], sign, out[low:high])
+
+
+@jit
+def _add(a, factor, b, sign, out):  # type: ignore[no-untyped-def]
+    """Add line by line of `out`."""
+    step, head = LINE // out.itemsize, values_before_line(out)
+    lines = (out.size - head) // step
+    for i in range(head):
+        out[i] = factor * a[i] + sign * b[i]
+    for i in range(lines):
+        store_sum(a, factor, b, sign, out, head + i * step)
+    for i in range(head + lines * step, out.size):
+        out[i] = factor * a[i] + sign * b[i]
+
+
+@jit
+def _copy_to_parts(start, end, source, edges, addresses):  # type: ignore[no-untyped-def]
+    """Copy from `start` to `end`."""
+    for row in range(addresses.size):
+        low, high = max(start, edges[row]), min(end, edges[row + 1])
+        if low < high:
+            out = array_at(source, addresses[row], edges[row + 1] - edges[row])
+            _copy(source[low:high], out[low - edges[row] : high - edges[row]])
+
+
+@jit
+def _copy(source, out):  # type: ignore[no-untyped-def]
+    """Copy line by line of `out`."""
+    step, head = LINE // out.itemsize, values_before_line(out)
+    lines = (out.size - head) // step
+    for i in range(head):
+        out[i] = source[i]
+    for i in range(lines):
+        store_line(source, out, head + i * step)
+    for i in range(head + lines * step, out.size):
+        out[i] = source[i]
