@@ -13,8 +13,9 @@ chunk at the end is shorter, and keeps the same share. Ties go to the lowest ind
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, to_vector
 from mpicomp.compressors.base import Summands
@@ -48,11 +49,7 @@ class ChunkedTopK(Density):
     def count(self, length: int) -> int:
         """Return the number of entries to select from a vector of `length`."""
         chunks, rest = divmod(length, self.chunk)
-        return chunks * self.k + (self._of_shorter(rest) if rest else 0)
-
-    def _of_shorter(self, length: int) -> int:
-        """Return the number of entries to select from the chunk at the end."""
-        return max(1, round(self.k * length / self.chunk))
+        return chunks * self.k + (max(1, round(self.k * rest / self.chunk)) if rest else 0)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the largest magnitudes of each chunk; see `Compressor.compress`. Ties go to the lowest indices.
@@ -66,9 +63,9 @@ class ChunkedTopK(Density):
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; chunks begin at the first entry of each segment."""
-        sizes = [end - first for first, end in pairwise(bounds)]
-        last = [self._of_shorter(size % self.chunk) for size in sizes]
-        rows = [self.k] * len(sizes), [self.chunk] * len(sizes), last
+        chunks, rest = np.divmod(np.diff(bounds), self.chunk)
+        last = np.maximum(1, np.rint(self.k * rest / self.chunk)).astype(np.int64)
+        rows = np.full(rest.size, self.k), np.full(rest.size, self.chunk), last
         found = kernels_for(corrected).largest_in_segments(corrected, bounds, *rows, summands=summands)
-        target = sum(map(self.count, sizes)) / max(1, corrected.size)
-        return self.reported(selected(corrected, *found), target=target)
+        count = int((chunks * self.k + np.where(rest, last, 0)).sum())
+        return self.reported(selected(corrected, *found), target=count / max(1, corrected.size))

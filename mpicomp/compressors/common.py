@@ -48,6 +48,12 @@ class Density(Compressor):
         """Return the number of entries to select from a vector of `length`."""
         return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
 
+    def counts(self, lengths: Array) -> Array:
+        """Return `count` of each of several lengths."""
+        if self.k is not None:
+            return np.full(lengths.size, self.k)
+        return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
+
     def share(self, length: int) -> float:
         """See `Compressor.share`."""
         return min(1.0, self.count(length) / length) if length else 0.0

@@ -68,12 +68,13 @@ def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     found = kernels_for(flat).magnitudes_in_segments(flat, bounds, two=two) if flat.size < _LONG else None
     if found is None or not (found[:, :2] <= np.finfo(np.float64).max / sizes.clip(1)[:, None]).all():
         of_one = _to_two_magnitudes if two else _to_signs
-        return np.concatenate([of_one(values[first:end]) for first, end in pairwise(bounds)])
+        parts = [of_one(flat[first:end]) for first, end in pairwise(bounds)]
+        return np.concatenate(parts).reshape(values.shape)
     return _signed(values, bounds, found[:, 2:])
 
 
 def _signed(values: Array, bounds: Sequence[int], found: NDArray[np.float64]) -> Array:
-    """Return signs with the magnitudes of each segment. found: rows of two magnitudes and the threshold between them."""
+    """Return signs with the magnitudes of each segment. found: rows of two magnitudes and their threshold."""
     rows = found.astype(values.dtype)
     away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
@@ -100,7 +101,8 @@ def quantise(vector: SparseVector, form: str, bounds: Sequence[int] | None = Non
     ([-2.5, 2.5], [-0.5, -0.5])
     """
     if form in _MAGNITUDES:
-        edges = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
+        places = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
+        edges = [place * (1 if vector.width is None else vector.width) for place in places]
         rounded = _to_magnitudes(vector.values, edges, two=_MAGNITUDES[form])
     elif form in _ROUNDINGS:
         rounded = _ROUNDINGS[form](vector.values)

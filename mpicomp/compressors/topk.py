@@ -7,8 +7,9 @@ Differences from the paper: the selection is exact, ties go to the lowest indice
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, to_vector
 from mpicomp.compressors.base import Summands
@@ -48,10 +49,10 @@ class TopK(Density):
             residual, _, (gradient,) = summands
             found = kernels_for(corrected).add_largest(residual, gradient, corrected, self.count(corrected.size))
             return self.reported(selected(corrected, *found))
-        sizes = [end - first for first, end in pairwise(bounds)]
-        if max(sizes) >= _LONG:
+        sizes = np.diff(bounds)
+        if sizes.max() >= _LONG:
             return super().compress_segments(corrected, bounds, summands=summands)
-        counts = [self.count(size) for size in sizes]
-        kernels, k = kernels_for(corrected), [min(pair) for pair in zip(counts, sizes, strict=True)]
+        counts = self.counts(sizes)
+        kernels, k = kernels_for(corrected), np.minimum(counts, sizes)
         found = kernels.largest_in_segments(corrected, bounds, k, sizes, k, summands=summands)
-        return self.reported(selected(corrected, *found), target=sum(counts) / max(1, corrected.size))
+        return self.reported(selected(corrected, *found), target=int(counts.sum()) / max(1, corrected.size))
