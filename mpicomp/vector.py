@@ -225,7 +225,7 @@ class SparseVector:
 
     def check_finite(self) -> None:
         """Raise ValueError naming the first value that is not finite."""
-        if not on_device(self.values) or self._inspected()[1] >= 0:
+        if self._inspected()[1] >= 0:
             kernels_for(self.values).raise_not_finite(self.values)
 
     def _inspected(self) -> tuple[int, int, int, int]:

@@ -81,7 +81,9 @@ class Step:
         except Exception as raised:  # this rank's alone, perhaps
             error = raised.with_traceback(None)
         try:
-            error = self._average_residuals(error)
+            self._averaging = True
+            if any(flight.bucket.feedback.averaging_due for flight in self.flights):
+                error = self._average_residuals(error)
             self._agreed = True
             agree_to_keep(error, self._comm, OPERATION)
         finally:
@@ -141,7 +143,6 @@ class Step:
 
         Returns this rank's error; raises on all ranks if one had an error before.
         """
-        self._averaging = True
         for flight in self.flights:
             feedback = flight.bucket.feedback
             if feedback.averaging_due:

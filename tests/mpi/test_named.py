@@ -1,5 +1,6 @@
 """GradientExchange of named tensors: in buckets, in any order, started while others are in flight."""
 
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -19,17 +20,25 @@ from collectives import (
 )
 from collectives.runtime.engine import Engine
 from mpicomp import (
+    EF21,
+    AdaComp,
+    AggregationAware,
     ChunkedTopK,
     CollectiveError,
     Compressor,
+    Dense,
     ErrorFeedback,
     MomentumCorrection,
     NoFeedback,
     Quantised,
     RandomK,
+    SampledTopK,
+    SIDCo,
     SparseVector,
     StepAhead,
+    Threshold,
     TopK,
+    WarmUp,
 )
 
 pytestmark = pytest.mark.small_groups
@@ -89,16 +98,48 @@ def test_each_tensor_is_selected_in_its_own_right(comm):
     assert [len(bucket.names) for bucket in together._buckets] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    "feedback", [ErrorFeedback(), ErrorFeedback(in_place=True), MomentumCorrection(0.5), NoFeedback(), StepAhead(0.5)]
-)
-@pytest.mark.parametrize("compressor", [TopK(k=1), Quantised(TopK(k=1), "sign"), ChunkedTopK(k=1, chunk=8)])
-def test_each_tensor_is_selected_in_its_own_right_by_each_feedback(comm, feedback, compressor):
-    """Consecutive tensors with equal compressors share one object, which selects in each of them."""
-    exchange = GradientExchange(comm, compressor, feedback, small=0)
-    sizes = {"small": 1e-3, "large": 1e3, "middle": 1.0}
-    means = exchange({name: np.arange(1.0, 9.0) * size for name, size in sizes.items()}, sparse=True)
-    assert {name: mean.indices.tolist() for name, mean in means.items()} == {name: [7] for name in sizes}
+FEEDBACKS = [
+    ErrorFeedback(),
+    ErrorFeedback(decay=0.5),
+    ErrorFeedback(in_place=True),
+    MomentumCorrection(0.5),
+    MomentumCorrection(0.5, nesterov=True, clip=40.0, ranks=2),
+    StepAhead(0.5, 0.5),
+    EF21(),
+    NoFeedback(),
+]
+COMPRESSORS = [
+    TopK(density=0.05),
+    ChunkedTopK(k=2, chunk=37),
+    Threshold(7.0),
+    Dense(),
+    Quantised(TopK(k=9), "sign"),
+    Quantised(ChunkedTopK(k=2, chunk=64), "two_bit"),
+    WarmUp(TopK(density=0.5), [0.5, 0.25]),
+    AdaComp(40),
+    AggregationAware(density=0.05),
+    SampledTopK(density=0.05),
+    SIDCo(density=0.05),
+]
+
+
+@pytest.mark.parametrize("feedback", FEEDBACKS, ids=repr)
+def test_each_tensor_is_exchanged_as_if_it_were_alone(comm, feedback):
+    """Consecutive tensors with equal compressors share an object, and a vector; of sizes and scales that differ."""
+    for compressor in COMPRESSORS:
+        if feedback.in_place and compressor.needs_gradient:
+            continue
+        alone = {name: GradientExchange(comm, deepcopy(compressor), deepcopy(feedback)) for name in SHAPES}
+        together = GradientExchange(comm, compressor, feedback, small=0)
+        homes = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2)]
+        for step in range(3):
+            for place, (name, array) in enumerate(gradients(comm.rank, step, np.float64).items()):
+                for home in homes:  # of a residual in place
+                    home[name] = home[name] * feedback.in_place + array * 4.0**place
+            means = together(homes[0])
+            for name, array in homes[1].items():
+                message = f"{compressor!r}, {name}, step {step}"
+                np.testing.assert_allclose(means[name], alone[name](array), rtol=1e-12, err_msg=message)
 
 
 def test_small_tensors_are_sent_dense_behind_the_others(comm):
