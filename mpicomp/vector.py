@@ -7,7 +7,7 @@ two vectors with the same entries are bitwise equal.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -114,9 +114,8 @@ class SparseVector:
 
         beside: an array on the device of the vector; None is host memory.
         """
-        xp, length = namespace(beside), _checked_length(length)
-        values = xp.empty(0 if width is None else (0, width), dtype)
-        return cls.trusted(xp.empty(0, index_dtype(length)), _checked_values(values), length)
+        kind = np.dtype(dtype)
+        return _new_nothing(length, kind, width, beside) if on_device(beside) else _nothing(length, kind, width)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -422,6 +421,15 @@ def parted(vector: SparseVector, other: SparseVector) -> tuple[SparseVector, Spa
         return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values), vector
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))
+
+
+def _new_nothing(length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None) -> SparseVector:
+    xp, length = namespace(beside), _checked_length(length)
+    values = xp.empty(0 if width is None else (0, width), dtype)
+    return SparseVector.trusted(xp.empty(0, index_dtype(length)), _checked_values(values), length)
+
+
+_nothing = lru_cache(maxsize=256, typed=True)(_new_nothing)  # in host memory; typed: True is no length, and 1 is
 
 
 def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
