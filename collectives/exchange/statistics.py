@@ -1,10 +1,10 @@
 """Statistics of the steps of `GradientExchange` on this rank."""
 
-from dataclasses import dataclass, fields
+from operator import add
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Statistics of one step or several on this rank. Times in seconds.
 
     length: values in the gradient. sent: entries contributed by this rank; received: entries of the sum, or of all
@@ -31,10 +31,7 @@ class Statistics:
 
     def plus(self, other: "Statistics | None") -> "Statistics":
         """Return the sum of both."""
-        if other is None:
-            return self
-        names = [field.name for field in fields(self)][:-1]
-        return Statistics(*[vars(self)[name] + vars(other)[name] for name in names])
+        return self if other is None else Statistics(*map(add, self[:-1], other[:-1]))
 
 
 def report(first: Statistics | None, later: Statistics | None, steps: int, skipped: int, ranks: int, size: int) -> str:

@@ -11,7 +11,6 @@ collective raises StepSkippedError on all ranks.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -107,9 +106,9 @@ class Step:
 
     def statistics(self, wire_nbytes: int, residual_norm: float | None) -> Statistics:
         """Return the statistics of the step, summed over its messages."""
-        names = [field.name for field in fields(Statistics)][:-2]
-        sums = {name: sum([vars(flight)[name] for flight in self.flights]) for name in names}
-        return Statistics(**sums, wire_nbytes=wire_nbytes, residual_norm=residual_norm)
+        names = Statistics._fields[:-2]
+        sums = [sum([getattr(flight, name) for flight in self.flights]) for name in names]
+        return Statistics._make([*sums, wire_nbytes, residual_norm])
 
     def snapshots(self) -> list[Any]:
         """Return the compressors' attributes before the step."""
