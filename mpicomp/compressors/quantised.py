@@ -73,7 +73,7 @@ def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
 
 
 def _signed(values: Array, bounds: Sequence[int], found: NDArray[np.float64]) -> Array:
-    """Return signs with the magnitudes of each segment. found: rows of two magnitudes and the threshold between them."""
+    """Return signs with the magnitudes of each segment. found: in a row two of them, and the threshold between them."""
     rows = found.astype(values.dtype)
     away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
