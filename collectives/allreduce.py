@@ -131,7 +131,7 @@ def run_counting(
     name: str, total: SparseVector | None, vector: SparseVector, group: Group, metadata: Metadata
 ) -> Steps[tuple[SparseVector, Array]]:
     """Run an algorithm, unless its sum is already available, and return the sum and its votes."""
-    if name == "allgather" or (name == "recursive_doubling" and group.size == 2):
+    if name == "allgather" or (name == "recursive_doubling" and group.size <= 2):
         parts = yield from all_vectors(vector, group, metadata)
         return add_up(parts), count_up(parts).values.astype(np.int64)
     shares: Ranges | Blocks = equal_ranges(vector.length, group.size)

@@ -48,7 +48,7 @@ def dense_calls(values, other, number):
         parts = [other[first:end] for first, end in pairwise(bounds)]
         yield host.largest_in_segments(room, bounds, *rows, summands=(values, 1.0, parts), **options)
         yield total.copy()
-        yield host.add_scaled(values, 0.3, other, room, **options)
+        yield host.add_parts(values, 0.3, parts, room, long=0, **options)
         yield total.copy()
         yield host.histogram(values, **options)
         yield host.add(values, other, room, long=0, **options)

@@ -225,12 +225,35 @@ def test_a_segment_that_is_not_finite_has_no_finite_mean(mode, bad):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_scaled_sum_is_rounded_twice(mode, dtype):
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("scale", [1, 0.3, -2])
+def test_a_sum_with_parts_is_rounded_twice_wherever_they_begin(mode, dtype, sign, scale):
     rng = np.random.default_rng(3)
-    a, b = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
-    for one, other, out in ((a, b, np.empty_like(a)), (a[::2], b[1::2], np.empty_like(a)[::2])):
-        host.add_scaled(one, 0.3, other, out)
-        assert out.tobytes() == (one * dtype.type(0.3) + other).tobytes()
+    bounds = [0, 0, 5, 21, 400, 400, 1000]
+    a, b, room = (rng.standard_normal(1007).astype(dtype) for _ in range(3))
+    for long, step in ((0, 1), (1 << 20, 1), (0, 2)):
+        parts = [np.empty((high - low, step), dtype)[:, 0] for low, high in pairwise(bounds)]
+        for part, (low, high) in zip(parts, pairwise(bounds), strict=True):
+            part[:] = b[low:high]
+        out = room[3:1003]
+        around = room.copy()
+        host.add_parts(a[:1000], scale, parts, out, sign=sign, long=long)
+        around[3:1003] = a[:1000] * dtype.type(scale) + sign * b[:1000]
+        assert room.tobytes() == around.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
+def test_no_kernel_fuses_a_product_and_a_sum(mode, dtype):
+    size, eps = 300, np.finfo(dtype).eps
+    a, b, factor = np.full(size, 1 + eps, dtype), np.full(size, eps - 1, dtype), float(1 - eps)
+    parts, expected = [b[:200], b[200:]], np.full(size, eps, dtype)  # 1 - eps^2 is rounded to 1
+    assert eps - eps * eps < eps  # the sum if the product was not rounded
+    summed, selected = np.empty(size, dtype), np.empty(size, dtype)
+    host.add_parts(a, factor, parts, summed, long=0)
+    rows = [0, 200, size], [3, 3], [50, 50], [1, 1]
+    positions, values = host.largest_in_segments(selected, *rows, summands=(a, factor, parts))
+    assert summed.tobytes() == selected.tobytes() == expected.tobytes()
+    assert values.tobytes() == expected[positions].tobytes()
 
 
 @settings(max_examples=200)
@@ -920,7 +943,7 @@ def test_read_only_arrays_are_not_compiled_for():
         host.largest(v, 9), host.above(v, 1.0), host.exceeding(v, 1.0), host.histogram(v), host.raise_not_finite(v)
         host.moments(v), host.survey(v, 0.5, 0.5), host.sample(given(np.tile(values, 16))), host.magnitude_range(v)
         host.sides(v, 0.5), host.largest_in_segments(v, [0, 9, v.size], [3, 3], [50, 50], [1, 1])
-        host.magnitudes_in_segments(v, [0, 9, v.size], two=True), host.add_scaled(v, 0.5, v, out)
+        host.magnitudes_in_segments(v, [0, 9, v.size], two=True), host.add_parts(v, 0.5, [v], out, long=0)
         host.add(v, v, out, long=0), host.add_largest(v, v, out, 9, long=0), host.add_above(v, v, out, 9.0, long=0)
         host.gather(v, i), host.scatter(out, i, f), host.scatter_add(out, i, f), host.first_disorder(i, 1 << 16)
         host.merge(i, f, i, f), host.accumulate([i] * 3, [f] * 3, 1 << 16), host.divide(i, f, given(np.arange(3)))

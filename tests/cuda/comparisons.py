@@ -152,12 +152,15 @@ def magnitudes_in_segments(device, cupy):
         for two in (False, True):
             found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
             assert_same(found, host.magnitudes_in_segments(values, bounds, two=two))
+        rows = np.array([[1, 2, 1.5], [0.5, 0.25, 0.5], [0, 3, 0], *[[1, 1, 1]] * (len(bounds) - 4)], dtype)
+        compare(device, cupy, "with_magnitudes", values, bounds, np.abs(rows))
 
 
 def scaled_sums(device, cupy):
     for dtype in DTYPES:
         a, b = np.random.default_rng(5).standard_normal((2, 1000)).astype(dtype)
-        compare_in_place(device, cupy, "add_scaled", a, 0.3, b, np.empty_like(a), written=[3])
+        for scale in 1, 0.3:
+            compare_in_place(device, cupy, "add_parts", a, scale, [b[:0], b[:7], b[7:]], np.empty_like(a), written=[3])
 
 
 def every_k(device, cupy):

@@ -55,7 +55,7 @@ from mpicomp.kernels.host.statistics import (
     two_magnitudes,
     with_magnitudes,
 )
-from mpicomp.kernels.host.streaming import add, add_parts, clear, copy_to_parts
+from mpicomp.kernels.host.streaming import add, add_parts, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 from mpicomp.kernels.host.transforms import hadamard, multiply_chunks, signs
 
@@ -73,7 +73,6 @@ __all__ = [
     "add_quantised",
     "clear",
     "consecutive",
-    "copy_to_parts",
     "dequantise",
     "divide",
     "divide_largest",

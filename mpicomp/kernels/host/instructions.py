@@ -31,19 +31,11 @@ def nonzero(words, first):  # type: ignore[no-untyped-def]
     return _as_word(words[first : first + WORD] != 0)
 
 
-def store_line(source, out, first):  # type: ignore[no-untyped-def]
-    """Write a cache line of `source` to `out` from `first` on, where a line begins, bypassing the cache.
-
-    source, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on.
-    """
-    end = first + LINE // out.itemsize
-    out[first:end] = source[first:end]
-
-
 def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
-    """Write a cache line of ``factor * a + sign * b`` as `store_line` does.
+    """Write a cache line of ``factor * a + sign * b`` to `out` from `first` on, where one begins, bypassing the cache.
 
-    a, b, out: as `source`. factor, sign: of that dtype; sign is 1 or -1. The product is rounded before it is added.
+    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on. factor, sign:
+    of that dtype; sign is 1 or -1. The product is rounded before it is added.
     """
     end = first + LINE // out.itemsize
     out[first:end] = factor * a[first:end] + sign * b[first:end]
@@ -97,11 +89,6 @@ def _nonzero(words, first):  # type: ignore[no-untyped-def]
     return lambda words, first: _nonzero_in_vectors(words, first)
 
 
-@overload(store_line)
-def _store_line(source, out, first):  # type: ignore[no-untyped-def]
-    return lambda source, out, first: _store_line_of_vectors(source, out, first)
-
-
 @overload(store_sum)
 def _store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
     return lambda a, factor, b, sign, out, first: _store_sum_of_vectors(a, factor, b, sign, out, first)
@@ -144,16 +131,6 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
         return builder.icmp_unsigned("!=", values, ir.Constant(values.type, None))
 
     return (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None
-
-
-@intrinsic
-def _store_line_of_vectors(typing: Any, source: Any, out: Any, first: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        load, stream = _accesses(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
-        stream(load(0), 1)
-        return context.get_dummy_value()
-
-    return (types.void(source, out, types.intp), code) if source.is_contig and out.is_contig else None
 
 
 @intrinsic

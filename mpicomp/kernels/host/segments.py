@@ -2,8 +2,9 @@
 
 A short chunk stays in the cache while it is selected from. The magnitudes at or above a floor are compacted, 64 values
 compared at a time, and the selection is among those. The floor is a little below the threshold of the chunk before, or
-in the first chunk of a segment, whose values may have another scale, that of a sample. If fewer values reach it than
-are wanted, the compaction is repeated with all values that are not zero. The result does not depend on the floor.
+in the first chunk of a segment, whose values may have another scale, that of a sample. How much below depends on the
+number of candidates in the chunk before. If fewer values reach the floor than are wanted, the compaction is repeated
+with a lower one, and at last with all values that are not zero. The result does not depend on the floor.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from mpicomp.threads import in_pieces
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
 _SAMPLE = 1 << 10  # values at most: a quarter of the chunk
 _RUN = 16  # of them are consecutive: they are loaded together
+_SCARCE, _PLENTY = 4, 14  # square roots of k: candidates beyond k below and above which the next floor is moved
 
 Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and a part of another vector for each segment
 
@@ -49,7 +51,7 @@ def largest_in_segments(
         add_parts(*summands, values)
         summands = None
     bits = as_writable(values).view(form.signed)
-    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # of a floor: a quarter of a power of two
+    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # of a floor, at most: a quarter of a power of two
     edges = np.asarray(bounds, np.int64)
     each, size, rest = (np.asarray(given, np.int64) for given in (k, chunk, last))
     lengths = np.diff(edges)
@@ -126,16 +128,17 @@ def _largest(  # type: ignore[no-untyped-def]
 ):
     """Select from the chunks that begin in [start, end), and return the number of entries.
 
-    starts: the addresses of the parts; none without summands. sample, candidates: the bits of `some`, `candidate_values`. places, candidates,
-    keys: buffers for 64 values more than a chunk has.
+    starts: the addresses of the parts; none without summands. slack: the most by which a floor is below the threshold
+    of the chunk before; at `safe`, it is. sample, candidates: the bits of `some`, `candidate_values`. places,
+    candidates, keys: buffers for 64 values more than a chunk has.
     """
-    integer = bits.dtype.type
+    integer, most = bits.dtype.type, slack
     count = np.uint64(0)
     for row in range(ks.size):
         low, high, chunk = edges[row], edges[row + 1], chunks[row]
         if high <= start or low >= end:
             continue
-        floor = integer(1)
+        floor = safe = integer(1)
         address = starts[row] if starts.size else np.int64(0)
         skipped = max(0, -(-(start - low) // chunk))  # chunks of an earlier piece
         for first in range(low + skipped * chunk, min(high, end), chunk):
@@ -157,13 +160,18 @@ def _largest(  # type: ignore[no-untyped-def]
                 piece, out = bits[first:beyond], values[first:beyond]
                 rest = piece, mask, floor, first, places, candidate_values
                 found = np.int64(_add_and_compact(a[first:beyond], factor, b, out, *rest)[0])
-            if found < wanted and floor > 1:
-                found = np.int64(compact(bits[first:beyond], mask, integer(1), first, places, candidates)[0])
+            if found < wanted + _SCARCE * np.sqrt(wanted):
+                slack = min(most, 2 * slack)
+            elif found > wanted + _PLENTY * np.sqrt(wanted):
+                slack = max(1, slack // 2)
+            while found < wanted and floor > integer(1):
+                floor, safe = safe, integer(1)
+                found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
             threshold, ties = integer(0), 0
             if found > wanted:
                 threshold, ties = _kth_largest(candidates[:found], mask, width, wanted, keys[:found])
             count, _ = keep_at(places[:found], candidates[:found], mask, threshold, ties, positions, kept, count)
-            floor = integer(max(1, np.int64(threshold) - slack))
+            floor, safe = integer(max(1, np.int64(threshold) - slack)), integer(max(1, np.int64(threshold) - most))
     return count
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpicomp.arrays import address
 from mpicomp.kernels.host.bits import Array, as_writable, jit
-from mpicomp.kernels.host.instructions import LINE, array_at, store_line, store_sum
+from mpicomp.kernels.host.instructions import LINE, array_at, store_sum
 from mpicomp.threads import in_pieces
 
 LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
@@ -39,8 +39,8 @@ def add_parts(
 ) -> None:
     """Write ``scale * a + sign * b`` to `out`, where b is the parts, one after the other. The product is rounded first.
 
-    a, out: 1-d, of one length; parts: 1-d, of that length together, all of one dtype. scale: rounded to the dtype. sign:
-    1 or -1. threads, long, and `out` if it is `a`: as for `add`.
+    a, out: 1-d, of one length; parts: 1-d, of that length together, all of one dtype. scale: rounded to the dtype.
+    sign: 1 or -1. threads, long, and `out` if it is `a`: as for `add`.
     """
     factor, edges = out.dtype.type(scale), edges_of(parts)
     if is_streamed(out, long, a, *parts):
@@ -56,20 +56,6 @@ def add_parts(
         if factor != 1:
             scaled = np.multiply(scaled, factor, out=there)
         (np.add if sign == 1 else np.subtract)(scaled, part, out=there)
-
-
-def copy_to_parts(source: Array, parts: Sequence[Array], *, threads: int | None = None, long: int = LONG) -> None:
-    """Write a vector to arrays that are its parts, one after the other.
-
-    source, parts: as for `add_parts`; they share no memory. threads, long: as for `add`.
-    """
-    edges = edges_of(parts)
-    if is_streamed(source, long, *parts):
-        whole, starts = as_writable(source), addresses(parts)
-        in_pieces(lambda start, end: _copy_to_parts(start, end, whole, edges, starts), source.size, threads)
-        return
-    for part, (first, end) in zip(parts, pairwise(edges.tolist()), strict=True):
-        part[...] = source[first:end]
 
 
 def clear(out: Array) -> None:
@@ -127,26 +113,3 @@ def _add(a, factor, b, sign, out):  # type: ignore[no-untyped-def]
         store_sum(a, factor, b, sign, out, head + i * step)
     for i in range(head + lines * step, out.size):
         out[i] = factor * a[i] + sign * b[i]
-
-
-@jit
-def _copy_to_parts(start, end, source, edges, addresses):  # type: ignore[no-untyped-def]
-    """Copy from `start` to `end`."""
-    for row in range(addresses.size):
-        low, high = max(start, edges[row]), min(end, edges[row + 1])
-        if low < high:
-            out = array_at(source, addresses[row], edges[row + 1] - edges[row])
-            _copy(source[low:high], out[low - edges[row] : high - edges[row]])
-
-
-@jit
-def _copy(source, out):  # type: ignore[no-untyped-def]
-    """Copy line by line of `out`."""
-    step, head = LINE // out.itemsize, values_before_line(out)
-    lines = (out.size - head) // step
-    for i in range(head):
-        out[i] = source[i]
-    for i in range(lines):
-        store_line(source, out, head + i * step)
-    for i in range(head + lines * step, out.size):
-        out[i] = source[i]

@@ -91,7 +91,6 @@ def _calls(dtype: np.dtype[Any], index_dtype: np.dtype[Any]) -> list[Callable[[]
         lambda: host.accumulate([indices] * 3, [values] * 3, 64),
         lambda: host.divide(indices, values, np.arange(3)),
         lambda: host.add(long, long, np.empty_like(long), long=0),
-        lambda: host.copy_to_parts(long, [np.empty_like(long)], long=0),
         lambda: host.add_largest(long, long, np.empty_like(long), 9, long=0),
         lambda: host.add_above(long, long, np.empty_like(long), 9.0, long=0),
         lambda: host.clear(long.copy()),
