@@ -7,7 +7,7 @@ two vectors with the same entries are bitwise equal.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -43,7 +43,7 @@ def index_dtype(length: int) -> np.dtype[Any]:
     return _SHORT if length <= 2**31 - 1 else _LONG
 
 
-@dataclass(frozen=True, init=False, eq=False, repr=False, slots=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class SparseVector:
     """Hold the non-zero entries of a vector: entry j has the value `values[j]` at the position `indices[j]`.
 
@@ -66,8 +66,6 @@ class SparseVector:
     indices: Array
     values: Array
     length: int
-    _facts: tuple[int, int, int, int] | None  # what `kernels.inspect` returned; None where nobody has looked
-    _known_ends: tuple[int, int] | None
 
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
         places: Any = indices
@@ -79,7 +77,7 @@ class SparseVector:
                 raise TypeError("indices and values are on different devices; move both to the host or both to the GPU")
         if places.size != len(numbers):
             raise ValueError(f"got {places.size} indices and {len(numbers)} values: expected as many of each")
-        self._keep(places, numbers, length)
+        vars(self).update(indices=places, values=numbers, length=length)
         _check_ends(places.size, *self._ends, length)
 
     @classmethod
@@ -89,21 +87,14 @@ class SparseVector:
         indices: of the dtype for the length, increasing, in range. Both are contiguous.
         """
         vector = object.__new__(cls)
-        vector._keep(indices, values, length)
+        vars(vector).update(indices=indices, values=values, length=length)
         return vector
-
-    def _keep(self, indices: Array, values: Array, length: int, ends: tuple[int, int] | None = None) -> None:
-        keep = object.__setattr__
-        keep(self, "indices", indices)
-        keep(self, "values", values)
-        keep(self, "length", length)
-        keep(self, "_facts", None)
-        keep(self, "_known_ends", ends)
 
     def with_values(self, values: Array) -> "SparseVector":
         """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices."""
-        vector = object.__new__(SparseVector)
-        vector._keep(self.indices, values, self.length, self._known_ends)
+        vector = SparseVector.trusted(self.indices, values, self.length)
+        if "_ends" in vars(self):
+            vars(vector)["_ends"] = self._ends
         return vector
 
     @classmethod
@@ -229,24 +220,19 @@ class SparseVector:
 
     def _inspected(self) -> tuple[int, int, int, int]:
         """Return what `kernels.inspect` returns; on a device at most one launch and one copy to the host."""
-        if self._facts is not None:
-            return self._facts
-        facts: tuple[int, int, int, int] = kernels_for(self.values).inspect(self.indices, self.values, self.length)
-        if on_device(self.values):  # the owner of arrays in host memory may have changed them, against the contract
-            object.__setattr__(self, "_facts", facts)
-            object.__setattr__(self, "_known_ends", facts[2:])
-        return facts
+        found: tuple[int, int, int, int] | None = vars(self).get("_facts")
+        if found is None:
+            found = kernels_for(self.values).inspect(self.indices, self.values, self.length)
+            if on_device(self.values):  # the owner of arrays in host memory may have changed them, against the contract
+                vars(self)["_facts"] = found
+        return found
 
-    @property
+    @cached_property
     def _ends(self) -> tuple[int, int]:
         """The first and the last index; (0, -1) if there is none."""
-        if self._known_ends is None:
-            indices = self.indices
-            if on_device(indices):
-                return self._inspected()[2:]
-            ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
-            object.__setattr__(self, "_known_ends", ends)
-        return self._known_ends  # type: ignore[return-value]
+        if on_device(self.indices):
+            return self._inspected()[2:]
+        return (self.indices.item(0), self.indices.item(-1)) if self.indices.size else (0, -1)
 
     @property
     def nnz(self) -> int:

@@ -42,6 +42,8 @@ def add_parts(
     a, out: 1-d, of one length; parts: 1-d, of that length together, all of one dtype. scale: rounded to the dtype.
     sign: 1 or -1. threads, long, and `out` if it is `a`: as for `add`.
     """
+    if out.nbytes < long and len(parts) > 1:
+        parts = [np.concatenate(parts)]  # in one call
     factor, edges = out.dtype.type(scale), edges_of(parts)
     if is_streamed(out, long, a, *parts):
         whole, starts = as_writable(a), addresses(parts)
