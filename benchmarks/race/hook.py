@@ -47,7 +47,7 @@ def step_of(method: str, comm: Any) -> Callable[[int], list[float]]:
         seconds = [perf_counter() - began]
         if parts(method)[0] in OURS_OF_GPT:
             counted = trainer.exchange.statistics
-            seconds += [vars(counted)[f"{part}_seconds"] for part in PARTS]
+            seconds += [getattr(counted, f"{part}_seconds") for part in PARTS]
         return [1e3 * each for each in seconds]
 
     return step

@@ -125,11 +125,6 @@ COMPRESSORS = [
 
 
 SETTINGS = [{}, {"average": "contributors"}, {"average": "sign"}, {"basis": Hadamard(chunk=64)}]  # exact: 8 * 8
-    {},
-    {"average": "contributors"},
-    {"average": "sign"},
-    {"basis": Hadamard(chunk=64)},
-]  # exact: 64 is 8 squared
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
