@@ -603,3 +603,22 @@ def test_progress_looks_at_what_is_in_flight_once_and_again_for_each_that_ended(
         exchange.progress()
     assert len(polls) <= len(tensors) + 5 + len(tensors)
     exchange.finish()
+
+
+@pytest.mark.parametrize("feedback", [each for each in FEEDBACKS if not each.in_place], ids=repr)
+@pytest.mark.parametrize(("before", "after"), [(6000, 1), (1, 2**25)])
+def test_a_state_fits_other_buckets(comm, feedback, before, after):
+    for compressor in COMPRESSORS:
+        one, other = (
+            GradientExchange(comm, deepcopy(compressor), deepcopy(feedback), small=0, bucket_nbytes=nbytes)
+            for nbytes in (before, after)
+        )
+        for step in range(2):
+            one(gradients(comm.rank, step, np.float64))
+        other.register(gradients(comm.rank, 0, np.float64))
+        other.load_state_dict(one.state_dict())
+        for step in range(2, 4):
+            expected, means = (each(gradients(comm.rank, step, np.float64)) for each in (one, other))
+            for name, mean in means.items():
+                message = f"{compressor!r}, {name}, step {step}"
+                np.testing.assert_allclose(mean, expected[name], rtol=1e-12, atol=1e-9, err_msg=message)
