@@ -49,24 +49,23 @@ def _rounded_to_odd(values: Array) -> Array:
 
 
 def _to_signs(values: Array) -> Array:
-    mean, _ = mean_and_largest(values.reshape(-1))
+    mean, _ = mean_and_largest(values)
     return _signed(values, [0, values.size], np.full((1, 3), mean))
 
 
 def _to_two_magnitudes(values: Array) -> Array:
-    mean, largest = mean_and_largest(values.reshape(-1))
+    mean, largest = mean_and_largest(values)
     if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
         scaled: Array = _to_two_magnitudes(values * 2.0**-64) * 2.0**64
         return scaled
-    found = kernels_for(values).two_magnitudes(values.reshape(-1), mean, largest)
+    found = kernels_for(values).two_magnitudes(values, mean, largest)
     return _signed(values, [0, values.size], np.array([found]))
 
 
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return signs with the magnitudes of each segment, the same bits as `_to_signs` and `_to_two_magnitudes` of it."""
-    flat, sizes = values.reshape(-1), np.diff(bounds)
-    found = kernels_for(flat).magnitudes_in_segments(flat, bounds, two=two) if flat.size < _LONG else None
-    if found is None or not (found[:, :2] <= np.finfo(np.float64).max / sizes.clip(1)[:, None]).all():
+    found = kernels_for(values).magnitudes_in_segments(values, bounds, two=two) if values.size < _LONG else None
+    if found is None or not (found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]).all():
         of_one = _to_two_magnitudes if two else _to_signs
         return np.concatenate([of_one(values[first:end]) for first, end in pairwise(bounds)])
     return _signed(values, bounds, found[:, 2:])
@@ -77,8 +76,8 @@ def _signed(values: Array, bounds: Sequence[int], found: NDArray[np.float64]) ->
     rows = found.astype(values.dtype)
     away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
-    signed: Array = kernels_for(values).with_magnitudes(values.reshape(-1), bounds, rows)
-    return signed.reshape(values.shape)
+    signed: Array = kernels_for(values).with_magnitudes(values, bounds, rows)
+    return signed
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}
@@ -101,7 +100,9 @@ def quantise(vector: SparseVector, form: str, bounds: Sequence[int] | None = Non
     """
     if form in _MAGNITUDES:
         edges = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
-        rounded = _to_magnitudes(vector.values, edges, two=_MAGNITUDES[form])
+        places = [edge * (vector.width or 1) for edge in edges]
+        flat = _to_magnitudes(vector.values.reshape(-1), places, two=_MAGNITUDES[form])
+        rounded = flat.reshape(vector.values.shape)
     elif form in _ROUNDINGS:
         rounded = _ROUNDINGS[form](vector.values)
     else:
