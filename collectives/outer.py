@@ -347,7 +347,7 @@ class OuterLoop:
 
     def _send(self) -> None:
         for each in self._replicas:
-            self.exchange.start_together(each.by_tensor(each.delta))
+            self.exchange.start_together(each.deltas)
         self._in_flight = True
 
     def _finish(self) -> bool:
@@ -357,7 +357,7 @@ class OuterLoop:
         """
         self._in_flight = False
         try:
-            for each in self._replicas:
+            for each in self._replicas if self.delay else []:  # without a delay, `subtract` has just looked
                 each.look()
         except Exception as raised:
             self.exchange.fail(raised)

@@ -35,6 +35,7 @@ class Replica:
         self._spans = [slice(*span) for span in pairwise(bounds)]
         dtype, xp = tensors[0].dtype, tensors[0].xp
         self.delta: Array = xp.empty(bounds[-1], dtype)
+        self.deltas = self.by_tensor(self.delta)
         self.anchor: Array = (np if host else xp).empty(bounds[-1], dtype)
         momentums = (np if host else xp).zeros(bounds[-1], wide(dtype)) if momentum else None
         self.velocity: Array | None = momentums

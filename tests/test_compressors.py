@@ -98,6 +98,12 @@ def test_quantised_values_and_error_are_the_vector(vector, form):
     assert (np.signbit(quantised.values) == np.signbit(vector.values)).all()
 
 
+@pytest.mark.parametrize(("form", "magnitudes"), [("sign", [4, 4]), ("two_bit", [2, 6])])
+def test_the_magnitudes_of_rows_are_those_of_all_their_values(form, magnitudes):
+    vector = SparseVector(np.array([1, 4, 6]), np.array([[1.0, 5.0], [2.0, -6.0], [3.0, 7.0]]), 9)
+    assert np.abs(quantise(vector, form)[0].values).tolist() == [magnitudes] * 3
+
+
 @pytest.mark.parametrize(
     ("form", "nbytes"), [("float16", 2000), ("bfloat16", 2000), ("sign", 128 + 24), ("two_bit", 256 + 32)]
 )

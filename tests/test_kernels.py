@@ -225,6 +225,16 @@ def test_a_segment_that_is_not_finite_has_no_finite_mean(mode, bad):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_get_the_magnitudes_of_their_segments_and_keep_their_signs(mode, dtype):
+    values, bounds = families(dtype, 300)["negative zeros"].astype(dtype), [0, 7, 7, 100, 300]
+    rows = np.array([[1, 2, 1.5], [0, 0, 0], [0.25, 0.5, 0.5], [1, 3, 0]], dtype)
+    values[10] = 0.5
+    low, high, limit = np.repeat(rows, np.diff(bounds), axis=0).T
+    expected = np.copysign(np.where(np.abs(values) <= limit, low, high), values)
+    assert host.with_magnitudes(values, bounds, rows).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("scale", [1, 0.3, -2])
 def test_a_sum_with_parts_is_rounded_twice_wherever_they_begin(mode, dtype, sign, scale):
@@ -943,7 +953,8 @@ def test_read_only_arrays_are_not_compiled_for():
         host.largest(v, 9), host.above(v, 1.0), host.exceeding(v, 1.0), host.histogram(v), host.raise_not_finite(v)
         host.moments(v), host.survey(v, 0.5, 0.5), host.sample(given(np.tile(values, 16))), host.magnitude_range(v)
         host.sides(v, 0.5), host.largest_in_segments(v, [0, 9, v.size], [3, 3], [50, 50], [1, 1])
-        host.magnitudes_in_segments(v, [0, 9, v.size], two=True), host.add_parts(v, 0.5, [v], out, long=0)
+        host.magnitudes_in_segments(v, [0, 9, v.size], two=True)
+        host.with_magnitudes(v, [0, v.size], np.zeros((1, 3), v.dtype)), host.add_parts(v, 0.5, [v], out, long=0)
         host.add(v, v, out, long=0), host.add_largest(v, v, out, 9, long=0), host.add_above(v, v, out, 9.0, long=0)
         host.gather(v, i), host.scatter(out, i, f), host.scatter_add(out, i, f), host.first_disorder(i, 1 << 16)
         host.merge(i, f, i, f), host.accumulate([i] * 3, [f] * 3, 1 << 16), host.divide(i, f, given(np.arange(3)))

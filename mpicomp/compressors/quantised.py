@@ -49,37 +49,35 @@ def _rounded_to_odd(values: Array) -> Array:
 
 
 def _to_signs(values: Array) -> Array:
-    mean, _ = mean_and_largest(values.reshape(-1))
+    mean, _ = mean_and_largest(values)
     return _signed(values, [0, values.size], np.full((1, 3), mean))
 
 
 def _to_two_magnitudes(values: Array) -> Array:
-    mean, largest = mean_and_largest(values.reshape(-1))
+    mean, largest = mean_and_largest(values)
     if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
         scaled: Array = _to_two_magnitudes(values * 2.0**-64) * 2.0**64
         return scaled
-    found = kernels_for(values).two_magnitudes(values.reshape(-1), mean, largest)
+    found = kernels_for(values).two_magnitudes(values, mean, largest)
     return _signed(values, [0, values.size], np.array([found]))
 
 
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return signs with the magnitudes of each segment, the same bits as `_to_signs` and `_to_two_magnitudes` of it."""
-    flat, sizes = values.reshape(-1), np.diff(bounds)
-    found = kernels_for(flat).magnitudes_in_segments(flat, bounds, two=two) if flat.size < _LONG else None
-    if found is None or not (found[:, :2] <= np.finfo(np.float64).max / sizes.clip(1)[:, None]).all():
+    found = kernels_for(values).magnitudes_in_segments(values, bounds, two=two) if values.size < _LONG else None
+    if found is None or not (found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]).all():
         of_one = _to_two_magnitudes if two else _to_signs
-        parts = [of_one(flat[first:end]) for first, end in pairwise(bounds)]
-        return np.concatenate(parts).reshape(values.shape)
+        return np.concatenate([of_one(values[first:end]) for first, end in pairwise(bounds)])
     return _signed(values, bounds, found[:, 2:])
 
 
 def _signed(values: Array, bounds: Sequence[int], found: NDArray[np.float64]) -> Array:
-    """Return signs with the magnitudes of each segment. found: rows of two magnitudes and their threshold."""
+    """Return signs with the magnitudes of each segment. found: in a row two of them, and the threshold between them."""
     rows = found.astype(values.dtype)
     away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
-    signed: Array = kernels_for(values).with_magnitudes(values.reshape(-1), bounds, rows)
-    return signed.reshape(values.shape)
+    signed: Array = kernels_for(values).with_magnitudes(values, bounds, rows)
+    return signed
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}
@@ -101,9 +99,10 @@ def quantise(vector: SparseVector, form: str, bounds: Sequence[int] | None = Non
     ([-2.5, 2.5], [-0.5, -0.5])
     """
     if form in _MAGNITUDES:
-        places = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
-        edges = [place * (1 if vector.width is None else vector.width) for place in places]
-        rounded = _to_magnitudes(vector.values, edges, two=_MAGNITUDES[form])
+        edges = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
+        places = [edge * (1 if vector.width is None else vector.width) for edge in edges]
+        flat = _to_magnitudes(vector.values.reshape(-1), places, two=_MAGNITUDES[form])
+        rounded = flat.reshape(vector.values.shape)
     elif form in _ROUNDINGS:
         rounded = _ROUNDINGS[form](vector.values)
     else:
@@ -131,6 +130,10 @@ class Quantised(Wrapper):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the quantised entries; see `Compressor.compress`."""
         return self._quantised(self.compressor.compress(corrected, gradient=gradient))
+
+    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
+        """See `Compressor.compress_sum`; calls that of the inner compressor."""
+        return self._quantised(self.compressor.compress_sum(residual, gradient, out))
 
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None

@@ -169,7 +169,7 @@ def _largest(  # type: ignore[no-untyped-def]
                 found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
             threshold, ties = integer(0), 0
             if found > wanted:
-                threshold, ties = _kth_largest(candidates[:found], mask, width, wanted, keys[:found])
+                threshold, ties = _kth_largest(candidates[:found], mask, width, wanted, keys)
             count, _ = keep_at(places[:found], candidates[:found], mask, threshold, ties, positions, kept, count)
             floor, safe = integer(max(1, np.int64(threshold) - slack)), integer(max(1, np.int64(threshold) - most))
     return count
@@ -198,7 +198,7 @@ def _foreseen(sample, mask, width, k, size, keys):  # type: ignore[no-untyped-de
     rank = np.int64(share + 4 * (1 + np.sqrt(share))) + 1
     if 2 * rank > sample.size:
         return sample.dtype.type(1)
-    threshold, _ = _kth_largest(sample, mask, width, rank, keys[: sample.size])
+    threshold, _ = _kth_largest(sample, mask, width, rank, keys)
     return sample.dtype.type(max(1, np.int64(threshold)))
 
 
@@ -215,6 +215,8 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
         keys[i] = key
         every &= key
         some |= key
+    end = (bits.size + WORD - 1) // WORD * WORD
+    keys[bits.size : end] = 0  # below every bound: the passes have no remainder
     threshold, above = keys.dtype.type(0), 0
     for bit in range(width - 1, -1, -1):
         place = keys.dtype.type(keys.dtype.type(1) << keys.dtype.type(bit))
@@ -222,7 +224,7 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
             threshold |= every & place
             continue
         raised = keys.dtype.type(threshold | place)
-        reached = _count_reaching(keys, raised)
+        reached = _count_reaching(keys[:end], raised)
         if reached == k:
             return keys.dtype.type(raised - 1), 0
         if reached > k:
