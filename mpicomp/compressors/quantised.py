@@ -131,10 +131,6 @@ class Quantised(Wrapper):
         """Return the quantised entries; see `Compressor.compress`."""
         return self._quantised(self.compressor.compress(corrected, gradient=gradient))
 
-    def compress_sum(self, residual: Array, gradient: Array, out: Array) -> SparseVector:
-        """See `Compressor.compress_sum`; calls that of the inner compressor."""
-        return self._quantised(self.compressor.compress_sum(residual, gradient, out))
-
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
