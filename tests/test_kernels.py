@@ -146,10 +146,11 @@ def test_the_largest_of_every_chunk_are_exact_with_ties_to_the_lowest_position(m
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_chunks_of_any_scale_after_each_other(dtype):
-    """The floor that a chunk leaves for the next is far too high, far too low, or that of zeros."""
+@pytest.mark.parametrize("scales", [(0, 0.5**24, 1e-3, 1, 1e3, np.inf, np.nan), (0.8, 0.9, 1), (1e-3, 1, 1, 1, 1, 1)])
+def test_chunks_of_any_scale_after_each_other(dtype, scales):
+    """The floor that a chunk leaves for the next is far too high, a little too high, far too low, or that of zeros."""
     rng = np.random.default_rng(0)
-    scales = rng.choice([0, np.finfo(dtype).smallest_subnormal, 1e-3, 1, 1e3, np.inf, np.nan], 80)
+    scales = rng.choice([np.finfo(dtype).smallest_subnormal if each == 0.5**24 else each for each in scales], 80)
     values = (rng.standard_normal((80, 50)) * scales[:, None]).astype(dtype).reshape(-1)
     for k in 1, 7, 49, 50:
         positions, _ = host.largest_in_segments(values, [0, values.size], [k], [50], [1])

@@ -162,6 +162,10 @@ def scaled_sums(device, cupy):
         a, b = np.random.default_rng(5).standard_normal((2, 1000)).astype(dtype)
         for scale in 1, 0.3:
             compare_in_place(device, cupy, "add_parts", a, scale, [b[:0], b[:7], b[7:]], np.empty_like(a), written=[3])
+        ours, expected = cupy.empty(a.size, dtype), np.empty_like(a)
+        device.add_parts(cupy.asarray(a), 1, [cupy.asarray(b)], ours, sign=-1)
+        host.add_parts(a, 1, [b], expected, sign=-1)
+        assert_same(ours.get(), expected)
 
 
 def every_k(device, cupy):

@@ -22,7 +22,7 @@ from mpicomp.threads import in_pieces
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
 _SAMPLE = 1 << 10  # values at most: a quarter of the chunk
 _RUN = 16  # of them are consecutive: they are loaded together
-_SCARCE, _PLENTY = 4, 14  # square roots of k: candidates beyond k below and above which the next floor is moved
+_SCARCE, _PLENTY = 6, 18  # square roots of k: candidates beyond k below and above which the next floor is moved
 
 Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and a part of another vector for each segment
 
