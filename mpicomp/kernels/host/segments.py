@@ -21,6 +21,7 @@ from mpicomp.threads import in_pieces
 
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
 _SAMPLE = 1 << 10  # values at most: a quarter of the chunk
+_SHARP, _SAFE = 1.5, 5.0  # standard deviations of a sample by which a floor lets more values through than are wanted
 _RUN = 16  # of them are consecutive: they are loaded together
 _SCARCE, _PLENTY = 6, 18  # square roots of k: candidates beyond k below and above which the next floor is moved
 
@@ -152,7 +153,8 @@ def _largest(  # type: ignore[no-untyped-def]
                     _sample_sums(a[first:beyond], factor, b[first - low : beyond - low], some[:taken])
                 else:
                     _sample(bits[first:beyond], sample[:taken])
-                floor = _foreseen(sample[:taken], mask, width, wanted, size, keys)
+                floor = _foreseen(sample[:taken], mask, width, wanted, size, _SHARP, keys)
+                safe = integer(0)  # not known yet
             if address == 0:
                 found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
             else:
@@ -165,6 +167,8 @@ def _largest(  # type: ignore[no-untyped-def]
             elif found > wanted + _PLENTY * np.sqrt(wanted):
                 slack = max(1, slack // 2)
             while found < wanted and floor > integer(1):
+                if safe == integer(0):
+                    safe = _foreseen(sample[:taken], mask, width, wanted, size, _SAFE, keys)
                 floor, safe = safe, integer(1)
                 found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
             threshold, ties = integer(0), 0
@@ -192,10 +196,13 @@ def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _foreseen(sample, mask, width, k, size, keys):  # type: ignore[no-untyped-def]
-    """Return a magnitude that a few more than `k` of `size` are expected to reach; 1 if that would be nearly all."""
+def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-untyped-def]
+    """Return a magnitude that a few more than `k` of `size` are expected to reach; 1 if that would be nearly all.
+
+    sigmas: standard deviations of the sample by which they are more.
+    """
     share = sample.size * k / size
-    rank = np.int64(share + 4 * (1 + np.sqrt(share))) + 1
+    rank = np.int64(share + sigmas * (1 + np.sqrt(share))) + 1
     if 2 * rank > sample.size:
         return sample.dtype.type(1)
     threshold, _ = _kth_largest(sample, mask, width, rank, keys)
