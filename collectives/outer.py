@@ -101,11 +101,11 @@ class OuterLoop:
         self.rounds = 0  # that were kept
         self._in_flight = False  # an exchange was started, and is not finished
         self._checked = checking.asked()
-        self._form, given = by_name(parameters)
         contribution: Any
         try:
             self.rate = rate
             self._check_settings(anchor)
+            self._form, given = by_name(parameters)
             self._first = untied(given)  # tied ones count once
             mine = {name: given[name] for name, first in self._first.items() if name == first}
             if clip and delay and any(to_values(each).dtype == np.float16 for each in mine.values()):
