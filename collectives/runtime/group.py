@@ -156,6 +156,8 @@ class Group:
 
     def gather(self, vector: SparseVector, count: int = 0) -> Steps[list[Part]]:
         """Return every rank's vector, in rank order, this rank's as it is: ceil(lg P) rounds."""
+        if self.size == 1:
+            return [(vector, count)]
         messages = yield from self._gather_messages(self.pack(vector, count))
         return [(vector, count) if rank == self.rank else self.unpack(each) for rank, each in enumerate(messages)]
 

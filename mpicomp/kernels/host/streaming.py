@@ -6,7 +6,8 @@ its parts, a kernel gets their addresses: one call for all of them.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -44,20 +45,14 @@ def add_parts(
     """
     if out.nbytes < long and len(parts) > 1:
         parts = [np.concatenate(parts)]  # in one call
-    factor, edges = out.dtype.type(scale), edges_of(parts)
+    factor, end = out.dtype.type(scale), 0
     if is_streamed(out, long, a, *parts):
-        whole, starts = as_writable(a), addresses(parts)
-
-        def add_piece(start: int, end: int) -> None:
-            _add_parts(start, end, whole, factor, edges, starts, out.dtype.type(sign), out)
-
-        in_pieces(add_piece, out.size, threads)
+        _stream_parts(as_writable(a), factor, parts, out.dtype.type(sign), out, threads)
         return
-    for part, (first, end) in zip(parts, pairwise(edges.tolist()), strict=True):
-        there, scaled = out[first:end], a[first:end]
-        if factor != 1:
-            scaled = np.multiply(scaled, factor, out=there)
-        (np.add if sign == 1 else np.subtract)(scaled, part, out=there)
+    for part in parts:
+        place = slice(end, end := end + part.size)
+        scaled = a[place] if factor == 1 else np.multiply(a[place], factor, out=out[place])
+        (np.add if sign == 1 else np.subtract)(scaled, part, out=out[place])
 
 
 def clear(out: Array) -> None:
@@ -74,14 +69,18 @@ def is_streamed(vector: Array, long: int, *others: Array) -> bool:
     return vector.nbytes >= long and vector.dtype != np.float16 and all(map(_in_order, (vector, *others)))
 
 
-def edges_of(parts: Sequence[Array]) -> Array:
-    """Return the first position of each part of a vector, and the length."""
-    return np.array([0, *accumulate(part.size for part in parts)], np.int64)
-
-
 def addresses(parts: Sequence[Array]) -> Array:
     """Return the addresses of arrays, for `array_at`."""
     return np.array([address(part) for part in parts], np.int64)
+
+
+def _stream_parts(a: Array, factor: Any, parts: Sequence[Array], sign: Any, out: Array, threads: int | None) -> None:
+    edges, starts = np.array([0, *accumulate(part.size for part in parts)]), addresses(parts)
+
+    def add_piece(start: int, end: int) -> None:
+        _add_parts(start, end, a, factor, edges, starts, sign, out)
+
+    in_pieces(add_piece, out.size, threads)
 
 
 def _in_order(array: Array) -> bool:
@@ -95,12 +94,12 @@ def values_before_line(out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_parts(start, end, a, factor, edges, addresses, sign, out):  # type: ignore[no-untyped-def]
+def _add_parts(start, end, a, factor, edges, starts, sign, out):  # type: ignore[no-untyped-def]
     """Add from `start` to `end`."""
-    for row in range(addresses.size):
+    for row in range(starts.size):
         low, high = max(start, edges[row]), min(end, edges[row + 1])
         if low < high:
-            b = array_at(out, addresses[row], edges[row + 1] - edges[row])
+            b = array_at(out, starts[row], edges[row + 1] - edges[row])
             _add(a[low:high], factor, b[low - edges[row] : high - edges[row]], sign, out[low:high])
 
 
