@@ -28,6 +28,7 @@ VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 
 DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}  # NumPy builds the name anew at each call
 
+_LINE = 64  # bytes of a cache line
 _HOST_DEVICES = (1, 3, 11)  # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
 
@@ -180,6 +181,16 @@ def address(array: Any) -> int:
     if array.size and array.flags.carray:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # in a fifth of the time
     return int(array.ctypes.data)
+
+
+def new_vector(xp: Any, size: int, dtype: Any) -> Array:
+    """Return zeros, made by NumPy or CuPy; in host memory they begin at a cache line, as kernels store whole lines."""
+    if xp is not np:
+        return xp.zeros(size, dtype)  # type: ignore[no-any-return]
+    itemsize = np.dtype(dtype).itemsize
+    longer = np.zeros(size + _LINE // itemsize, dtype)
+    first = -address(longer) % _LINE // itemsize
+    return longer[first : first + size]
 
 
 def adjacent(parts: Sequence[Array]) -> Array | None:

@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import VALUE_DTYPES, Array, beside, kernels_for, namespace, on_device, read_only, to_numpy
+from mpicomp.arrays import (
+    VALUE_DTYPES,
+    Array,
+    beside,
+    kernels_for,
+    namespace,
+    new_vector,
+    on_device,
+    read_only,
+    to_numpy,
+)
 from mpicomp.compressors import Compressor
 from mpicomp.settings import Configured, refuse_bools
 from mpicomp.vector import SparseVector
@@ -211,7 +221,9 @@ class Feedback(Configured):
                 raise ValueError(f"{name} has a value that is not finite: expected what state_dict() returned")
         for name, number in numbers.items():
             setattr(self, name, number.item())
-        self._arrays, self._spares = {name: array.copy() for name, array in given.items()}, {}
+        self._arrays, self._spares = {name: new_vector(np, each.size, each.dtype) for name, each in given.items()}, {}
+        for name, array in given.items():
+            self._arrays[name][:] = array
         self._begun, self._staged, self._settled = bool(given), False, ()
 
     def _layout(self, dtype: np.dtype[Any]) -> Layout:
@@ -242,7 +254,7 @@ class Feedback(Configured):
             expected = " or ".join(map(str, VALUE_DTYPES))
             raise ValueError(f"the gradient is {got}: expected {expected} of shape (n,)")
         xp, layout = namespace(first), self._layout(first.dtype)
-        self._arrays = {name: xp.zeros(shape, dtype) for name, dtype in layout.items()}
+        self._arrays = {name: new_vector(xp, *shape, dtype) for name, dtype in layout.items()}
         self._spares, self._staged = {}, True
 
     def _spare(self, name: str, dtype: np.dtype[Any] | None = None) -> Array:
@@ -250,7 +262,7 @@ class Feedback(Configured):
         array = self._arrays.get(name, next(iter(self._arrays.values())))
         wanted, held = dtype or array.dtype, self._spares.get(name)
         if held is None or held.dtype != wanted or on_device(held) != on_device(array):
-            self._spares[name] = namespace(array).empty(array.shape, wanted)
+            self._spares[name] = new_vector(namespace(array), array.size, wanted)
         return self._spares[name]
 
     def _check_staged(self, size: int, *vectors: SparseVector | None) -> None:

@@ -75,6 +75,11 @@ def array_at(other, address, size):  # type: ignore[no-untyped-def]
     return np.frombuffer(memory, other.dtype)
 
 
+def bare(array):  # type: ignore[no-untyped-def]
+    """Return an array whose slices count no references, which takes as long as short loops; keep `array` meanwhile."""
+    return array
+
+
 def _as_word(flags: Any) -> Any:
     return np.uint64(sum(1 << place for place in np.flatnonzero(flags).tolist()))
 
@@ -104,6 +109,11 @@ def _store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[
 @overload(array_at)
 def _array_at(other, address, size):  # type: ignore[no-untyped-def]
     return lambda other, address, size: carray(_pointer(other, address), (size,))
+
+
+@overload(bare)
+def _bare(array):  # type: ignore[no-untyped-def]
+    return lambda array: _without_owner(array)
 
 
 @overload(butterflies)
@@ -168,6 +178,16 @@ def _pointer(typing: Any, other: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[1], context.get_value_type(signature.return_type))
 
     return types.CPointer(other.dtype)(other, types.intp), code
+
+
+@intrinsic
+def _without_owner(typing: Any, array: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        made = context.make_array(array)(context, builder, arguments[0])
+        made.meminfo, made.parent = (ir.Constant(each.type, None) for each in (made.meminfo, made.parent))
+        return made._getvalue()
+
+    return array(array), code
 
 
 @intrinsic

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, jit
 from mpicomp.kernels.host.fused import _add_and_compact
-from mpicomp.kernels.host.instructions import WORD, array_at
+from mpicomp.kernels.host.instructions import WORD, array_at, bare
 from mpicomp.kernels.host.selection import Found, compact, joined, keep_at
 from mpicomp.kernels.host.streaming import add_parts, addresses
 from mpicomp.threads import in_pieces
@@ -133,6 +133,8 @@ def _largest(  # type: ignore[no-untyped-def]
     of the chunk before; at `safe`, it is. sample, candidates: the bits of `some`, `candidate_values`. places,
     candidates, keys: buffers for 64 values more than a chunk has.
     """
+    bits, values, a, positions, kept = bare(bits), bare(values), bare(a), bare(positions), bare(kept)
+    places, candidates, candidate_values, keys = bare(places), bare(candidates), bare(candidate_values), bare(keys)
     integer, most = bits.dtype.type, slack
     count = np.uint64(0)
     for row in range(ks.size):
