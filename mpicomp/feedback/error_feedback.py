@@ -35,8 +35,7 @@ class ErrorFeedback(Feedback):
     clear or rescale the gradient arrays yourself.
 
     decay: the factor by which the residual is multiplied before each gradient is added, 0 < decay <= 1. Below 1 old
-    entries that were not sent fade: 1 - decay of the residual is lost in each step on purpose. A step then takes about
-    two more passes over the residual.
+    entries that were not sent fade: 1 - decay of the residual is lost in each step on purpose.
 
     Raises ValueError for a decay out of range, and for one below 1 with `in_place`.
 
