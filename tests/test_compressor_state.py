@@ -172,8 +172,8 @@ def test_a_failed_step_is_undone_by_a_snapshot(name):
     assert [vars(part) for part in compressor.chain()] == attributes
 
 
-def compressed_sum(compressor, residual, gradient, out):
-    return compressor.compress_segments(out, [0, out.size], summands=(residual, 1.0, [gradient]))
+def compressed_sum(compressor, residual, gradient, out, scale=1.0):
+    return compressor.compress_segments(out, [0, out.size], summands=(residual, scale, [gradient]))
 
 
 @compressors
@@ -197,16 +197,17 @@ def long_vectors():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("scale", [1.0, 0.7])
 @pytest.mark.parametrize("make", [lambda: TopK(0.001), lambda: Threshold(4.0), lambda: SampledTopK(0.001, seed=1)])
-def test_one_pass_over_a_long_vector_selects_the_same(make, dtype):
+def test_one_pass_over_a_long_vector_selects_the_same(make, dtype, scale):
     """As long as the fused kernels want it; a sample that misleads, zeros, and what is not finite too."""
     residual, new = (each.astype(dtype) for each in long_vectors())
     misleading = new.copy()
     misleading[::100] = 1e6
     for gradient in (new, misleading, -residual):
-        one, other, out = make(), make(), np.empty_like(new)
-        found, expected = compressed_sum(one, residual, gradient, out), other.compress(residual + gradient)
-        assert out.tobytes() == (residual + gradient).tobytes()
+        one, other, out, total = make(), make(), np.empty_like(new), dtype(scale) * residual + gradient
+        found, expected = compressed_sum(one, residual, gradient, out, scale), other.compress(total)
+        assert out.tobytes() == total.tobytes()
         assert found.indices.tobytes() == expected.indices.tobytes()
         assert found.values.tobytes() == expected.values.tobytes()
         assert one.report == other.report

@@ -391,9 +391,10 @@ def halves(values, seed=1):
 
 
 def assert_adds_and_finds_the_largest(a, b, k, first=0):
+    scale = a.dtype.type(1 if first % 2 else 0.7)
     with np.errstate(all="ignore"):
-        total, room = a + b, np.full(a.size + first, 7, a.dtype)
-        positions, found = host.add_largest(a, b, room[first:], k, long=0)
+        total, room = scale * a + b, np.full(a.size + first, 7, a.dtype)
+        positions, found = host.add_largest(a, b, room[first:], k, scale=scale, long=0)
     assert room[first:].tobytes() == total.tobytes()
     assert (room[:first] == 7).all()
     np.testing.assert_array_equal(positions, expected_top_k(total, k), strict=True)
@@ -456,8 +457,8 @@ def test_add_above_finds_what_above_finds_in_the_sum(mode, dtype, family):
     for a, b in (halves(values), (drawn["laplace"].astype(dtype), values)):
         for threshold in (0, 0.1, 1, 3.0, 1e6, np.inf)[:: 1 if mode == "compiled" else 4]:
             with np.errstate(all="ignore"):
-                total, room = a + b, np.full(a.size + 9, 7, dtype)
-                positions, found = host.add_above(a, b, room[3:-6], threshold, long=0)
+                total, room = dtype.type(0.7) * a + b, np.full(a.size + 9, 7, dtype)
+                positions, found = host.add_above(a, b, room[3:-6], threshold, scale=0.7, long=0)
             np.testing.assert_array_equal(positions, host.above(total, threshold), strict=True)
             assert found.tobytes() == total[positions].tobytes()
             assert (room[3:-6].tobytes(), room[:3].tolist(), room[-6:].tolist()) == (total.tobytes(), [7] * 3, [7] * 6)

@@ -55,16 +55,16 @@ class SampledTopK(Density):
     ) -> SparseVector:
         """See `Compressor.compress_segments`; of one segment one pass, and another for each lower threshold."""
         size = corrected.size
-        if summands is None or len(bounds) > 2 or summands[1] != 1 or self.count(size) >= size:
+        if summands is None or len(bounds) > 2 or self.count(size) >= size:
             return super().compress_segments(corrected, bounds, summands=summands)
-        residual, _, (gradient,) = summands
+        residual, scale, (gradient,) = summands
         places = self._places(size)
         with np.errstate(all="ignore"):
-            sample = residual[places] + gradient[places]
+            sample = corrected.dtype.type(scale) * residual[places] + gradient[places]
         if not np.isfinite(sample).all():
             return super().compress_segments(corrected, bounds, summands=summands)
         threshold = self._threshold(sample, size)
-        found = kernels_for(corrected).add_above(residual, gradient, corrected, threshold)
+        found = kernels_for(corrected).add_above(residual, gradient, corrected, threshold, scale=scale)
         return self._enough(corrected, entries_found(corrected, *found), threshold)
 
     def _places(self, length: int) -> slice:

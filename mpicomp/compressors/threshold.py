@@ -43,9 +43,9 @@ class Threshold(Compressor):
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; one pass, and another over segments without an entry."""
-        if summands is not None and len(bounds) == 2 and summands[1] == 1:
-            residual, _, (gradient,) = summands
-            found = kernels_for(corrected).add_above(residual, gradient, corrected, self.threshold)
+        if summands is not None and len(bounds) == 2:
+            residual, scale, (gradient,) = summands
+            found = kernels_for(corrected).add_above(residual, gradient, corrected, self.threshold, scale=scale)
             return self.reported(entries_found(corrected, *found), self.threshold)
         if summands is not None:
             write_sum(summands, corrected)

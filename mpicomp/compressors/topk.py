@@ -45,9 +45,10 @@ class TopK(Density):
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; long segments are selected from one after the other."""
-        if summands is not None and len(bounds) == 2 and summands[1] == 1:
-            residual, _, (gradient,) = summands
-            found = kernels_for(corrected).add_largest(residual, gradient, corrected, self.count(corrected.size))
+        if summands is not None and len(bounds) == 2:
+            residual, scale, (gradient,) = summands
+            add, count = kernels_for(corrected).add_largest, self.count(corrected.size)
+            found = add(residual, gradient, corrected, count, scale=scale)
             return self.reported(selected(corrected, *found))
         sizes = np.diff(bounds)
         if sizes.max() >= _LONG:

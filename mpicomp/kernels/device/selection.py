@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
-from mpicomp.kernels.device.merging import add, divide
+from mpicomp.kernels.device.merging import add, add_parts, divide
 from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import first_above, first_reaching, not_finite_error
 
@@ -50,12 +50,15 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     return positions, kept.view(values.dtype)
 
 
-def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None = None) -> Found:
-    """Write ``a + b`` to `out`, and return ``largest(out, k)``, in one pass over `a` and `b`.
+def add_largest(a: Array, b: Array, out: Array, k: int, *, scale: float = 1.0, threads: int | None = None) -> Found:
+    """Write ``scale * a + b`` to `out`, and return ``largest(out, k)``; for a scale of 1 in one pass over `a` and `b`.
 
     The same as `mpicomp.kernels.host.add_largest`. threads: ignored. The compaction computes and writes the sum, so
     that the sum is not read again. If the sample misleads, and on short vectors, the sum is computed first.
     """
+    if scale != 1:
+        add_parts(a, scale, [b], out)
+        return largest(out, k)
     form = FORMATS[out.dtype]
     bits, k = out.view(form.keys), min(k, out.size)
     summands = a.view(form.keys), b.view(form.keys)
@@ -66,13 +69,19 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None =
     return found[0], found[1].view(out.dtype)
 
 
-def add_above(a: Array, b: Array, out: Array, threshold: float, *, threads: int | None = None) -> Found:
-    """Write ``a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
+def add_above(
+    a: Array, b: Array, out: Array, threshold: float, *, scale: float = 1.0, threads: int | None = None
+) -> Found:
+    """Write ``scale * a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
 
     The same as `mpicomp.kernels.host.add_above`. threads: ignored.
     """
     form = FORMATS[out.dtype]
-    floor, summands = int(first_reaching(threshold, out.dtype)), (a.view(form.keys), b.view(form.keys))
+    floor = int(first_reaching(threshold, out.dtype))
+    summands: Summands = a.view(form.keys), b.view(form.keys)
+    if scale != 1:
+        add_parts(a, scale, [b], out)
+        summands = ()
     positions, kept = _found(out.view(form.keys), form, floor, summands)
     return positions, kept.view(out.dtype)
 

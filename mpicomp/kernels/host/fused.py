@@ -2,8 +2,10 @@
 
 An addition reads two vectors and writes one, bypassing the cache; a selection then reads the sum back. In one pass the
 sum is compared while it is in registers, which saves that read: a quarter of the memory traffic. The few candidates are
-added again from `a` and `b`, which are in the cache, while the sum is not.
+added again from both vectors, which are in the cache, while the sum is not.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -21,25 +23,34 @@ from mpicomp.kernels.host.selection import (
     largest_of,
     take_sample,
 )
-from mpicomp.kernels.host.streaming import LONG, add, is_streamed, values_before_line
+from mpicomp.kernels.host.streaming import LONG, add_parts, is_streamed, values_before_line
 from mpicomp.threads import in_pieces
 
 
-def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None = None, long: int = LONG) -> Found:
-    """Write ``a + b`` to `out`, as `add` does, and return ``largest(out, k)``, in one pass.
+def add_largest(
+    a: Array,
+    b: Array,
+    out: Array,
+    k: int,
+    *,
+    scale: float = 1.0,
+    threads: int | None = None,
+    long: int = LONG,
+) -> Found:
+    """Write ``scale * a + b`` to `out`, as `add_parts` does, and return ``largest(out, k)``, in one pass.
 
-    a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k: at least 1. threads: the most
-    threads; None for `threads.count`. long: the least bytes of `out` for a single pass over contiguous float32 or
-    float64; others are added first.
+    a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k: at least 1. scale: rounded to
+    the dtype; so is the product. threads: the most threads; None for `threads.count`. long: the least bytes of `out`
+    for a single pass over contiguous float32 or float64; others are added first.
 
     A sample of the sum, at the positions of the sample of `largest`, gives the threshold; if it misleads, `largest`
     reads the finished sum.
     """
     form, parts = FORMATS[out.dtype], None
     if is_sampled(out.size) and is_streamed(out, long, a, b):
-        parts = _by_sample(as_writable(a), as_writable(b), out, k, threads)
+        parts = _by_sample(as_writable(a), out.dtype.type(scale), as_writable(b), out, k, threads)
     else:
-        add(a, b, out, threads=threads, long=long)
+        add_parts(a, scale, [b], out, threads=threads, long=long)
     if parts is None:
         return largest(np.ascontiguousarray(out), k, threads=threads)
     positions, found = largest_of(parts, form, k)
@@ -47,36 +58,44 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, threads: int | None =
 
 
 def add_above(
-    a: Array, b: Array, out: Array, threshold: float, *, threads: int | None = None, long: int = LONG
+    a: Array,
+    b: Array,
+    out: Array,
+    threshold: float,
+    *,
+    scale: float = 1.0,
+    threads: int | None = None,
+    long: int = LONG,
 ) -> Found:
-    """Write ``a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there, in one pass.
+    """Write ``scale * a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
 
-    a, b, out, threads, long: as for `add_largest`. threshold, positions: as for `above`; raises ValueError
-    before anything is written unless the threshold is >= 0.
+    In one pass. a, b, out, scale, threads, long: as for `add_largest`. threshold, positions: as for `above`; raises
+    ValueError before anything is written unless the threshold is >= 0.
     """
     floor = first_reaching(threshold, out.dtype)
     if not is_streamed(out, long, a, b):
-        add(a, b, out, threads=threads, long=long)
+        add_parts(a, scale, [b], out, threads=threads, long=long)
         positions = above(np.ascontiguousarray(out), threshold, threads=threads)
         return positions, out[positions]
-    a, b, form = as_writable(a), as_writable(b), FORMATS[out.dtype]
+    a, factor, b, form = as_writable(a), out.dtype.type(scale), as_writable(b), FORMATS[out.dtype]
 
     def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
-        return _add_compacted(a[start:end], b[start:end], out[start:end], form, floor, start, room)
+        return _add_compacted(a[start:end], factor, b[start:end], out[start:end], form, floor, start, room)
 
     return collect(compacted, out.size, threads)
 
 
-def _by_sample(a: Array, b: Array, out: Array, k: int, threads: int | None) -> list[Found] | None:
+def _by_sample(a: Array, factor: Any, b: Array, out: Array, k: int, threads: int | None) -> list[Found] | None:
     """Write the sum; return positions and bits of those at or above a threshold from a sample, None if it misled."""
     form = FORMATS[out.dtype]
-    floor, room = foresee(_sampled(a, b, form), form, k, out.size)
+    floor, room = foresee(_sampled(a, factor, b, form), form, k, out.size)
 
     def compacted(start: int, end: int) -> tuple[Array, Array, int]:
-        piece = a[start:end], b[start:end], out[start:end]
+        piece = a[start:end], factor, b[start:end], out[start:end]
         positions, found, rest = _add_compacted(*piece, form, floor, start, room)
         if rest:
-            add(*(each[end - start - rest :] for each in piece), threads=1)
+            left = slice(end - rest, end)
+            add_parts(a[left], factor, [b[left]], out[left], threads=1)
         return positions, found, rest
 
     parts = in_pieces(compacted, out.size, threads)
@@ -85,17 +104,17 @@ def _by_sample(a: Array, b: Array, out: Array, k: int, threads: int | None) -> l
     return None if misled else found
 
 
-def _sampled(a: Array, b: Array, form: Format) -> Array:
+def _sampled(a: Array, factor: Any, b: Array, form: Format) -> Array:
     """Return the magnitudes of a sample of the sum, as signed integers."""
     every = form.signed.type(-1)
-    parts = (take_sample(each.view(form.signed), every).view(each.dtype) for each in (a, b))
+    one, other = (take_sample(each.view(form.signed), every).view(each.dtype) for each in (a, b))
     with np.errstate(all="ignore"):
-        sums = np.add(*parts)
+        sums = factor * one + other
     return sums.view(form.signed) & form.mask  # type: ignore[no-any-return]
 
 
 def _add_compacted(
-    a: Array, b: Array, out: Array, form: Format, floor: int, first: int, room: int
+    a: Array, factor: Any, b: Array, out: Array, form: Format, floor: int, first: int, room: int
 ) -> tuple[Array, Array, int]:
     """Write sums; return positions (from `first` on) and values of those at or above `floor`, and how many are left.
 
@@ -103,8 +122,8 @@ def _add_compacted(
     """
     room = min(room, out.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), out.dtype)
-    summands, kinds = (a, out.dtype.type(1), b), (form.mask, form.signed.type(floor))
-    count, done = _add_and_compact(*summands, out, out.view(form.signed), *kinds, first, positions, found)
+    kinds = out.view(form.signed), form.mask, form.signed.type(floor)
+    count, done = _add_and_compact(a, factor, b, out, *kinds, first, positions, found)
     return positions[: int(count)], found[: int(count)], out.size - int(done)
 
 
