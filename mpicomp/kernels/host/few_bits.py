@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.kernels.host.instructions import bare
 from mpicomp.threads import in_pieces
 
 _ROOM = 1 << 10  # values that are copied at a time: they stay in the first-level cache
@@ -177,6 +178,7 @@ def _quantise_to_magnitudes(given, coded, work, sizes, numbers):  # type: ignore
     values, _, residual, rejected = given
     codes, scales = coded
     c, c_bits, y, _, cell, cell_bits, fields = work
+    codes, c, y, fields = bare(codes), bare(c), bare(y), bare(fields)
     bits, stored, cut, mask, _ = sizes
     block = c.size
     width = block * bits // 8
@@ -200,7 +202,7 @@ def _quantise_to_magnitudes(given, coded, work, sizes, numbers):  # type: ignore
 
 @jit
 def _decode_levels(codes, scales, out, work, bits, stored, add):  # type: ignore[no-untyped-def]
-    y, cell, cell_bits = work[2], work[4], work[5]
+    codes, out, y, cell, cell_bits = bare(codes), bare(out), bare(work[2]), work[4], work[5]
     block = y.size
     width = block * bits // 8
     for i in range(scales.size):
@@ -219,7 +221,7 @@ def _decode_levels(codes, scales, out, work, bits, stored, add):  # type: ignore
 
 @jit
 def _decode_magnitudes(codes, scales, out, work, bits, stored, add):  # type: ignore[no-untyped-def]
-    y, cell, cell_bits, fields = work[2], work[4], work[5], work[6]
+    codes, out, y, fields, cell, cell_bits = bare(codes), bare(out), bare(work[2]), bare(work[6]), work[4], work[5]
     block = y.size
     width = block * bits // 8
     for i in range(scales.size // bits):
