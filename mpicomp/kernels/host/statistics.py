@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.kernels.host.instructions import bare
 from mpicomp.kernels.host.selection import first_not_finite
 from mpicomp.threads import in_pieces
 
@@ -170,7 +171,7 @@ def blocks(values: Array, size: int) -> Iterator[Array]:
 @jit
 def _add_blocks(values, block_sums, block_counts):  # type: ignore[no-untyped-def]
     """Write the sums of each block of `values`: absolute, squares, largest, product, and nonzeros, exponents."""
-    sums, counts = np.empty((4, _LANES)), np.empty((2, _LANES), np.int64)
+    values, sums, counts = bare(values), np.empty((4, _LANES)), np.empty((2, _LANES), np.int64)
     for i in range(values.size // _BLOCK):
         _clear(sums, counts)
         for j in range(_BLOCK // _LANES):
@@ -247,7 +248,7 @@ def _fold(sums, counts):  # type: ignore[no-untyped-def]
 @jit
 def _add_sides(values, threshold, block_sums, block_above):  # type: ignore[no-untyped-def]
     """Write the sums of each block up to the threshold and above it, and the number of values above it."""
-    below, beyond = np.empty(_LANES), np.empty(_LANES)
+    values, below, beyond = bare(values), np.empty(_LANES), np.empty(_LANES)
     for i in range(values.size // _BLOCK):
         above = 0
         for j in range(_LANES):
@@ -278,6 +279,7 @@ def _add_sides_of_row(row, threshold, below, beyond):  # type: ignore[no-untyped
 @jit
 def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped-def]
     """Write the rows of `magnitudes_in_segments`. lanes: two buffers."""
+    values, lanes = bare(values), bare(lanes)
     for i in range(len(found)):
         part = values[edges[i] : edges[i + 1]]
         if part.size == 0:
