@@ -4,8 +4,8 @@ import types
 import numpy as np
 import pytest
 
-from mpicomp import SparseVector
-from mpicomp.arrays import like, to_array, writable_vector
+from mpicomp import ErrorFeedback, SparseVector, TopK
+from mpicomp.arrays import address, like, new_vector, to_array, writable_vector
 
 
 class Foreign:
@@ -161,8 +161,27 @@ def test_writable_vector_a_torch_tensor_is_its_memory():
 
 def test_there_is_no_writable_vector_a_jax_array():
     jax = pytest.importorskip("jax")
-    with pytest.raises(ValueError, match="may not write"):
+    with pytest.raises(ValueError, match="read-only"):
         writable_vector(jax.numpy.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_new_vector_begins_at_a_cache_line(dtype):
+    for size in (0, 1, 15, 1000, 100_003):
+        vector = new_vector(np, size, dtype)
+        assert (vector.shape, vector.dtype, vector.any(), address(vector) % 64) == ((size,), dtype, False, 0)
+
+
+def test_residuals_begin_at_a_cache_line_also_when_they_were_loaded():
+    one, other = ErrorFeedback(), ErrorFeedback()
+    for feedback in (one, other):
+        for step in range(3):
+            gradient = np.arange(step, step + 1003, dtype=np.float32)
+            corrected, sent = feedback.compress(gradient, TopK(k=9))
+            assert address(corrected) % 64 == 0
+            feedback.settle(corrected, sent, None, sent)
+            feedback.commit()
+        other.load_state_dict(one.state_dict())
 
 
 def test_sparse_tensors_are_refused_with_the_remedy(library):
