@@ -167,7 +167,7 @@ def test_there_is_no_writable_vector_a_jax_array():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_a_new_vector_begins_at_a_cache_line(dtype):
-    for size in (0, 1, 15, 1000, 100_003):
+    for size in (1, 15, 1000, 100_003):
         vector = new_vector(np, size, dtype)
         assert (vector.shape, vector.dtype, vector.any(), address(vector) % 64) == ((size,), dtype, False, 0)
 
