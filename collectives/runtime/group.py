@@ -27,7 +27,7 @@ from collectives import schedule
 from collectives.runtime.link import Link, Turn
 from collectives.runtime.messages import LINE, Arrival, Buffer, Pending, Sending, Steps
 from mpicomp.arrays import beside as _beside
-from mpicomp.arrays import namespace, on_device, to_numpy
+from mpicomp.arrays import on_device, to_numpy
 from mpicomp.codec import (
     CODECS,
     CRC_AT,
@@ -39,10 +39,8 @@ from mpicomp.codec import (
     Header,
     decode,
     decode_few_bits,
-    encoded_nbytes,
-    few_bits_nbytes,
-    fill,
-    fill_few_bits,
+    encode,
+    encode_few_bits,
     fill_text,
     plain,
     read_header,
@@ -217,14 +215,9 @@ class Group:
     def pack(self, vector: SparseVector | FewBits, count: int = 0) -> Buffer:
         """Return a vector as a message."""
         if isinstance(vector, FewBits):
-            nbytes = few_bits_nbytes(vector)
-            message = _room(nbytes, vector.codes)
-            fill_few_bits(message[:nbytes], vector, count, self._digest)
+            message = encode_few_bits(vector, count=count, signature=self._digest, line=LINE)
         else:
-            coding = self.coding(vector)
-            nbytes = encoded_nbytes(vector, coding)
-            message = _room(nbytes, vector.values)
-            fill(message[:nbytes], vector, coding, count, self._digest)
+            message = encode(vector, None, self.coding(vector), count=count, signature=self._digest, line=LINE)
         return self._with_checksum(message)
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
@@ -371,13 +364,6 @@ def _digest(signature: tuple[tuple[str, Any], ...]) -> int:
 @lru_cache(maxsize=256)
 def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
     return SparseVector.empty(length, dtype, width)
-
-
-def _room(nbytes: int, beside: Any) -> Buffer:
-    """Return room for a message of this size, on the device of an array, with zeros behind it."""
-    message: Buffer = namespace(beside).empty(_whole(nbytes), np.uint8)
-    message[nbytes:] = 0
-    return message
 
 
 def _whole(nbytes: int) -> int:

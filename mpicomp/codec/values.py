@@ -278,6 +278,7 @@ VALUE_FORMATS: tuple[FixedFormat, ...] = (
     Stored(8, _SINGLE, np.uint8, precision=7),
 )
 
+AS_THEY_ARE = VALUE_FORMATS[: len(VALUE_DTYPES)]  # of each dtype, in its order
 _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}
 
 
@@ -304,7 +305,7 @@ def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
 
 def as_they_are(values: Array) -> ValueFormat:
     """Return the format that stores values in their own dtype."""
-    return VALUE_FORMATS[VALUE_DTYPES.index(values.dtype)]
+    return AS_THEY_ARE[VALUE_DTYPES.index(values.dtype)]
 
 
 def smallest(values: Array) -> ValueFormat:
