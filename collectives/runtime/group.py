@@ -66,7 +66,7 @@ class Group:
     rank without a valid contribution, else None. codec: a name of `mpicomp.codec.CODECS`, or "auto": by the link's
     `choice`. beside: an array; received vectors are placed on its device.
 
-    rank, size: of this rank in the group, of the group. core: the largest power of two that is at most `size`.
+    rank, size: of this rank in the group, of the group.
     """
 
     turn_reserved: Turn | None = None  # the place in the queue that `turn` is to return
@@ -81,15 +81,17 @@ class Group:
         beside: Any = None,
     ) -> None:
         self.link, self.signature, self.error, self.beside, self.codec = link, signature, error, beside, codec
-        self.notifications = dict[int, Buffer]()  # the error notifications of other ranks
+        self.notifications: dict[int, Buffer] = {}  # the error notifications of other ranks
         self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
         self._digest = _digest(tuple(signature.items()))
-        self._place(range(link.size), link.nodes)
+        self.rank, self.size = link.rank, link.size
+        self._ranks: Sequence[int] = range(link.size)  # of the communicator
+        self._nodes = link.nodes
 
-    def _place(self, ranks: Sequence[int], nodes: tuple[int, ...]) -> None:
-        self._ranks, self._nodes = ranks, nodes
-        self.rank, self.size = ranks.index(self.link.rank), len(ranks)
-        self.core = schedule.core_size(self.size)
+    @property
+    def core(self) -> int:
+        """The largest power of two that is at most `size`."""
+        return schedule.core_size(self.size)
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
@@ -102,7 +104,9 @@ class Group:
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""
         inner = copy(self)
-        inner._place([self._ranks[rank] for rank in ranks], tuple([self._nodes[rank] for rank in ranks]))
+        inner.rank, inner.size = list(ranks).index(self.rank), len(ranks)
+        inner._ranks = [self._ranks[rank] for rank in ranks]
+        inner._nodes = tuple([self._nodes[rank] for rank in ranks])
         return inner
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:
