@@ -103,6 +103,7 @@ Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 MOST_KINDS = 1024  # of calls whose algorithm is remembered
 UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
+NO_METADATA = Metadata([], [], 0)
 ALGORITHMS: dict[str, Sum] = {}
 
 
@@ -153,10 +154,9 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     exchange itself, and so are those that the last call like this one gathered; the choice is the same as without.
     whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
     """
-    nodes = group.node_sizes()
     if group.size <= 2:
-        return "recursive_doubling", Metadata([], [], vector.length)
-    coding = group.coding(vector)
+        return "recursive_doubling", NO_METADATA
+    nodes, coding = group.node_sizes(), group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
 
     def best(entries: float, bits: float, overlap: float) -> str:

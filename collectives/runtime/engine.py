@@ -49,7 +49,7 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        self.advance()
+        self.advance(block=True)  # nothing is pending yet
 
     @property
     def failed(self) -> bool:
@@ -139,7 +139,7 @@ class Engine:
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
-        if not link.faults.finished and self._listens(link) and deadline.has_notice(link):
+        if self._listens(link) and not link.faults.finished and deadline.has_notice(link):
             self.give_up(link, (group.signature["operation"], 0, set()))
         if link.faults.finished:
             raise link.faults.error()
@@ -155,7 +155,7 @@ class Engine:
 
     def poll(self) -> bool:
         """Advance every operation that can advance, and return whether one did."""
-        return self._advance(self._in_flight)
+        return self._advance()
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
@@ -163,7 +163,7 @@ class Engine:
             self.poll_until(lambda: request.done, request.link)
         while not request.done:
             if self._in_flight == [request]:
-                self._advance(self._in_flight, block=True)
+                self._advance(block=True)
             else:
                 self.poll_until(lambda: request.done or self._in_flight == [request], request.link)
 
@@ -257,17 +257,16 @@ class Engine:
             self.end_all(link)
 
     def _enter(self) -> None:
-        if not self._one_thread.acquire(blocking=False):
+        if not self._one_thread.acquire(False):
             raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
 
-    def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
+    def _advance(self, *, block: bool = False) -> bool:
         self._enter()
         try:
-            moved = [request.advance(block=block) for request in requests]
+            return any([request.advance(block=block) for request in self._in_flight])
         finally:
             self._in_flight = [request for request in self._in_flight if not request.done]
             self._one_thread.release()
-        return any(moved)
 
 
 def configure(*, timeout: float | None) -> None:

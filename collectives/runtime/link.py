@@ -197,10 +197,11 @@ def _checked(comm: "MPI.Intracomm") -> bool:
 
 def check_communicator(comm: Any) -> None:
     """Raise TypeError if `comm` is not an mpi4py intracommunicator, ValueError if it is null."""
-    if isinstance(comm, mpi().Comm) and comm == mpi().COMM_NULL:  # the constant is a Comm, what Split returns is not
+    if isinstance(comm, mpi().Intracomm) and comm:
+        return
+    if isinstance(comm, mpi().Comm) and not comm:
         raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
-    if not isinstance(comm, mpi().Intracomm):
-        raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
+    raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
 
 
 def link_of(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None], agree: Agree) -> Link:
