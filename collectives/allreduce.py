@@ -122,7 +122,7 @@ def run_chosen(choose: Choose, vector: SparseVector, group: Group, partition: st
         name, metadata = yield from choose(vector, group, partition)
         if name == "dense_mpi":
             yield (turn,)
-            total = yield from ALGORITHMS[name](vector, group, metadata)
+            total = yield from dense_mpi(vector, group, metadata)
     if votes:
         return (yield from run_counting(name, total, vector, group, metadata))
     return (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
@@ -150,12 +150,10 @@ def run_counting(
 def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: bool = True) -> Steps[Choice]:
     """Choose an algorithm by the contributions of the ranks.
 
-    Two ranks need no metadata: no algorithm sends less than the vectors. Small vectors are sent in the metadata
-    exchange itself, and so are those that the last call like this one gathered; the choice is the same as without.
-    whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
+    Small vectors are sent in the metadata exchange itself, and so are those that the last call like this one gathered;
+    the choice is the same as without. whole: the group contains all ranks of the communicator, so it can call MPI's own
+    allreduce.
     """
-    if group.size <= 2:
-        return "recursive_doubling", NO_METADATA
     nodes, coding = group.node_sizes(), group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
 
@@ -182,7 +180,14 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     return last[like], metadata
 
 
-sparse_allreduce.auto(partial(run_chosen, choose_freely))
+@sparse_allreduce.auto
+def automatic(vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
+    """Run the fastest algorithm. Two ranks need no metadata to choose it: none sends less than the vectors."""
+    if group.size > 2:
+        return run_chosen(choose_freely, vector, group, partition, votes)
+    if votes:
+        return run_counting("recursive_doubling", None, vector, group, NO_METADATA)
+    return recursive_doubling(vector, group, NO_METADATA)
 
 
 def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> Steps[Choice]:
@@ -192,6 +197,8 @@ def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> S
 
 def among_some(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
+    if group.size <= 2:
+        return (yield from recursive_doubling(vector, group, NO_METADATA))
     name, metadata = yield from choose_freely(vector, group, partition, whole=False)
     return (yield from ALGORITHMS[name](vector, group, metadata))
 

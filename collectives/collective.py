@@ -123,6 +123,7 @@ class Collective(Generic[P, T]):
         self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool, takes_arrays: bool
     ) -> None:
         self.promise, self.gives_sum, self.takes_arrays, self._meet = promise, gives_sum, takes_arrays, meet
+        self._call = call
         self.algorithms: dict[str, Algorithm] = {}
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
@@ -147,7 +148,7 @@ class Collective(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
-        return self.nonblocking(*args, **kwargs).wait()
+        return self._start(self._call(*args, **kwargs)).wait()
 
     def __get__(self, owner: Any, kind: Any = None) -> "Collective[P, T]":
         """Act as a function, for `help` too, that does not bind to an object."""

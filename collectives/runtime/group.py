@@ -42,7 +42,6 @@ from mpicomp.codec import (
     encode,
     encode_few_bits,
     fill_text,
-    plain,
     read_header,
 )
 from mpicomp.errors import CodecError, DamagedMessageError
@@ -95,8 +94,6 @@ class Group:
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
-        if not vector.nnz:
-            return plain(vector)
         if self.codec == "auto":
             return self.link.choice.coding(vector, apart=len(self.node_sizes()) > 1)  # type: ignore[no-any-return]
         return CODECS[self.codec](vector)
