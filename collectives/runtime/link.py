@@ -204,39 +204,33 @@ def check_communicator(comm: Any) -> None:
     raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
 
 
-def link_of(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None], agree: Agree) -> Link:
-    """Return the link of a communicator. The first call is collective, waits by `meet`, and calls `agree`.
+def make_link(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None], agree: Agree) -> Link:
+    """Make the link of a communicator that has none. Collective: waits by `meet`, and calls `agree`.
 
-    operation: of the caller, for the text of errors. Raises TypeError if `comm` is not an mpi4py intracommunicator,
-    ValueError if it is null; ValueError on all ranks for a bad environment variable on one (`waiting`, `checking`); the
-    errors of `agree`; RuntimeError under torchrun, whose processes MPI does not connect. CollectiveTimeoutError if a
-    rank is absent and there is a timeout: then all later calls on the communicator raise the same.
+    operation: of the caller, for the text of errors. Raises ValueError on all ranks for a bad environment variable on
+    one (`waiting`, `checking`); the errors of `agree`; RuntimeError under torchrun, whose processes MPI does not
+    connect. CollectiveTimeoutError if a rank is absent and there is a timeout: then all later calls on the communicator
+    raise the same.
     """
-    check_communicator(comm)
-    if (link := link_if_any(comm)) is not None:
-        return link
     from mpi4py import MPI
 
-    def make() -> Link:
-        if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
-            raise RuntimeError(wrong)
-        first = attached(comm, _first_key(), lambda: FirstCall(comm))
-        if first.faults.finished:
-            raise first.faults.error()
-        first.operation = operation + FIRST
-        duplicate = comm  # until there is one
-        try:
-            unmade, request = comm.Idup()
-            meet(Sending(request), first)  # now all ranks of `comm` are in here, and may block: none waits for a reply
-            duplicate = unmade  # to revoke it before would crash Open MPI
-            return _made(comm, duplicate, agree)
-        except MPI.Exception as error:
-            if not is_failure(error, comm):
-                raise
-            doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
-            raise on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
-
-    return attached(comm, _link_key(), make)
+    if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
+        raise RuntimeError(wrong)
+    first = attached(comm, _first_key(), lambda: FirstCall(comm))
+    if first.faults.finished:
+        raise first.faults.error()
+    first.operation = operation + FIRST
+    duplicate = comm  # until there is one
+    try:
+        unmade, request = comm.Idup()
+        meet(Sending(request), first)  # now all ranks of `comm` are in here, and may block: none waits for a reply
+        duplicate = unmade  # to revoke it before would crash Open MPI
+        return attached(comm, _link_key(), lambda: _made(comm, duplicate, agree))
+    except MPI.Exception as error:
+        if not is_failure(error, comm):
+            raise
+        doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
+        raise on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
 
 
 def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Link:
