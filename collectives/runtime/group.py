@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,8 +234,8 @@ class Group:
         copy: of the message, on the device of the vector; made here if it is missing.
         """
         header = self._header(message)
-        if source is not None:
-            self._keep_notification(header, message, source)
+        if header.kind == ERROR and source is not None:
+            self._keep_notification(message, source)
         if header.signature != self._digest:
             raise DisagreementError
         if _whole(header.nbytes) != message.size:
@@ -258,8 +258,8 @@ class Group:
             arrival = self._arrival(source, held[0])
             yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival if source == dest else None)
             came = list(split(arrival.buffer))
-            if came:
-                self._keep_notification(_read_header(came[0]), came[0], arrival.source)
+            if came and _read_header(came[0]).kind == ERROR:
+                self._keep_notification(came[0], arrival.source)
             if len(came) != count:
                 if any(self._header(each).signature != self._digest for each in came):
                     raise DisagreementError
@@ -279,11 +279,10 @@ class Group:
             message[CRC_AT : CRC_AT + 4] = _beside(np.array([_checksum(message)], np.uint32).view(np.uint8), message)
         return message
 
-    def _keep_notification(self, header: Header, message: Buffer, source: int) -> None:
+    def _keep_notification(self, message: Buffer, source: int) -> NoReturn:
         """Store a rank's error notification, and raise DisagreementError."""
-        if header.kind == ERROR:
-            self.notifications[source] = self.checked_notification(message)
-            raise DisagreementError
+        self.notifications[source] = self.checked_notification(message)
+        raise DisagreementError
 
     def checked_notification(self, message: Buffer) -> Buffer:
         """Return an error notification, in host memory; DamagedMessageError if it is not valid."""
