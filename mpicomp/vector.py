@@ -191,14 +191,15 @@ class SparseVector:
 
     def check_ends(self) -> None:
         """Raise ValueError unless first and last index are in range, with room for the entries between them."""
-        if not self.indices.size:
+        entries, length = self.indices.size, self.length
+        if not entries:
             return
-        (first, last), length = self._ends, self.length
+        first, last = self._ends
         if not (0 <= first < length and 0 <= last < length):
             raise _out_of_range(last if 0 <= first < length else first, length)
-        if last - first + 1 < self.nnz:
+        if last - first + 1 < entries:
             raise ValueError(
-                f"got {self.nnz} indices, the first {first} and the last {last}: expected strictly increasing "
+                f"got {entries} indices, the first {first} and the last {last}: expected strictly increasing "
                 "indices; SparseVector.from_entries sorts entries and adds repeated ones"
             )
 

@@ -82,7 +82,7 @@ class Group:
         self.link, self.signature, self.error, self.beside, self.codec = link, signature, error, beside, codec
         self.notifications: dict[int, Buffer] = {}  # the error notifications of other ranks
         self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
-        self._digest = _digest(tuple(signature.items()))
+        self._digest = _digest(tuple(signature), tuple(signature.values()))
         self.rank, self.size = link.rank, link.size
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
         self._nodes = link.nodes
@@ -356,9 +356,10 @@ def text_of(message: Buffer) -> str:
 
 
 @lru_cache(maxsize=256)
-def _digest(signature: tuple[tuple[str, Any], ...]) -> int:
+def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
     """Return the digest of a call signature: a signed integer of 64 bits."""
-    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "little", signed=True)
+    signature = repr((names, values)).encode()
+    return int.from_bytes(blake2b(signature, digest_size=8).digest(), "little", signed=True)
 
 
 @lru_cache(maxsize=256)
