@@ -154,7 +154,7 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     the choice is the same as without. whole: the group contains all ranks of the communicator, so it can call MPI's own
     allreduce.
     """
-    nodes, coding = group.node_sizes(), group.coding(vector)
+    nodes, coding = group.node_sizes, group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
 
     def best(entries: float, bits: float, overlap: float) -> str:

@@ -113,7 +113,7 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Run the fastest algorithm for the length and k, which all ranks know: asking for more takes up to a third."""
-    name = group.link.choice.gtopk(vector.length, k, vector.value_nbytes, group.node_sizes())
+    name = group.link.choice.gtopk(vector.length, k, vector.value_nbytes, group.node_sizes)
     result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
     return result
 

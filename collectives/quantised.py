@@ -213,7 +213,7 @@ class Rounding:
 @quantised_allreduce.auto
 def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Run the algorithm that `collectives.choice` takes for length and bits."""
-    name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes())
+    name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes)
     run = quantised_allreduce.algorithms[name]
     result: Result = yield from run(vector, group, bits=bits, block=block, array=array, out=out)
     return result

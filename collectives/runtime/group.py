@@ -65,7 +65,7 @@ class Group:
     rank without a valid contribution, else None. codec: a name of `mpicomp.codec.CODECS`, or "auto": by the link's
     `choice`. beside: an array; received vectors are placed on its device.
 
-    rank, size: of this rank in the group, of the group.
+    rank, size: of this rank in the group, of the group. node_sizes: the number of ranks on each node.
     """
 
     turn_reserved: Turn | None = None  # the place in the queue that `turn` is to return
@@ -85,7 +85,7 @@ class Group:
         self._digest = _digest(tuple(signature), tuple(signature.values()))
         self.rank, self.size = link.rank, link.size
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
-        self._nodes = link.nodes
+        self._nodes, self.node_sizes = link.nodes, link.node_sizes
 
     @property
     def core(self) -> int:
@@ -95,7 +95,7 @@ class Group:
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
         if self.codec == "auto":
-            return self.link.choice.coding(vector, apart=len(self.node_sizes()) > 1)  # type: ignore[no-any-return]
+            return self.link.choice.coding(vector, apart=len(self.node_sizes) > 1)  # type: ignore[no-any-return]
         return CODECS[self.codec](vector)
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
@@ -104,15 +104,12 @@ class Group:
         inner.rank, inner.size = list(ranks).index(self.rank), len(ranks)
         inner._ranks = [self._ranks[rank] for rank in ranks]
         inner._nodes = tuple([self._nodes[rank] for rank in ranks])
+        inner.node_sizes = schedule.group_sizes(inner._nodes)
         return inner
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node (ranks that share memory), in the order of their first ranks."""
         return schedule.groups(self._nodes)
-
-    def node_sizes(self) -> tuple[int, ...]:
-        """Return the number of ranks on each node."""
-        return schedule.group_sizes(self._nodes)
 
     @cached_property
     def nothing(self) -> SparseVector:

@@ -18,6 +18,7 @@ from collectives.faults.ulfm import is_failure, on_death, warn_of_detector
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, messages, staging, waiting
 from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, mpi, send_size
+from collectives.schedule import group_sizes
 from mpicomp import checking, threads
 from mpicomp.arrays import on_device
 
@@ -77,6 +78,7 @@ class Link:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
+        self.node_sizes = group_sizes(self.nodes)
         warn_of_detector(self.nodes, comm.rank)
         self.backs_off, sharers, crowding = waiting.of_the_ranks(duplicate, self.nodes)
         threads.share(sharers)
