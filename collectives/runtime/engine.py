@@ -76,7 +76,12 @@ class Request(Generic[T]):
     def advance(self, *, block: bool = False) -> bool:
         """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
         try:
-            if self.done or not self._complete(block):  # another one's fault may have ended it
+            if self.done:  # by the fault of another one
+                return False
+            if block:
+                for one in self._pending:
+                    one.wait()
+            elif not self._is_complete():
                 return False
             self._pending = next(self._steps)
             self._round += 1
@@ -103,12 +108,8 @@ class Request(Generic[T]):
             raise
         return True
 
-    def _complete(self, block: bool) -> bool:
-        """Test its pending messages, or wait for them with `block`; return whether all are complete."""
-        if block:
-            for one in self._pending:
-                one.wait()
-            return True
+    def _is_complete(self) -> bool:
+        """Test its pending messages, and return whether all are complete."""
         self._pending = tuple([one for one in self._pending if not one.test()])
         return not self._pending
 
@@ -215,7 +216,7 @@ class Engine:
 
     def _listens(self, link: Link | FirstCall) -> bool:
         """Return whether this rank polls, and so detects notices of other ranks."""
-        return self.timeout is not None or (isinstance(link, Link) and link.checked)
+        return self.timeout is not None or link.checked
 
     def _watch(self, where: Link | FirstCall | str, waited: float) -> None:
         """Give up if a deadline has passed, or another rank has given up."""
@@ -263,7 +264,10 @@ class Engine:
     def _advance(self, *, block: bool = False) -> bool:
         self._enter()
         try:
-            return any([request.advance(block=block) for request in self._in_flight])
+            moved = False
+            for request in self._in_flight:
+                moved |= request.advance(block=block)
+            return moved
         finally:
             self._in_flight = [request for request in self._in_flight if not request.done]
             self._one_thread.release()

@@ -144,6 +144,8 @@ class FirstCall:
     only after a deadline: MPI does not tell which ranks a duplication waits for.
     """
 
+    checked = False  # the ranks have not agreed on the debug mode yet
+
     def __init__(self, comm: "MPI.Intracomm") -> None:
         from mpi4py import MPI
 
