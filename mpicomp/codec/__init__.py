@@ -136,7 +136,7 @@ def encode(
     write_fields(message, _HEADER, *whole)
     if nbytes > HEADER_NBYTES:
         index_format.write(vector, message[HEADER_NBYTES:middle])
-        value_format.write(values.reshape(-1), message[middle:nbytes])
+        value_format.write(values.reshape(-1) if row else values, message[middle:nbytes])
     return message
 
 
