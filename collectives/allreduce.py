@@ -23,7 +23,7 @@ from collectives.choice.formulas import Case
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Blocks, Ranges, equal_ranges
-from collectives.patterns import add, doubling, folded, hand_down, reduce_up
+from collectives.patterns import add, core_doubling, doubling, folded, hand_down, reduce_up
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
@@ -217,7 +217,7 @@ def all_vectors(vector: SparseVector, group: Group, metadata: Metadata) -> Steps
 @algorithm
 def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Exchange sums with partners at doubling distances, and add."""
-    return (yield from folded((vector, 0), group, add, partial(doubling, group=group, combine=add)))[0]
+    return (yield from doubling((vector, 0), group, add))[0]
 
 
 @algorithm
@@ -245,7 +245,7 @@ def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) ->
             keep, give = (lower, upper) if group.rank < partner else (upper, lower)
             low, high = (low, middle) if group.rank < partner else (middle, high)
             held, _ = add((keep, 0), (yield from group.exchange(give, partner)))
-        return (yield from doubling((held, 0), group, add))  # disjoint ranges: to add is to put together
+        return (yield from core_doubling((held, 0), group, add))  # disjoint ranges: to add is to put together
 
     return (yield from folded((vector, 0), group, add, core))[0]
 

@@ -40,6 +40,11 @@ def _folded(part: PartOf[V], group: Group, combine: CombineOf[V], core: Core[V],
 
 
 def doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps[PartOf[V]]:
+    """Run `core_doubling` on any number of ranks, folded."""
+    return folded(part, group, combine, partial(core_doubling, group=group, combine=combine))
+
+
+def core_doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps[PartOf[V]]:
     """Exchange over doubling distances and combine, and return the result of all core ranks. lg(core) rounds.
 
     combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.
@@ -61,8 +66,7 @@ def agreed(group: Group) -> Steps[None]:
     def received(ours: Part, theirs: Part, block: int) -> Part:
         return ours
 
-    core = partial(doubling, group=group, combine=received)
-    yield from folded((group.nothing, 0), group, received, core)
+    yield from doubling((group.nothing, 0), group, received)
 
 
 def reduce_up(part: Part, group: Group, combine: Combine, root: int = 0) -> Steps[Part]:

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 
 from collectives.collective import Call, collective
-from collectives.patterns import agreed, doubling, folded
+from collectives.patterns import agreed, core_doubling, folded
 from collectives.runtime.group import DisagreementError, Group, PartOf
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving as halves
@@ -291,7 +291,7 @@ def halved(part: PartOf[FewBits], rounding: Rounding, group: Group) -> Steps[Par
         return join([part for part, _ in both]), 0
 
     share = rounding.code(bounds[low], bounds[high])
-    return (yield from doubling((share, 0), group, put_together))
+    return (yield from core_doubling((share, 0), group, put_together))
 
 
 @quantised_allreduce.algorithm
