@@ -246,9 +246,10 @@ def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Li
         raise
 
 
-def link_if_any(comm: "MPI.Intracomm") -> Link | None:
+def link_if_any(comm: Any) -> Link | None:
     """Return the link of a communicator; None if it has none."""
-    return cast("Link | None", comm.Get_attr(_link_key()))
+    link: Link | None = comm.Get_attr(_link_key())
+    return link
 
 
 def traffic(comm: Any) -> Traffic:

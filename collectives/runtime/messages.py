@@ -101,8 +101,8 @@ class Arrival:
 
     def test(self) -> bool:
         """See `Pending.test`."""
-        comm, source, tag = self._envelope
         if self._awaited is None:
+            comm, source, tag = self._envelope
             status = _probed()
             message = comm.Improbe(source, tag, status)
             if message is None:
@@ -114,13 +114,14 @@ class Arrival:
 
     def wait(self) -> None:
         """See `Pending.wait`."""
-        comm, source, tag = self._envelope
         if self._awaited is None:
+            comm, source, tag = self._envelope
             status = _probed()
             self._awaited = self._matched(comm.Mprobe(source, tag, status), status)
-        while self._awaited:
-            self._awaited[0][0].Wait()
-            self._landed(self._awaited.pop(0)[1])
+        for request, part in self._awaited:
+            request.Wait()
+            self._landed(part)
+        self._awaited = []
 
     def wait_for_copy(self) -> None:
         """Wait until `copy` is complete; `buffer` may then be released."""

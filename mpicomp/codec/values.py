@@ -80,12 +80,13 @@ class Stored:
     def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
         """Store the dtype of the values, the dtype in which they are stored, and the bits of its fraction."""
         self.number, self.dtype, self.stored = number, np.dtype(dtype), np.dtype(stored)
+        self._itemsize = int(self.stored.itemsize)
         cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
         self._lost = (1 << cut) - 1
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
-        return count * int(self.stored.itemsize)
+        return count * self._itemsize
 
     def may_fit(self, one_has: int) -> bool:
         """See `FixedFormat.may_fit`."""
