@@ -23,7 +23,7 @@ from collectives.choice.formulas import Case
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Blocks, Ranges, equal_ranges
-from collectives.patterns import add, doubling, folded, hand_down, reduce_up
+from collectives.patterns import add, core_doubling, doubling, folded, hand_down, reduce_up
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
@@ -103,6 +103,7 @@ Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 MOST_KINDS = 1024  # of calls whose algorithm is remembered
 UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
+NO_METADATA = Metadata([], [], 0)
 ALGORITHMS: dict[str, Sum] = {}
 
 
@@ -121,7 +122,7 @@ def run_chosen(choose: Choose, vector: SparseVector, group: Group, partition: st
         name, metadata = yield from choose(vector, group, partition)
         if name == "dense_mpi":
             yield (turn,)
-            total = yield from ALGORITHMS[name](vector, group, metadata)
+            total = yield from dense_mpi(vector, group, metadata)
     if votes:
         return (yield from run_counting(name, total, vector, group, metadata))
     return (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
@@ -149,14 +150,11 @@ def run_counting(
 def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: bool = True) -> Steps[Choice]:
     """Choose an algorithm by the contributions of the ranks.
 
-    Two ranks need no metadata: no algorithm sends less than the vectors. Small vectors are sent in the metadata
-    exchange itself, and so are those that the last call like this one gathered; the choice is the same as without.
-    whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
+    Small vectors are sent in the metadata exchange itself, and so are those that the last call like this one gathered;
+    the choice is the same as without. whole: the group contains all ranks of the communicator, so it can call MPI's own
+    allreduce.
     """
-    nodes = group.node_sizes()
-    if group.size <= 2:
-        return "recursive_doubling", Metadata([], [], vector.length)
-    coding = group.coding(vector)
+    nodes, coding = group.node_sizes, group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
 
     def best(entries: float, bits: float, overlap: float) -> str:
@@ -182,7 +180,14 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     return last[like], metadata
 
 
-sparse_allreduce.auto(partial(run_chosen, choose_freely))
+@sparse_allreduce.auto
+def automatic(vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
+    """Run the fastest algorithm. Two ranks need no metadata to choose it: none sends less than the vectors."""
+    if group.size > 2:
+        return run_chosen(choose_freely, vector, group, partition, votes)
+    if votes:
+        return run_counting("recursive_doubling", None, vector, group, NO_METADATA)
+    return recursive_doubling(vector, group, NO_METADATA)
 
 
 def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> Steps[Choice]:
@@ -192,6 +197,8 @@ def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> S
 
 def among_some(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
+    if group.size <= 2:
+        return (yield from recursive_doubling(vector, group, NO_METADATA))
     name, metadata = yield from choose_freely(vector, group, partition, whole=False)
     return (yield from ALGORITHMS[name](vector, group, metadata))
 
@@ -210,7 +217,7 @@ def all_vectors(vector: SparseVector, group: Group, metadata: Metadata) -> Steps
 @algorithm
 def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Exchange sums with partners at doubling distances, and add."""
-    return (yield from folded((vector, 0), group, add, partial(doubling, group=group, combine=add)))[0]
+    return (yield from doubling((vector, 0), group, add))[0]
 
 
 @algorithm
@@ -238,7 +245,7 @@ def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) ->
             keep, give = (lower, upper) if group.rank < partner else (upper, lower)
             low, high = (low, middle) if group.rank < partner else (middle, high)
             held, _ = add((keep, 0), (yield from group.exchange(give, partner)))
-        return (yield from doubling((held, 0), group, add))  # disjoint ranges: to add is to put together
+        return (yield from core_doubling((held, 0), group, add))  # disjoint ranges: to add is to put together
 
     return (yield from folded((vector, 0), group, add, core))[0]
 

@@ -29,10 +29,9 @@ from collectives.choice.winners import agreed_choice
 from collectives.faults import debug
 from collectives.faults.notification import all_or_none
 from collectives.runtime import engine
-from collectives.runtime import link as runtime_link
 from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
-from collectives.runtime.link import Link
+from collectives.runtime.link import Link, check_communicator, link_if_any, make_link
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import DTYPE_NAMES, is_array, sparse_remedy
 from mpicomp.codec import CODECS
@@ -123,6 +122,7 @@ class Collective(Generic[P, T]):
         self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool, takes_arrays: bool
     ) -> None:
         self.promise, self.gives_sum, self.takes_arrays, self._meet = promise, gives_sum, takes_arrays, meet
+        self._call = call
         self.algorithms: dict[str, Algorithm] = {}
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
@@ -147,7 +147,7 @@ class Collective(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
-        return self.nonblocking(*args, **kwargs).wait()
+        return self._start(self._call(*args, **kwargs)).wait()
 
     def __get__(self, owner: Any, kind: Any = None) -> "Collective[P, T]":
         """Act as a function, for `help` too, that does not bind to an object."""
@@ -281,8 +281,12 @@ def with_votes(given: Any) -> Any:
 
 
 def link_of(comm: Any, operation: str = "an operation") -> Link:
-    """Return the link of a communicator; the first call creates it, and is collective. See `runtime.link.link_of`."""
-    return runtime_link.link_of(comm, operation, engine.meet, agreed_choice)
+    """Return the link of a communicator; the first call makes it, and is collective. See `runtime.link.make_link`.
+
+    operation: of the caller, for the text of errors. Raises the errors of `check_communicator`.
+    """
+    check_communicator(comm)
+    return link_if_any(comm) or make_link(comm, operation, engine.meet, agreed_choice)
 
 
 def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:

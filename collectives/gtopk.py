@@ -22,14 +22,13 @@ large.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from collectives.collective import Call, Codec, collective, sound
 from collectives.partition import equal_ranges, likely
-from collectives.patterns import Combine, add, agreed, doubling, folded, hand_down, reduce_up
+from collectives.patterns import Combine, add, agreed, doubling, hand_down, reduce_up
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
@@ -113,7 +112,7 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Run the fastest algorithm for the length and k, which all ranks know: asking for more takes up to a third."""
-    name = group.link.choice.gtopk(vector.length, k, vector.value_nbytes, group.node_sizes())
+    name = group.link.choice.gtopk(vector.length, k, vector.value_nbytes, group.node_sizes)
     result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
     return result
 
@@ -122,7 +121,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
 def recursive_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Merge with a partner at doubling distance and keep the k largest; see the module."""
     part, rejected, combine = selecting(vector, group, k)
-    result, _ = yield from folded(part, group, combine, partial(doubling, group=group, combine=combine))
+    result, _ = yield from doubling(part, group, combine)
     return result, add_up(rejected)
 
 
@@ -156,8 +155,7 @@ def exact_doubling(vector: SparseVector, group: Group, k: int | None = None) -> 
 
     Every rank keeps its own entries at the indices that were not selected.
     """
-    core = partial(doubling, group=group, combine=add)
-    total, count = yield from folded((vector, vector.nnz if k is None else k), group, add, core)
+    total, count = yield from doubling((vector, vector.nnz if k is None else k), group, add)
     result, dropped = top_k(without_zeros(total), count)  # what cancelled out is missing nowhere
     return result, within(vector, dropped)
 

@@ -11,7 +11,9 @@ from collectives.runtime.messages import Steps
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
 from mpicomp.vector import SparseVector, merge
 
-Combine = Callable[[Part, Part, int], Part]
+CombineOf = Callable[[PartOf[V], PartOf[V], int], PartOf[V]]
+Combine = CombineOf[SparseVector]
+Core = Callable[[PartOf[V]], Steps[PartOf[V]]]
 
 
 def add(ours: Part, theirs: Part, block: int = 1) -> Part:
@@ -19,31 +21,30 @@ def add(ours: Part, theirs: Part, block: int = 1) -> Part:
     return merge(ours[0], theirs[0]), max(ours[1], theirs[1])
 
 
-def folded(
-    part: PartOf[V],
-    group: Group,
-    combine: Callable[[PartOf[V], PartOf[V], int], PartOf[V]],
-    core: Callable[[PartOf[V]], Steps[PartOf[V]]],
-) -> Steps[PartOf[V]]:
+def folded(part: PartOf[V], group: Group, combine: CombineOf[V], core: Core[V]) -> Steps[PartOf[V]]:
     """Run `core` on the core ranks, a power of two; the other ranks fold into these first and receive the result last.
 
     Additional rounds: 2 if P is no power of two, else none.
     """
     partner = fold_partner(group.rank, group.size)
-    if partner is not None and partner < group.rank:
+    return core(part) if partner is None else _folded(part, group, combine, core, partner)
+
+
+def _folded(part: PartOf[V], group: Group, combine: CombineOf[V], core: Core[V], partner: int) -> Steps[PartOf[V]]:
+    if partner < group.rank:
         yield from group.send(part[0], partner, part[1])
         return (yield from group.receive(partner))
-    if partner is not None:
-        part = combine(part, (yield from group.receive(partner)), 1)
-    part = yield from core(part)
-    if partner is not None:
-        yield from group.send(part[0], partner, part[1])
+    part = yield from core(combine(part, (yield from group.receive(partner)), 1))
+    yield from group.send(part[0], partner, part[1])
     return part
 
 
-def doubling(
-    part: PartOf[V], group: Group, combine: Callable[[PartOf[V], PartOf[V], int], PartOf[V]]
-) -> Steps[PartOf[V]]:
+def doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps[PartOf[V]]:
+    """Run `core_doubling` on any number of ranks, folded."""
+    return folded(part, group, combine, partial(core_doubling, group=group, combine=combine))
+
+
+def core_doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps[PartOf[V]]:
     """Exchange over doubling distances and combine, and return the result of all core ranks. lg(core) rounds.
 
     combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.
@@ -65,8 +66,7 @@ def agreed(group: Group) -> Steps[None]:
     def received(ours: Part, theirs: Part, block: int) -> Part:
         return ours
 
-    core = partial(doubling, group=group, combine=received)
-    yield from folded((group.nothing, 0), group, received, core)
+    yield from doubling((group.nothing, 0), group, received)
 
 
 def reduce_up(part: Part, group: Group, combine: Combine, root: int = 0) -> Steps[Part]:

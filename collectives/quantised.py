@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 
 from collectives.collective import Call, collective
-from collectives.patterns import agreed, doubling, folded
+from collectives.patterns import agreed, core_doubling, folded
 from collectives.runtime.group import DisagreementError, Group, PartOf
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving as halves
@@ -213,7 +213,7 @@ class Rounding:
 @quantised_allreduce.auto
 def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Run the algorithm that `collectives.choice` takes for length and bits."""
-    name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes())
+    name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes)
     run = quantised_allreduce.algorithms[name]
     result: Result = yield from run(vector, group, bits=bits, block=block, array=array, out=out)
     return result
@@ -291,7 +291,7 @@ def halved(part: PartOf[FewBits], rounding: Rounding, group: Group) -> Steps[Par
         return join([part for part, _ in both]), 0
 
     share = rounding.code(bounds[low], bounds[high])
-    return (yield from doubling((share, 0), group, put_together))
+    return (yield from core_doubling((share, 0), group, put_together))
 
 
 @quantised_allreduce.algorithm

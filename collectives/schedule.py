@@ -24,6 +24,7 @@ def butterfly(rank: int, core: int) -> Iterator[int]:
         distance *= 2
 
 
+@lru_cache(maxsize=16)
 def fold_partner(rank: int, size: int) -> int | None:
     """Return the partner of `rank` in the fold and unfold rounds; None without one.
 

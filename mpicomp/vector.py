@@ -78,7 +78,7 @@ class SparseVector:
         if places.size != len(numbers):
             raise ValueError(f"got {places.size} indices and {len(numbers)} values: expected as many of each")
         vars(self).update(indices=places, values=numbers, length=length)
-        _check_ends(places.size, *self._ends, length)
+        self.check_ends()
 
     @classmethod
     def trusted(cls, indices: Array, values: Array, length: int) -> "SparseVector":
@@ -93,8 +93,8 @@ class SparseVector:
     def with_values(self, values: Array) -> "SparseVector":
         """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices."""
         vector = SparseVector.trusted(self.indices, values, self.length)
-        if "_ends" in vars(self):
-            vars(vector)["_ends"] = self._ends
+        if "_device_ends" in vars(self):
+            vars(vector)["_device_ends"] = self._device_ends
         return vector
 
     @classmethod
@@ -189,6 +189,20 @@ class SparseVector:
         with np.errstate(over="ignore"):
             dense[self.indices] = (rows.astype(wide, copy=False) + values).astype(dense.dtype, copy=False)
 
+    def check_ends(self) -> None:
+        """Raise ValueError unless first and last index are in range, with room for the entries between them."""
+        entries, length = self.indices.size, self.length
+        if not entries:
+            return
+        first, last = self._ends
+        if not (0 <= first < length and 0 <= last < length):
+            raise _out_of_range(last if 0 <= first < length else first, length)
+        if last - first + 1 < entries:
+            raise ValueError(
+                f"got {entries} indices, the first {first} and the last {last}: expected strictly increasing "
+                "indices; SparseVector.from_entries sorts entries and adds repeated ones"
+            )
+
     def check_order(self, length: int, first: int = 0) -> None:
         """Raise ValueError unless the indices increase, and are among first, ..., first + length - 1."""
         if not first and length == self.length and on_device(self.indices):
@@ -207,7 +221,7 @@ class SparseVector:
 
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
-        disorder, not_finite, *_ = self._inspected()
+        disorder, not_finite, _, _ = self._inspected()
         if disorder >= 0:
             self.check_order(self.length)
         if not_finite >= 0:
@@ -227,17 +241,21 @@ class SparseVector:
                 vars(self)["_facts"] = found
         return found
 
-    @cached_property
+    @property
     def _ends(self) -> tuple[int, int]:
         """The first and the last index; (0, -1) if there is none."""
         if on_device(self.indices):
-            return self._inspected()[2:]
+            return self._device_ends
         return (self.indices.item(0), self.indices.item(-1)) if self.indices.size else (0, -1)
+
+    @cached_property
+    def _device_ends(self) -> tuple[int, int]:
+        return self._inspected()[2:]
 
     @property
     def nnz(self) -> int:
         """Number of entries."""
-        return int(self.indices.size)
+        return self.indices.size
 
     @property
     def first(self) -> int:
@@ -469,19 +487,6 @@ def _checked_indices(given: Any, length: int) -> Array:
     for index in indices[(wide < 0) | (wide >= length)][:1]:
         raise _out_of_range(index, length)
     return indices.astype(wanted)
-
-
-def _check_ends(entries: int, first: int, last: int, length: int) -> None:
-    """Raise ValueError unless first and last index are in range, with room for the number of entries between them."""
-    if not entries:
-        return
-    if not (0 <= first < length and 0 <= last < length):
-        raise _out_of_range(last if 0 <= first < length else first, length)
-    if last - first + 1 < entries:
-        raise ValueError(
-            f"got {entries} indices, the first {first} and the last {last}: expected strictly increasing indices; "
-            "SparseVector.from_entries sorts entries and adds repeated ones"
-        )
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:

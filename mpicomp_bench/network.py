@@ -9,7 +9,7 @@ known.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from collectives.choice import Choice
 from collectives.runtime.group import Group
 from collectives.runtime.link import Traffic, Turn
 from collectives.runtime.messages import LINE, Buffer, Steps
+from collectives.schedule import group_sizes
 
 
 class Network:
@@ -79,8 +80,9 @@ class Network:
 class Link:
     """One rank's link to the network; the counterpart of `collectives.runtime.link.Link`."""
 
-    def __init__(self, network: Network, rank: int, size: int, nodes: Sequence[int]) -> None:
-        self.network, self.rank, self.size, self.nodes = network, rank, size, nodes
+    def __init__(self, network: Network, rank: int, size: int, nodes: tuple[int, ...]) -> None:
+        self.network, self.rank, self.size = network, rank, size
+        self.nodes, self.node_sizes = nodes, group_sizes(nodes)
         self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
         self.choice, self.checked = Choice(network.choice.table, network.choice.links, network.choice.crowding), False
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in

@@ -21,8 +21,7 @@ from mpicomp.codec import (
     decode,
     decode_few_bits,
     encode,
-    few_bits_nbytes,
-    fill_few_bits,
+    encode_few_bits,
     plain,
 )
 from mpicomp.codec.indices import INDEX_FORMATS
@@ -56,7 +55,7 @@ def sound_few_bits(rng):
     values = rng.standard_normal(int(rng.integers(0, 200))).astype(rng.choice(["f4", "f8"]))
     bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
     coded = quantise(values, values.copy(), bits, block) if bits else as_they_are(values, block)
-    return fill_few_bits(np.zeros(few_bits_nbytes(coded), np.uint8), coded)
+    return encode_few_bits(coded)
 
 
 def mutate(message, rng):

@@ -15,9 +15,8 @@ from mpicomp.codec import (
     decode,
     decode_few_bits,
     encode,
+    encode_few_bits,
     encoded_nbytes,
-    few_bits_nbytes,
-    fill_few_bits,
     plain,
     quick,
     smallest,
@@ -448,7 +447,7 @@ def test_mutated_messages_decode_or_raise_codec_error():
 
 def few_bits_message(values, bits=4, block=32):
     coded = quantise(values, np.empty_like(values), bits, block) if bits else as_they_are(values, block)
-    return fill_few_bits(np.full(few_bits_nbytes(coded), 255, np.uint8), coded), coded
+    return encode_few_bits(coded, np.full(values.nbytes + 9000, 255, np.uint8)), coded
 
 
 @given(

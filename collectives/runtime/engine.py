@@ -49,7 +49,7 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        self.advance()
+        self.advance(block=True)  # nothing is pending yet
 
     @property
     def failed(self) -> bool:
@@ -76,7 +76,12 @@ class Request(Generic[T]):
     def advance(self, *, block: bool = False) -> bool:
         """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
         try:
-            if self.done or not self._complete(block):  # another one's fault may have ended it
+            if self.done:  # by the fault of another one
+                return False
+            if block:
+                for one in self._pending:
+                    one.wait()
+            elif not self._is_complete():
                 return False
             self._pending = next(self._steps)
             self._round += 1
@@ -103,12 +108,8 @@ class Request(Generic[T]):
             raise
         return True
 
-    def _complete(self, block: bool) -> bool:
-        """Test its pending messages, or wait for them with `block`; return whether all are complete."""
-        if block:
-            for one in self._pending:
-                one.wait()
-            return True
+    def _is_complete(self) -> bool:
+        """Test its pending messages, and return whether all are complete."""
         self._pending = tuple([one for one in self._pending if not one.test()])
         return not self._pending
 
@@ -139,7 +140,7 @@ class Engine:
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
-        if not link.faults.finished and self._listens(link) and deadline.has_notice(link):
+        if self._listens(link) and not link.faults.finished and deadline.has_notice(link):
             self.give_up(link, (group.signature["operation"], 0, set()))
         if link.faults.finished:
             raise link.faults.error()
@@ -155,7 +156,7 @@ class Engine:
 
     def poll(self) -> bool:
         """Advance every operation that can advance, and return whether one did."""
-        return self._advance(self._in_flight)
+        return self._advance()
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
@@ -163,7 +164,7 @@ class Engine:
             self.poll_until(lambda: request.done, request.link)
         while not request.done:
             if self._in_flight == [request]:
-                self._advance(self._in_flight, block=True)
+                self._advance(block=True)
             else:
                 self.poll_until(lambda: request.done or self._in_flight == [request], request.link)
 
@@ -215,7 +216,7 @@ class Engine:
 
     def _listens(self, link: Link | FirstCall) -> bool:
         """Return whether this rank polls, and so detects notices of other ranks."""
-        return self.timeout is not None or (isinstance(link, Link) and link.checked)
+        return self.timeout is not None or link.checked
 
     def _watch(self, where: Link | FirstCall | str, waited: float) -> None:
         """Give up if a deadline has passed, or another rank has given up."""
@@ -257,17 +258,19 @@ class Engine:
             self.end_all(link)
 
     def _enter(self) -> None:
-        if not self._one_thread.acquire(blocking=False):
+        if not self._one_thread.acquire(False):
             raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
 
-    def _advance(self, requests: list[Request[Any]], *, block: bool = False) -> bool:
+    def _advance(self, *, block: bool = False) -> bool:
         self._enter()
         try:
-            moved = [request.advance(block=block) for request in requests]
+            moved = False
+            for request in self._in_flight:
+                moved |= request.advance(block=block)
+            return moved
         finally:
             self._in_flight = [request for request in self._in_flight if not request.done]
             self._one_thread.release()
-        return any(moved)
 
 
 def configure(*, timeout: float | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from collectives import schedule
 from collectives.runtime.link import Link, Turn
 from collectives.runtime.messages import LINE, Arrival, Buffer, Pending, Sending, Steps
 from mpicomp.arrays import beside as _beside
-from mpicomp.arrays import namespace, on_device, to_numpy
+from mpicomp.arrays import on_device, to_numpy
 from mpicomp.codec import (
     CODECS,
     CRC_AT,
@@ -39,12 +39,9 @@ from mpicomp.codec import (
     Header,
     decode,
     decode_few_bits,
-    encoded_nbytes,
-    few_bits_nbytes,
-    fill,
-    fill_few_bits,
+    encode,
+    encode_few_bits,
     fill_text,
-    plain,
     read_header,
 )
 from mpicomp.errors import CodecError, DamagedMessageError
@@ -68,7 +65,7 @@ class Group:
     rank without a valid contribution, else None. codec: a name of `mpicomp.codec.CODECS`, or "auto": by the link's
     `choice`. beside: an array; received vectors are placed on its device.
 
-    rank, size: of this rank in the group, of the group. core: the largest power of two that is at most `size`.
+    rank, size: of this rank in the group, of the group. node_sizes: the number of ranks on each node.
     """
 
     turn_reserved: Turn | None = None  # the place in the queue that `turn` is to return
@@ -83,37 +80,36 @@ class Group:
         beside: Any = None,
     ) -> None:
         self.link, self.signature, self.error, self.beside, self.codec = link, signature, error, beside, codec
-        self.notifications = dict[int, Buffer]()  # the error notifications of other ranks
+        self.notifications: dict[int, Buffer] = {}  # the error notifications of other ranks
         self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
-        self._digest = _digest(tuple(signature.items()))
-        self._place(range(link.size), link.nodes)
+        self._digest = _digest(tuple(signature), tuple(signature.values()))
+        self.rank, self.size = link.rank, link.size
+        self._ranks: Sequence[int] = range(link.size)  # of the communicator
+        self._nodes, self.node_sizes = link.nodes, link.node_sizes
 
-    def _place(self, ranks: Sequence[int], nodes: tuple[int, ...]) -> None:
-        self._ranks, self._nodes = ranks, nodes
-        self.rank, self.size = ranks.index(self.link.rank), len(ranks)
-        self.core = schedule.core_size(self.size)
+    @property
+    def core(self) -> int:
+        """The largest power of two that is at most `size`."""
+        return schedule.core_size(self.size)
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
-        if not vector.nnz:
-            return plain(vector)
         if self.codec == "auto":
-            return self.link.choice.coding(vector, apart=len(self.node_sizes()) > 1)  # type: ignore[no-any-return]
+            return self.link.choice.coding(vector, apart=len(self.node_sizes) > 1)  # type: ignore[no-any-return]
         return CODECS[self.codec](vector)
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""
         inner = copy(self)
-        inner._place([self._ranks[rank] for rank in ranks], tuple([self._nodes[rank] for rank in ranks]))
+        inner.rank, inner.size = list(ranks).index(self.rank), len(ranks)
+        inner._ranks = [self._ranks[rank] for rank in ranks]
+        inner._nodes = tuple([self._nodes[rank] for rank in ranks])
+        inner.node_sizes = schedule.group_sizes(inner._nodes)
         return inner
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node (ranks that share memory), in the order of their first ranks."""
         return schedule.groups(self._nodes)
-
-    def node_sizes(self) -> tuple[int, ...]:
-        """Return the number of ranks on each node."""
-        return schedule.group_sizes(self._nodes)
 
     @cached_property
     def nothing(self) -> SparseVector:
@@ -219,14 +215,9 @@ class Group:
     def pack(self, vector: SparseVector | FewBits, count: int = 0) -> Buffer:
         """Return a vector as a message."""
         if isinstance(vector, FewBits):
-            nbytes = few_bits_nbytes(vector)
-            message = _room(nbytes, vector.codes)
-            fill_few_bits(message[:nbytes], vector, count, self._digest)
+            message = encode_few_bits(vector, count=count, signature=self._digest, line=LINE)
         else:
-            coding = self.coding(vector)
-            nbytes = encoded_nbytes(vector, coding)
-            message = _room(nbytes, vector.values)
-            fill(message[:nbytes], vector, coding, count, self._digest)
+            message = encode(vector, None, self.coding(vector), count=count, signature=self._digest, line=LINE)
         return self._with_checksum(message)
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
@@ -242,8 +233,8 @@ class Group:
         copy: of the message, on the device of the vector; made here if it is missing.
         """
         header = self._header(message)
-        if source is not None:
-            self._keep_notification(header, message, source)
+        if header.kind == ERROR and source is not None:
+            self._keep_notification(message, source)
         if header.signature != self._digest:
             raise DisagreementError
         if _whole(header.nbytes) != message.size:
@@ -266,8 +257,8 @@ class Group:
             arrival = self._arrival(source, held[0])
             yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival if source == dest else None)
             came = list(split(arrival.buffer))
-            if came:
-                self._keep_notification(_read_header(came[0]), came[0], arrival.source)
+            if came and _read_header(came[0]).kind == ERROR:
+                self._keep_notification(came[0], arrival.source)
             if len(came) != count:
                 if any(self._header(each).signature != self._digest for each in came):
                     raise DisagreementError
@@ -287,11 +278,10 @@ class Group:
             message[CRC_AT : CRC_AT + 4] = _beside(np.array([_checksum(message)], np.uint32).view(np.uint8), message)
         return message
 
-    def _keep_notification(self, header: Header, message: Buffer, source: int) -> None:
+    def _keep_notification(self, message: Buffer, source: int) -> NoReturn:
         """Store a rank's error notification, and raise DisagreementError."""
-        if header.kind == ERROR:
-            self.notifications[source] = self.checked_notification(message)
-            raise DisagreementError
+        self.notifications[source] = self.checked_notification(message)
+        raise DisagreementError
 
     def checked_notification(self, message: Buffer) -> Buffer:
         """Return an error notification, in host memory; DamagedMessageError if it is not valid."""
@@ -365,21 +355,15 @@ def text_of(message: Buffer) -> str:
 
 
 @lru_cache(maxsize=256)
-def _digest(signature: tuple[tuple[str, Any], ...]) -> int:
+def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
     """Return the digest of a call signature: a signed integer of 64 bits."""
-    return int.from_bytes(blake2b(repr(signature).encode(), digest_size=8).digest(), "little", signed=True)
+    signature = repr((names, values)).encode()
+    return int.from_bytes(blake2b(signature, digest_size=8).digest(), "little", signed=True)
 
 
 @lru_cache(maxsize=256)
 def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
     return SparseVector.empty(length, dtype, width)
-
-
-def _room(nbytes: int, beside: Any) -> Buffer:
-    """Return room for a message of this size, on the device of an array, with zeros behind it."""
-    message: Buffer = namespace(beside).empty(_whole(nbytes), np.uint8)
-    message[nbytes:] = 0
-    return message
 
 
 def _whole(nbytes: int) -> int:

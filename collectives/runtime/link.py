@@ -18,6 +18,7 @@ from collectives.faults.ulfm import is_failure, on_death, warn_of_detector
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, messages, staging, waiting
 from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, mpi, send_size
+from collectives.schedule import group_sizes
 from mpicomp import checking, threads
 from mpicomp.arrays import on_device
 
@@ -77,6 +78,7 @@ class Link:
         _keep_pages()
         self.comm = duplicate
         self.nodes = _first_ranks(duplicate)
+        self.node_sizes = group_sizes(self.nodes)
         warn_of_detector(self.nodes, comm.rank)
         self.backs_off, sharers, crowding = waiting.of_the_ranks(duplicate, self.nodes)
         threads.share(sharers)
@@ -142,6 +144,8 @@ class FirstCall:
     only after a deadline: MPI does not tell which ranks a duplication waits for.
     """
 
+    checked = False  # the ranks have not agreed on the debug mode yet
+
     def __init__(self, comm: "MPI.Intracomm") -> None:
         from mpi4py import MPI
 
@@ -197,45 +201,40 @@ def _checked(comm: "MPI.Intracomm") -> bool:
 
 def check_communicator(comm: Any) -> None:
     """Raise TypeError if `comm` is not an mpi4py intracommunicator, ValueError if it is null."""
-    if isinstance(comm, mpi().Comm) and comm == mpi().COMM_NULL:  # the constant is a Comm, what Split returns is not
+    if isinstance(comm, mpi().Intracomm) and comm:
+        return
+    if isinstance(comm, mpi().Comm) and not comm:
         raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
-    if not isinstance(comm, mpi().Intracomm):
-        raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
+    raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
 
 
-def link_of(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None], agree: Agree) -> Link:
-    """Return the link of a communicator. The first call is collective, waits by `meet`, and calls `agree`.
+def make_link(comm: Any, operation: str, meet: Callable[[Pending, FirstCall], None], agree: Agree) -> Link:
+    """Make the link of a communicator that has none. Collective: waits by `meet`, and calls `agree`.
 
-    operation: of the caller, for the text of errors. Raises TypeError if `comm` is not an mpi4py intracommunicator,
-    ValueError if it is null; ValueError on all ranks for a bad environment variable on one (`waiting`, `checking`); the
-    errors of `agree`; RuntimeError under torchrun, whose processes MPI does not connect. CollectiveTimeoutError if a
-    rank is absent and there is a timeout: then all later calls on the communicator raise the same.
+    operation: of the caller, for the text of errors. Raises ValueError on all ranks for a bad environment variable on
+    one (`waiting`, `checking`); the errors of `agree`; RuntimeError under torchrun, whose processes MPI does not
+    connect. CollectiveTimeoutError if a rank is absent and there is a timeout: then all later calls on the communicator
+    raise the same.
     """
-    check_communicator(comm)
-    if (link := link_if_any(comm)) is not None:
-        return link
     from mpi4py import MPI
 
-    def make() -> Link:
-        if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
-            raise RuntimeError(wrong)
-        first = attached(comm, _first_key(), lambda: FirstCall(comm))
-        if first.faults.finished:
-            raise first.faults.error()
-        first.operation = operation + FIRST
-        duplicate = comm  # until there is one
-        try:
-            unmade, request = comm.Idup()
-            meet(Sending(request), first)  # now all ranks of `comm` are in here, and may block: none waits for a reply
-            duplicate = unmade  # to revoke it before would crash Open MPI
-            return _made(comm, duplicate, agree)
-        except MPI.Exception as error:
-            if not is_failure(error, comm):
-                raise
-            doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
-            raise on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
-
-    return attached(comm, _link_key(), make)
+    if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
+        raise RuntimeError(wrong)
+    first = attached(comm, _first_key(), lambda: FirstCall(comm))
+    if first.faults.finished:
+        raise first.faults.error()
+    first.operation = operation + FIRST
+    duplicate = comm  # until there is one
+    try:
+        unmade, request = comm.Idup()
+        meet(Sending(request), first)  # now all ranks of `comm` are in here, and may block: none waits for a reply
+        duplicate = unmade  # to revoke it before would crash Open MPI
+        return attached(comm, _link_key(), lambda: _made(comm, duplicate, agree))
+    except MPI.Exception as error:
+        if not is_failure(error, comm):
+            raise
+        doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
+        raise on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
 
 
 def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Link:
@@ -247,9 +246,10 @@ def _made(comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> Li
         raise
 
 
-def link_if_any(comm: "MPI.Intracomm") -> Link | None:
+def link_if_any(comm: Any) -> Link | None:
     """Return the link of a communicator; None if it has none."""
-    return cast("Link | None", comm.Get_attr(_link_key()))
+    link: Link | None = comm.Get_attr(_link_key())
+    return link
 
 
 def traffic(comm: Any) -> Traffic:

@@ -15,7 +15,6 @@ receives, wait for the arrival first: a large send ends only when its peer recei
 step.
 """
 
-from collections import deque
 from collections.abc import Callable, Generator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -94,7 +93,7 @@ class Arrival:
     def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
         self.source = source
         self._envelope = comm, source, tag
-        self._awaited: deque[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched
+        self._awaited: list[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched
 
     def awaited(self) -> list[int]:
         """Return the rank that it waits for; none once the message has arrived."""
@@ -102,31 +101,32 @@ class Arrival:
 
     def test(self) -> bool:
         """See `Pending.test`."""
-        comm, source, tag = self._envelope
         if self._awaited is None:
+            comm, source, tag = self._envelope
             status = _probed()
             message = comm.Improbe(source, tag, status)
             if message is None:
                 return False
             self._awaited = self._matched(message, status)
         while self._awaited and self._awaited[0][0].Test():
-            self._landed(self._awaited.popleft()[1])
+            self._landed(self._awaited.pop(0)[1])
         return not self._awaited
 
     def wait(self) -> None:
         """See `Pending.wait`."""
-        comm, source, tag = self._envelope
         if self._awaited is None:
+            comm, source, tag = self._envelope
             status = _probed()
             self._awaited = self._matched(comm.Mprobe(source, tag, status), status)
-        while self._awaited:
-            self._awaited[0][0].Wait()
-            self._landed(self._awaited.popleft()[1])
+        for request, part in self._awaited:
+            request.Wait()
+            self._landed(part)
+        self._awaited = []
 
     def wait_for_copy(self) -> None:
         """Wait until `copy` is complete; `buffer` may then be released."""
 
-    def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "deque[tuple[MPI.Request, slice]]":
+    def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "list[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
         nbytes = status.Get_count(_byte())
@@ -142,8 +142,8 @@ class Arrival:
             self.when_known = None  # it keeps a buffer
         room = self._room(nbytes)
         if not headed:
-            return deque([(message.Irecv(in_bytes(room)), slice(0, nbytes))])
-        return deque([(comm.Irecv(in_bytes(room[part]), source, tag), part) for part in pieces(nbytes)])
+            return [(message.Irecv(in_bytes(room)), slice(0, nbytes))]
+        return [(comm.Irecv(in_bytes(room[part]), source, tag), part) for part in pieces(nbytes)]
 
     def _room(self, nbytes: int) -> Buffer:
         """Return the buffer for MPI to fill."""

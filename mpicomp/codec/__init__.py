@@ -21,7 +21,7 @@ range. No format loses a bit.
 """
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,9 +69,16 @@ class Coding(NamedTuple):
     values: ValueFormat
 
 
+_PLAIN = {
+    (np.dtype(dtype), form.dtype): Coding(number, form)
+    for number, dtype in ((INT32, np.int32), (INT64, np.int64))
+    for form in value_formats.AS_THEY_ARE
+}
+
+
 def plain(vector: SparseVector) -> Coding:
     """Return the coding that copies the arrays unchanged: the fastest one."""
-    return Coding(_plain_indices(vector), value_formats.as_they_are(vector.values))
+    return _PLAIN[vector.indices.dtype, vector.values.dtype]
 
 
 def quick(vector: SparseVector) -> Coding:
@@ -80,12 +87,12 @@ def quick(vector: SparseVector) -> Coding:
     That is a range, or a bitmap of at most a quarter of the plain indices; finding the bits of a larger one takes
     longer than copying the bytes that it saves.
     """
-    values, room = value_formats.as_they_are(vector.values), vector.indices.nbytes // 4
+    coding, room = plain(vector), vector.indices.nbytes // 4
     for form in (RANGE, BITMAP):
         size = INDEX_FORMATS[form].nbytes(vector)
         if size is not None and size <= room:
-            return Coding(form, values)
-    return Coding(_plain_indices(vector), values)
+            return Coding(form, coding.values)
+    return coding
 
 
 def smallest(vector: SparseVector) -> Coding:
@@ -104,31 +111,32 @@ def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
     return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector) or 0) + values.nbytes(vector.values.size)
 
 
-def encode(vector: SparseVector, out: Buffer | None = None, coding: Coding | None = None) -> Buffer:
+def encode(
+    vector: SparseVector,
+    out: Buffer | None = None,
+    coding: Coding | None = None,
+    *,
+    count: int = 0,
+    signature: int = 0,
+    line: int = 1,
+) -> Buffer:
     """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
 
-    out: uint8, on the vector's device, at least `encoded_nbytes(vector, coding)` long, else ValueError. coding: a
-    result of `plain`, `quick` or `smallest` for this vector; None is the plain one.
+    out: uint8, on the vector's device, at least as long as the message, else ValueError. coding: a result of `plain`,
+    `quick` or `smallest` for this vector; None is the plain one. count, signature: fields of the header. line: bytes;
+    zeros follow the message up to a multiple of it.
     """
-    coding = coding or plain(vector)
-    nbytes = encoded_nbytes(vector, coding)
-    if out is None:
-        out = namespace(vector.values).empty(nbytes, np.uint8)
-    elif out.size < nbytes:
-        raise ValueError(f"out has {out.size} bytes: expected at least {nbytes}")
-    return fill(out[:nbytes], vector, coding)
-
-
-def fill(message: Buffer, vector: SparseVector, coding: Coding, count: int = 0, signature: int = 0) -> Buffer:
-    """Write `vector` to all of `message`, which has `encoded_nbytes(vector, coding)` bytes, and return it."""
-    formats, values = coding.indices | coding.values.number << _FORM_BITS, vector.values
-    row = 0 if values.ndim == 1 else 1 + values.shape[1]
-    whole = MAGIC, VERSION, formats, row, vector.length, len(values), message.size, count, signature, VECTOR, 0
+    form, value_format = coding or plain(vector)
+    index_format, values = INDEX_FORMATS[form], vector.values
+    middle = HEADER_NBYTES + (index_format.nbytes(vector) or 0)
+    nbytes = middle + value_format.nbytes(values.size)
+    message = _room(nbytes, line, values, out)
+    formats, row = form | value_format.number << _FORM_BITS, 0 if values.ndim == 1 else 1 + values.shape[1]
+    whole = MAGIC, VERSION, formats, row, vector.length, len(values), nbytes, count, signature, VECTOR, 0
     write_fields(message, _HEADER, *whole)
-    if message.size > HEADER_NBYTES:
-        middle = message.size - coding.values.nbytes(values.size)
-        INDEX_FORMATS[coding.indices].write(vector, message[HEADER_NBYTES:middle])
-        coding.values.write(values.reshape(-1), message[middle:])
+    if nbytes > HEADER_NBYTES:
+        index_format.write(vector, message[HEADER_NBYTES:middle])
+        value_format.write(values.reshape(-1) if row else values, message[middle:nbytes])
     return message
 
 
@@ -140,17 +148,26 @@ def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Bu
     return message
 
 
-def few_bits_nbytes(coded: FewBits) -> int:
-    """Return the size in bytes of the message for values in few bits."""
-    return HEADER_NBYTES + dense.payload_nbytes(coded)
-
-
-def fill_few_bits(message: Buffer, coded: FewBits, count: int = 0, signature: int = 0) -> Buffer:
-    """Write values in few bits to all of `message`, which has `few_bits_nbytes(coded)` bytes, and return it."""
-    form, size = dense.form_of(coded), coded.size
-    whole = MAGIC, VERSION, form, coded.block, size, size, message.size, count, signature, FEW_BITS, 0
+def encode_few_bits(
+    coded: FewBits, out: Buffer | None = None, *, count: int = 0, signature: int = 0, line: int = 1
+) -> Buffer:
+    """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`."""
+    nbytes, form, size = HEADER_NBYTES + dense.payload_nbytes(coded), dense.form_of(coded), coded.size
+    message = _room(nbytes, line, coded.codes, out)
+    whole = MAGIC, VERSION, form, coded.block, size, size, nbytes, count, signature, FEW_BITS, 0
     write_fields(message, _HEADER, *whole)
-    dense.write(coded, message[HEADER_NBYTES:])
+    dense.write(coded, message[HEADER_NBYTES:nbytes])
+    return message
+
+
+def _room(nbytes: int, line: int, beside: Any, out: Buffer | None) -> Buffer:
+    """Return the buffer of a message, the first bytes of `out` or new ones, with zeros after the message."""
+    size = -(-nbytes // line) * line
+    if out is not None and out.size < size:
+        raise ValueError(f"out has {out.size} bytes: expected at least {size}")
+    message: Buffer = namespace(beside).empty(size, np.uint8) if out is None else out[:size]
+    if size > nbytes:
+        message[nbytes:] = 0
     return message
 
 
@@ -158,7 +175,7 @@ def read_header(message: Buffer) -> Header:
     """Return the header of a message; CodecError if it is not valid, or the message is shorter than it states."""
     if message.size < HEADER_NBYTES:
         raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
-    header = Header(*read_fields(message, _HEADER))
+    header = Header._make(read_fields(message, _HEADER))
     if header.magic != MAGIC or header.version != VERSION:
         raise CodecError(f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}")
     if not HEADER_NBYTES <= header.nbytes <= message.size:
@@ -175,8 +192,9 @@ def decode(message: Buffer, header: Header | None = None, fields: Buffer | None 
     Raises CodecError for a header that `encode` does not write, and for arrays that the constructor of SparseVector
     refuses. `SparseVector.validate` checks every entry.
     """
-    _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
-    form, value_code = formats & ((1 << _FORM_BITS) - 1), formats >> _FORM_BITS
+    header = header or read_header(message)
+    row, length, nnz, nbytes = header.row, header.length, header.entries, header.nbytes
+    form, value_code = header.formats & ((1 << _FORM_BITS) - 1), header.formats >> _FORM_BITS
     fields = message if fields is None else fields
     value_format = format_of(value_code, fields, nbytes)
     if form >= len(INDEX_FORMATS) or value_format is None:
@@ -195,7 +213,12 @@ def decode(message: Buffer, header: Header | None = None, fields: Buffer | None 
         raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
     try:
         values = value_format.read(message[middle:nbytes], count)
-        return SparseVector(indices, values.reshape(nnz, row - 1) if row else values, length)
+        values = values.reshape(nnz, row - 1) if row else values
+        if indices.dtype != dtype:  # they may exceed the length
+            return SparseVector(indices, values, length)
+        vector = SparseVector.trusted(indices, values, length)
+        vector.check_ends()
+        return vector
     except ValueError as error:
         raise CodecError(f"the message holds no vector: {error}") from error
 
@@ -203,14 +226,10 @@ def decode(message: Buffer, header: Header | None = None, fields: Buffer | None 
 def decode_few_bits(message: Buffer, header: Header | None = None) -> FewBits:
     """Return the values in few bits in `message`, as views of it; header: as for `decode`.
 
-    Raises CodecError for a header that `fill_few_bits` does not write.
+    Raises CodecError for a header that `encode_few_bits` does not write.
     """
     header = header or read_header(message)
     if header.kind != FEW_BITS:
         raise CodecError(f"got a message of kind {header.kind}: expected {FEW_BITS}, values in few bits")
     payload = message[HEADER_NBYTES : header.nbytes]
     return dense.read(payload, header.formats, header.row, header.length, header.entries)
-
-
-def _plain_indices(vector: SparseVector) -> int:
-    return INT32 if vector.indices.dtype == np.int32 else INT64

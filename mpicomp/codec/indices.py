@@ -71,8 +71,8 @@ class Plain:
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
         """See `IndexFormat.read`; a view of the section."""
-        sound = dtype == self.dtype and section.size == _padded(count * dtype.itemsize)
-        return section[: count * dtype.itemsize].view(dtype) if sound else None
+        nbytes = count * dtype.itemsize
+        return section[:nbytes].view(dtype) if dtype == self.dtype and section.size == _padded(nbytes) else None
 
 
 class Range:

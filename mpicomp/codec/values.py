@@ -80,12 +80,13 @@ class Stored:
     def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
         """Store the dtype of the values, the dtype in which they are stored, and the bits of its fraction."""
         self.number, self.dtype, self.stored = number, np.dtype(dtype), np.dtype(stored)
+        self._itemsize = int(self.stored.itemsize)
         cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
         self._lost = (1 << cut) - 1
 
     def nbytes(self, count: int) -> int:
         """See `ValueFormat.nbytes`."""
-        return count * int(self.stored.itemsize)
+        return count * self._itemsize
 
     def may_fit(self, one_has: int) -> bool:
         """See `FixedFormat.may_fit`."""
@@ -278,6 +279,7 @@ VALUE_FORMATS: tuple[FixedFormat, ...] = (
     Stored(8, _SINGLE, np.uint8, precision=7),
 )
 
+AS_THEY_ARE = VALUE_FORMATS[: len(VALUE_DTYPES)]  # of each dtype, in its order
 _FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}
 
 
@@ -304,7 +306,7 @@ def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
 
 def as_they_are(values: Array) -> ValueFormat:
     """Return the format that stores values in their own dtype."""
-    return VALUE_FORMATS[VALUE_DTYPES.index(values.dtype)]
+    return AS_THEY_ARE[VALUE_DTYPES.index(values.dtype)]
 
 
 def smallest(values: Array) -> ValueFormat:
