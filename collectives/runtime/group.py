@@ -116,7 +116,7 @@ class Group:
         """A vector of this operation's length, width and dtype, without entries."""
         signature = self.signature
         what = signature.get("length") or 0, signature.get("dtype") or "float32", signature.get("width")
-        return SparseVector.empty(*what, beside=self.beside) if on_device(self.beside) else _nothing(*what)
+        return SparseVector.empty(*what, beside=self.beside)
 
     def turn(self) -> Turn:
         """Reserve a turn for MPI's own collectives; call it before the first yield, for the same order on all ranks."""
@@ -359,11 +359,6 @@ def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
     """Return the digest of a call signature: a signed integer of 64 bits."""
     signature = repr((names, values)).encode()
     return int.from_bytes(blake2b(signature, digest_size=8).digest(), "little", signed=True)
-
-
-@lru_cache(maxsize=256)
-def _nothing(length: int, dtype: str, width: int | None) -> SparseVector:
-    return SparseVector.empty(length, dtype, width)
 
 
 def _whole(nbytes: int) -> int:
