@@ -26,6 +26,7 @@ from collectives import (
 from collectives.allreduce import PARTITIONS
 from collectives.collective import link_of
 from collectives.partition import hashed_blocks
+from collectives.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up
 
@@ -162,10 +163,11 @@ def places(comm):
         link = link_of(comm)
         marks = (names * comm.size)[: comm.size]
         link.nodes = tuple(marks.index(mark) for mark in marks)
+        link.node_sizes = group_sizes(link.nodes)
 
     yield move
     if link is not None:
-        link.nodes = (0,) * comm.size
+        link.nodes, link.node_sizes = (0,) * comm.size, (comm.size,)
 
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
