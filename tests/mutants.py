@@ -113,6 +113,13 @@ MUTANTS = [
         "error is None or agree_to_keep(error, self._comm, OPERATION)",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
+    Mutant(
+        "segments: entries of several tensors compete",
+        "mpicomp/compressors/segments.py",
+        "if compressor.needs_gradient and own is None:",
+        "if gradient is not None and own is None:",
+        f"{ON_RANKS} tests/mpi/test_named.py",
+    ),
 ]
 
 
