@@ -16,6 +16,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,11 @@ def calls(length: int, density: float, seed: int) -> dict[str, Callable[[], Any]
     rng = np.random.default_rng(seed)
     gradient, residual = (rng.standard_normal(length, np.float32) for _ in range(2))
     out, compressor = np.empty_like(gradient), TopK(density=density)
+    adds = partial(compressor.compress_segments, out, [0, length], summands=(residual, 1.0, [gradient]))
     return {
         f"selection of {density:g}": lambda: compressor.compress(gradient),
         "addition": lambda: host.add(residual, gradient, out),
-        f"addition and selection of {density:g} in one pass": lambda: compressor.compress_sum(residual, gradient, out),
+        f"addition and selection of {density:g} in one pass": adds,
     }
 
 
