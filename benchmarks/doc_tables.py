@@ -2,7 +2,6 @@
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     python benchmarks/threads.py --json docs/results/threads.json
-    RATES=1gbit SECONDS_A_PLACE=3 benchmarks/tables.sh choice && cp build/tables/choice.json docs/results
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
@@ -105,13 +104,13 @@ def choice() -> list[str]:
     ranks = sorted({int(run.rpartition("-")[2]) for run in found})
     heads = [
         "links",
-        *(f"{what}, {', '.join(map(str, ranks))} ranks" for what in ("best", "best, with a table", "dense")),
+        *(f"{what}, {', '.join(map(str, ranks))} ranks" for what in ("best", "dense")),
     ]
     rows = []
     for links in dict.fromkeys(run.split("-")[1] for run in found):
         shares = (
             ", ".join(f"{100 * found[f'choice-{links}-{size}'][name]:.0f}" for size in ranks) + " %"
-            for name in ("rule_best", "best", "rule_dense")
+            for name in ("rule_best", "rule_dense")
         )
         rows.append([LINKS.get(links, "shared memory"), *shares])
     return table(heads, rows)

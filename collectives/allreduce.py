@@ -65,8 +65,7 @@ def sparse_allreduce(
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "dense_mpi": MPI's
     own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node
-    "node_leaders" or "node_lanes"; or "auto", the fastest one by the table of `mpicomp tune`, or else by the formulas
-    of `collectives.choice`.
+    "node_leaders" or "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
     partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, "hashed"
     blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless one would hold
     over 1.25 times the mean, else quantiles. "dense" always uses equal ranges; "dense_mpi" has no shares.

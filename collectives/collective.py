@@ -25,7 +25,7 @@ from inspect import cleandoc, signature
 from operator import index
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
 
-from collectives.choice.winners import agreed_choice
+from collectives.choice import agreed_choice
 from collectives.faults import debug
 from collectives.faults.notification import all_or_none
 from collectives.runtime import engine

@@ -48,9 +48,5 @@ class RankFailedError(CollectiveError):
     """
 
 
-class ProfileError(ValueError):
-    """A file is not a valid table of winners: truncated, edited, of another version, or beyond its limits."""
-
-
 class CheckError(CollectiveError):
     """The debug mode (MPICOMP_CHECK=1) found a wrong result, or ranks that call different operations."""

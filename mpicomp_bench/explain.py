@@ -230,7 +230,7 @@ def explained(
 
 
 def chosen_by_auto(collective: str, case: Case, nodes: int, links: Links) -> str:
-    """Return the algorithm that "auto" takes without a table."""
+    """Return the algorithm that "auto" takes."""
     per_node = -(-case.ranks // nodes)
     several = [*[per_node] * (nodes - 1), case.ranks - per_node * (nodes - 1)]
     return Choice(links=links, crowding=case.crowding).algorithm(collective, case, several)

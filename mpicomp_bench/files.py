@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collectives.choice import winners
-from mpicomp.errors import ProfileError
-
 
 @dataclass(frozen=True)
 class FileType:
@@ -63,15 +60,6 @@ def new_figure(path: Path) -> Path:
     if path.suffix[1:] not in known:
         raise argparse.ArgumentTypeError(f"got {str(path)!r}: expected a name that ends in .{', .'.join(known)}")
     return path
-
-
-@FileType
-def a_profile(path: Path) -> dict[str, Any]:
-    """Return the table of winners in a file."""
-    try:
-        return winners.load(path)
-    except ProfileError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def look(options: argparse.Namespace, comm: Any = None) -> None:

@@ -84,7 +84,7 @@ class Link:
         self.network, self.rank, self.size = network, rank, size
         self.nodes, self.node_sizes = nodes, group_sizes(nodes)
         self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
-        self.choice, self.checked = Choice(network.choice.table, network.choice.links, network.choice.crowding), False
+        self.choice, self.checked = Choice(network.choice.links, network.choice.crowding), False
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
 
     def end_step(self) -> None:

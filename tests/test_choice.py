@@ -1,7 +1,5 @@
 """The choice of algorithms: its formulas and its answers against bytes counted over the simulated network."""
 
-import json
-from contextlib import suppress
 from functools import partial
 from itertools import product
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.choice import Choice, winners
+from collectives.choice import Choice
 from collectives.choice.formulas import FORMULAS, Case, seconds, split
 from collectives.choice.links import NETWORKS, Links, inside, links_of
 from collectives.choice.overlap import in_digest, level_of, overlap_of
@@ -17,7 +15,6 @@ from collectives.metadata import Metadata
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 from mpicomp.compressors.quantised import quantise
-from mpicomp.errors import ProfileError
 from mpicomp_bench.explain import explained
 from mpicomp_bench.network import Network
 
@@ -223,85 +220,6 @@ def test_messages_are_coded_between_nodes_alone():
     vector = SparseVector.from_dense(np.array([0, 1.0, 2.0] * 100))
     assert Choice().coding(vector, apart=True).values.number == CODECS["smallest"](vector).values.number == 14
     assert Choice().coding(vector, apart=False) == CODECS["quick"](vector)
-
-
-PLACES = [[1000, 0.1, 32, "allgather"], [10**6, 0.1, 32, "dense_mpi"], [10**6, 0.001, 1, "recursive_halving"]]
-TABLE = {"host": "node", "mpi": "any", "ranks": 8, "nodes": 1, "winners": {"sparse_allreduce": PLACES}}
-
-
-def text_with(places):
-    return winners.text_of({**TABLE, "winners": places})
-
-
-def test_the_nearest_place_of_the_table_wins():
-    choice = Choice(TABLE)
-    for length, density, bits, expected in (
-        *PLACES,
-        (2000, 0.2, 16, "allgather"),
-        (10**9, 1e-4, 2, "recursive_halving"),
-    ):
-        case = Case(8, int(length), length * density, bits=bits)
-        assert choice.algorithm("sparse_allreduce", case, [8]) == expected
-    case = Case(8, 10**6, 10**5, coded=False)
-    for nodes, whole in ([7], True), ([4, 4], True), ([8], False):  # of which the table says nothing
-        assert choice.algorithm("sparse_allreduce", case, nodes, whole=whole) == Choice().algorithm(
-            "sparse_allreduce", case, nodes, whole=whole
-        )
-    assert choice.gtopk(10**6, 1000, 4, [8]) == Choice().gtopk(10**6, 1000, 4, [8])
-
-
-def test_a_table_comes_back_from_its_file(tmp_path):
-    (tmp_path / "table.json").write_text(winners.text_of(TABLE))
-    assert winners.load(tmp_path / "table.json") == TABLE
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda text: text[:-30], "it is not a table of winners"),
-        (lambda text: text.replace("allgather", "split_all"), "checksum mismatch"),
-        (lambda text: text.replace('"mpicomp_profile": 2', '"mpicomp_profile": 1'), "it is of version 1, expected 2"),
-        (lambda text: "[" * 100_000, "it is not a table of winners"),
-        (lambda text: "[]", "it is not a table of winners"),
-        (lambda text: " " * winners.LARGEST_FILE + text, "it has over"),
-        (
-            lambda text: winners.text_of({**TABLE, "winners": {"sparse_allreduce": [[0, 1, 1, "dense"]]}}),
-            "it has a place",
-        ),
-        (lambda text: text_with(5), "it is not a table of winners"),
-        (lambda text: winners.text_of({"winners": {}}), "it is not a table of winners"),
-        (
-            lambda text: text_with({"x": [["a", 1, 1, "dense"]]}),
-            "it is not a table of winners",
-        ),
-    ],
-)
-def test_what_is_no_table_is_refused(tmp_path, change, said):
-    path = tmp_path / "table.json"
-    path.write_text(change(winners.text_of(TABLE)))
-    with pytest.raises(ProfileError, match=f"table.json' is refused: {said}"):
-        winners.load(path)
-
-
-def test_broken_files_raise_nothing_else(tmp_path):
-    """Bytes changed, dropped or doubled at random places."""
-    text, rng, path = winners.text_of(TABLE).encode(), np.random.default_rng(0), tmp_path / "table.json"
-    for _ in range(300):
-        at, kind = int(rng.integers(len(text))), rng.integers(3)
-        path.write_bytes(text[:at] + (b"", bytes([rng.integers(256)]), text[at : at + 2])[kind] + text[at + 1 :])
-        with suppress(ProfileError):
-            assert winners.load(path) == json.loads(text)["table"]
-    with pytest.raises(ProfileError, match="cannot be read: No such file"):
-        winners.load(tmp_path / "missing")
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_the_default_path(monkeypatch, tmp_path, relative):
-    monkeypatch.setenv("XDG_CONFIG_HOME", "config" if relative else str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    path = winners.default_path(8, 2)
-    assert path.parent == (tmp_path / "home" / ".config" if relative else tmp_path) / "mpicomp"
-    assert path.name.endswith("-P8-N2.json")
 
 
 def test_sums_in_few_bits_are_halved_where_a_round_costs_little_more_than_a_message():

@@ -14,7 +14,6 @@ from commands import PARSER, SUBCOMMANDS, left, written
 from mpi4py import MPI
 
 from collectives import GradientExchange, launcher
-from collectives.choice import winners
 from mpicomp import TopK
 from mpicomp_bench import bench, files, info, main
 from mpicomp_bench.options import WIDTH, above_zero, not_negative, positive, share
@@ -81,7 +80,7 @@ def test_the_mpi_library_is_named_in_one_line(described, found):
 
 def test_all_subcommands_are_known():
     programs = {f"mpicomp bench {subject}" for subject in (*bench.SUITES, "plot")}
-    assert set(SUBCOMMANDS) == programs | {f"mpicomp {name}" for name in ("info", "train", "tune", "explain")}
+    assert set(SUBCOMMANDS) == programs | {f"mpicomp {name}" for name in ("info", "train", "explain")}
     assert all("--json" in SUBCOMMANDS[prog]._option_string_actions for prog in WITH_OPTIONS)
 
 
@@ -89,8 +88,6 @@ def test_all_subcommands_are_known():
 def examples(tmp_path_factory):
     """A folder with the files that the examples read."""
     folder = tmp_path_factory.mktemp("examples")
-    table = {"host": "a", "mpi": "b", "ranks": 1, "nodes": 1, "winners": {}}
-    (folder / "profile.json").write_text(winners.text_of(table))
     assert main([*QUICK, "--json", str(folder / "p2.json")]) == 0
     np.savez(folder / "gradients.npz", gradient=np.ones(1000, np.float32))
     for ranks in 4, 8:
@@ -138,7 +135,7 @@ def test_an_option_says_its_default(prog, action):
 def test_a_wrong_value_is_refused_with_what_is_expected(prog, action, capsys):
     value = (
         "/missing/folder/file.png"
-        if action.dest in ("json", "plot", "output", "markdown", "capture", "captured", "profile")
+        if action.dest in ("json", "plot", "output", "markdown", "capture", "captured")
         else "???"
     )
     option = action.option_strings[0]
@@ -258,7 +255,7 @@ def test_a_link_stays_one_and_permissions_are_the_usual(target, tmp_path):
     before = os.umask(0o027)
     try:
         for file in link, fresh:
-            assert files.write(asked(f"tune --check --json {file}"), json=lambda file: file.write_text("new")) == 0
+            assert files.write(asked(f"bench kernels --json {file}"), json=lambda file: file.write_text("new")) == 0
     finally:
         os.umask(before)
     assert link.is_symlink()

@@ -1,4 +1,4 @@
-"""`mpicomp explain`, and what `mpicomp tune` does on one rank; the formulas are tested in tests/test_choice.py."""
+"""`mpicomp explain`; the formulas are tested in tests/test_choice.py."""
 
 import ast
 import importlib
@@ -13,12 +13,11 @@ import pytest
 from commands import left
 
 from collectives import gtopk_allreduce, quantised_allreduce
-from collectives.choice import winners
 from collectives.choice.formulas import FORMULAS
 from collectives.choice.links import NETWORKS, links_of
 from collectives.choice.predictions import ON_NODES
 from mpicomp import SparseVector
-from mpicomp_bench import advice, main, tune
+from mpicomp_bench import advice, main
 from mpicomp_bench.explain import FEW_BITS, PASSES
 from mpicomp_bench.network import Network
 
@@ -110,55 +109,6 @@ def test_explain_starts_no_mpi():
 def test_a_wrong_option_is_refused_with_what_is_expected(option, value, said, capsys):
     status, error = left([*SOME, f"{option}={value}"], capsys)
     assert (status, said in error) == (2, True)
-
-
-def test_tune_writes_a_table_and_checks_it(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "loops_of", lambda call, comm: 1)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    grid = ["--lengths", "300", "--densities", "0.1", "0.5", "0.1", "--repeats", "1"]
-    assert main(["tune", *grid]) == 0
-    path = winners.default_path(1, 1)
-    assert f"written to {path}" in capsys.readouterr().out
-    assert {name: len(places) for name, places in winners.load(path)["winners"].items()} == dict.fromkeys(tune.SUMS, 2)
-    assert main(["tune", "--profile", str(path), "--check", *grid, "--json", str(tmp_path / "rows.json")]) == 0
-    said, found = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
-    assert f"within 15 % of the best algorithm in {found['best']:.0%} of the grid" in said
-    assert len(found["rows"]) == 2 * (6 + 4 + 2 + 2 + 1)
-
-
-def test_tune_refuses_options_that_do_not_go_together(capsys, tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text(winners.text_of({"host": "a", "mpi": "b", "ranks": 1, "nodes": 1, "winners": {}}))
-    for more, said in (
-        (["--profile", str(path)], "--profile is there for --check"),
-        (["--profile", str(path), "--output", str(path), "--check"], "give one of them"),
-        (["--json", str(path)], "--json holds what --check finds"),
-    ):
-        assert main(["tune", *more]) == 2
-        assert said in capsys.readouterr().err
-    path.write_text(path.read_text()[:100])
-    assert "it is not a table of winners" in left(["tune", "--check", "--profile", str(path)], capsys)[1]
-
-
-def test_a_table_that_cannot_be_written_is_an_error(capsys, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    assert main(["tune", "--lengths", "300", "--densities", "0.1", "--repeats", "1"]) == 1
-    assert "name another file with --output" in capsys.readouterr().err
-
-
-def test_the_verdict_counts_places():
-    def rows(length, auto, dense):
-        found = {"recursive_doubling": 1.0, "dense": 3.0, tune.AUTO: auto, tune.RULE: 1.2}
-        place = {"length": length, "density": 0.1, "bits": 32.0}
-        seconds = {("sparse_allreduce", name): taken for name, taken in found.items()}
-        seconds |= {("gtopk_allreduce", name): 1.0 for name in ("exact", tune.AUTO, tune.RULE)}
-        seconds[tune.DENSE, "mpi"] = dense
-        return [{**place, "collective": of, "algorithm": name, "seconds": s} for (of, name), s in seconds.items()]
-
-    found = tune.verdict([*rows(1, 1.1, 1.05), *rows(2, 1.2, 1.05), *rows(3, 1.0, 2.0), *rows(4, 1.14, 0.5)])
-    assert (found["best"], found["dense"], found["gtopk"]) == (0.75, 0.5, 1)
-    assert (found["rule_best"], found["rule_dense"], found["rule_gtopk"]) == (0, 0.25, 1)
 
 
 @pytest.mark.parametrize(

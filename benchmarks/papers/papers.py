@@ -36,7 +36,6 @@ ENVIRONMENT = {
     "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
-    "MPICOMP_PROFILE": "none",
     "MPICOMP_WAIT": "backoff",
 }
 TIME_LIMIT = 3600.0  # seconds of a run

@@ -51,7 +51,6 @@ ENVIRONMENT = {  # of the ranks; mpirun is that of the environment of this Pytho
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
-    "MPICOMP_PROFILE": "none",
 }
 
 

@@ -3,21 +3,23 @@
 Pure functions of values known to all ranks, so all ranks make the same choice. Closed formulas (`formulas`) give
 rounds, messages, bytes and merged entries of each algorithm from the number and the coded size of the entries; the
 constants of the links (`links`), of a node's memory and of its cores turn these into seconds (`predictions`), and the
-fastest algorithm is taken. If `mpicomp tune` has measured these ranks (`winners`), the winner at the nearest point of
-its table is taken instead, by the logarithms of length, density and bits of a value.
+fastest algorithm is taken.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collectives.choice.formulas import SHORT_NBYTES, Case
-from collectives.choice.links import NETWORKS, Links
+from collectives.choice.links import NETWORKS, Links, agreed_links
 from collectives.choice.predictions import fastest
 from mpicomp.codec import CODECS, Coding, plain
 from mpicomp.vector import SparseVector
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
 
@@ -25,16 +27,13 @@ TYPICAL_DENSITY = 0.001  # of gTop-k where the call has no k
 class Choice:
     """The choice for one communicator, the same on all of its ranks.
 
-    table: measured by `mpicomp tune`: "ranks", "nodes", and "winners" with a list of points for each collective:
-    length, density, bits of a value, fastest algorithm. None: use the formulas. links: those between nodes.
-    crowding: ranks that share a core, on the node with the most; at least 1. last: the algorithms of the last calls on
-    this rank, by what tells calls apart; ranks may differ in it, after an error on one of them.
+    links: those between nodes. crowding: ranks that share a core, on the node with the most; at least 1. last: the
+    algorithms of the last calls on this rank, by what tells calls apart; ranks may differ in it, after an error on one
+    of them.
     """
 
-    def __init__(
-        self, table: Mapping[str, Any] | None = None, links: Links = NETWORKS["1gbit"], crowding: float = 1.0
-    ) -> None:
-        self.table, self.links, self.crowding = table, links, crowding
+    def __init__(self, links: Links = NETWORKS["1gbit"], crowding: float = 1.0) -> None:
+        self.links, self.crowding = links, crowding
         self.last: dict[tuple[Any, ...], str] = {}
         self._named = lru_cache(maxsize=1024)(self.algorithm)  # of calls that are repeated; 10 us
 
@@ -44,21 +43,12 @@ class Choice:
             return plain(vector)
         return CODECS["smallest" if apart else "quick"](vector)
 
-    def measured(self, collective: str, nodes: Sequence[int]) -> Sequence[Sequence[Any]]:
-        """Return the points of the table, none if it is for other ranks. nodes: the number of ranks on each."""
-        if self.table is None or (self.table["ranks"], self.table["nodes"]) != (sum(nodes), len(nodes)):
-            return ()
-        return self.table["winners"].get(collective, ())  # type: ignore[no-any-return]
-
     def algorithm(self, collective: str, case: Case, nodes: Sequence[int], *, whole: bool = True) -> str:
         """Return the algorithm for a case; entries are rounded to steps of 9 %.
 
         nodes: the number of ranks on each. whole: see `predictions.fastest`.
         """
         entries = min(case.length, 2 ** (round(8 * math.log2(case.entries)) / 8)) if case.entries > 0 else 0.0
-        if whole and (places := self.measured(collective, nodes)):
-            here = _coordinates(case.length, entries / max(1, case.length), case.value_bits())
-            return str(min(places, key=lambda place: math.dist(here, _coordinates(*place[:3])))[3])
         bits, overlap = case.bits and float(round(case.bits)), round(16 * case.overlap) / 16
         rounded = replace(case, entries=entries, overlap=overlap, bits=bits, crowding=self.crowding)
         return fastest(collective, rounded, len(nodes), self.links, whole=whole)
@@ -78,5 +68,9 @@ class Choice:
         return self._named("quantised_allreduce", case, tuple(nodes))
 
 
-def _coordinates(length: float, density: float, bits: float) -> tuple[float, float, float]:
-    return math.log2(max(1, length)), math.log2(max(1e-18, density)), math.log2(1 + bits)
+def agreed_choice(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 1.0) -> Choice:
+    """Return the choice for a communicator, the same on all ranks. Collective, blocks.
+
+    nodes: the first rank of each rank's node. crowding: see `Choice`. Raises as `agreed_links`.
+    """
+    return Choice(agreed_links(comm, nodes), crowding)

@@ -96,11 +96,16 @@ def links_of(text: str) -> Links:
     return Links(next((each.latency for each in reversed(known) if each.rate <= rate), known[0].latency), rate)
 
 
-def asked_links() -> Links | None:
-    """Return the links that the environment variable names; None without it. ValueError for a bad one."""
-    text = os.environ.get(VARIABLE, "")
+def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
+    """Return the links between the nodes: those that MPICOMP_NETWORK names on rank 0, else `measured`. Collective.
+
+    nodes: the first rank of each rank's node. Raises ValueError on all ranks for a bad MPICOMP_NETWORK.
+    """
+    text = comm.bcast(os.environ.get(VARIABLE, ""))
+    if not text:
+        return measured(comm, nodes) if len(set(nodes)) > 1 else NETWORKS["1gbit"]
     try:
-        return links_of(text) if text else None
+        return links_of(text)
     except ValueError as error:
         raise ValueError(f"the environment variable {VARIABLE} is not a network: {error}") from None
 

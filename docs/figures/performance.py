@@ -166,7 +166,7 @@ def draw_choice() -> None:
 
 
 def algorithm(collective: str, ranks: int, density: float, apart: bool) -> str:
-    """Return what "auto" takes without a table of `mpicomp tune`; see `collectives.allreduce.choose_freely`."""
+    """Return what "auto" takes; see `collectives.allreduce.choose_freely`."""
     entries = max(1, round(density * 1_000_000))
     if collective == "sparse_allreduce":
         if ranks == 2:

@@ -1,4 +1,4 @@
-"""All ranks choose alike, whoever has which table, and never at the price of a hang."""
+"""All ranks choose alike, whatever they remember and whoever names the links, and never at the price of a hang."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,9 @@ from mpi4py import MPI
 
 from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.allreduce import ALGORITHMS
-from collectives.choice import links, winners
-from collectives.choice.winners import agreed_choice
+from collectives.choice import agreed_choice, links
 from collectives.collective import link_of
 from mpicomp import CollectiveError, SparseVector
-from mpicomp.errors import ProfileError
 
 LENGTH = 30_000
 
@@ -36,7 +34,7 @@ def check_sums(comm, counts=(0, 1, 40, 9000, LENGTH)):
 
 @pytest.fixture
 def fresh(comm):
-    """A communicator that the library has not seen: its ranks agree on a table in the first operation."""
+    """A communicator that the library has not seen: its ranks agree on the links in the first operation."""
     if comm == MPI.COMM_NULL:
         yield comm
         return
@@ -45,103 +43,27 @@ def fresh(comm):
     duplicate.Free()
 
 
-def table(size, algorithm, gtopk="exact"):
-    places = {"sparse_allreduce": [[LENGTH, 0.1, 32, algorithm]], "gtopk_allreduce": [[LENGTH, 0.1, 32, gtopk]]}
-    return {"host": "node", "mpi": "any", "ranks": size, "nodes": 1, "winners": places}
-
-
-@pytest.fixture
-def told(monkeypatch, tmp_path, fresh):
-    """Return a function that gives this rank a table with one winner, or a text in place of one, or none."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-
-    def tell(what):
-        monkeypatch.delenv(winners.VARIABLE, raising=False)
-        if what is not None:
-            path = tmp_path / "profile.json"
-            path.write_text(winners.text_of(table(fresh.size, what)) if what in ALGORITHMS else what)
-            monkeypatch.setenv(winners.VARIABLE, str(path))
-
-    tell(None)
-    return tell
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """The algorithms of sparse_allreduce that run, in order."""
-    names = []
-
-    def recorded(name, steps):
-        def run(vector, group, metadata):
-            names.append(name)
-            return steps(vector, group, metadata)
-
-        return run
-
-    for name, steps in list(ALGORITHMS.items()):
-        monkeypatch.setitem(ALGORITHMS, name, recorded(name, steps))
-    return names
-
-
 @pytest.mark.at_least(3)
-@pytest.mark.parametrize("others", ["recursive_halving", None, "broken"])
-def test_the_table_of_rank_0_counts_for_all(fresh, told, taken, others):
-    told("split_allgather" if fresh.rank == 0 else others)
-    sparse_allreduce(contributed(fresh.rank, LENGTH - 1), fresh)
-    assert taken == ["split_allgather"]
-    check_sums(fresh)
-    assert link_of(fresh).choice.table == table(fresh.size, "split_allgather")
-    assert len(set(fresh.allgather(tuple(taken)))) == 1
-
-
-def test_without_a_table_on_rank_0_there_is_none(fresh, told, taken):
-    told(None if fresh.rank == 0 else "dense")
-    check_sums(fresh)
-    assert link_of(fresh).choice.table is None
-    assert len(set(fresh.allgather(tuple(taken)))) == 1
-
-
-@pytest.mark.at_least(3)
-def test_ranks_that_remember_different_calls_sum_all_the_same(fresh, told):
+def test_ranks_that_remember_different_calls_sum_all_the_same(fresh):
     """As after an error on one rank: it sends metadata, the others their vectors, or the other way around."""
-    told("allgather" if fresh.rank == 0 else None)
-    check_sums(fresh, (9000, 9000))
+    vector = contributed(fresh.rank, 10_000, 1_000_000)
+    before = sparse_allreduce(vector, fresh)
+    assert messages_of(fresh, vector) == (fresh.size - 1).bit_length()  # the last call gathered the vectors
     for turn in range(fresh.size):
-        if fresh.rank != turn:
-            link_of(fresh).choice.last.clear()
-        check_sums(fresh, (9000, 40, 9000))
-        if fresh.rank == turn:
-            link_of(fresh).choice.last.clear()
-        check_sums(fresh, (9000, 9000))
-    vector = contributed(fresh.rank, 9000)
-    sums = [sparse_allreduce(vector, fresh, algorithm=name).values for name in ("auto", "auto", "allgather")]
-    assert len({array.tobytes() for array in sums}) == 1
-    assert traffic_of(fresh, vector) == (fresh.size - 1).bit_length()
+        for forget in fresh.rank != turn, fresh.rank == turn:
+            if forget:
+                link_of(fresh).choice.last.clear()
+            assert sparse_allreduce(vector, fresh).values.tobytes() == before.values.tobytes()
+    assert sparse_allreduce(vector, fresh, algorithm="allgather").values.tobytes() == before.values.tobytes()
+    assert messages_of(fresh, vector) == (fresh.size - 1).bit_length()
+    check_sums(fresh)
 
 
-def traffic_of(comm, vector):
+def messages_of(comm, vector):
     """Return the number of messages that this rank sends for a sum."""
     before = traffic(comm).messages
     sparse_allreduce(vector, comm)
     return traffic(comm).messages - before
-
-
-def test_a_broken_table_on_rank_0_raises_on_all_ranks(fresh, told):
-    told("broken" if fresh.rank == 0 else "dense")
-    for _ in range(2):
-        with pytest.raises(ProfileError, match=r"is refused: .*Rank 0 read it because MPICOMP_PROFILE names it"):
-            sparse_allreduce(contributed(fresh.rank, 10), fresh)
-    told(None)
-    check_sums(fresh, (40,))
-
-
-def test_the_default_path_is_found_and_none_does_without(fresh, told, monkeypatch):
-    path = winners.default_path(fresh.size, 1)
-    path.parent.mkdir(parents=True)
-    path.write_text(winners.text_of(table(fresh.size, "dense")))
-    assert agreed_choice(fresh, [0] * fresh.size).table is not None
-    monkeypatch.setenv(winners.VARIABLE, "none")
-    assert agreed_choice(fresh, [0] * fresh.size).table is None
 
 
 @pytest.mark.at_least(2)
@@ -176,7 +98,7 @@ def test_a_bad_name_of_the_links_on_rank_0_raises_on_all_ranks(fresh, monkeypatc
 
 @pytest.mark.at_least(2)
 @pytest.mark.parametrize("entries", [10, 9000])
-def test_ranks_with_different_lengths_or_algorithms_meet_and_raise(fresh, told, entries):
+def test_ranks_with_different_lengths_or_algorithms_meet_and_raise(fresh, entries):
     """A small vector is sent in the metadata exchange, and a large one is not."""
     for turn in range(fresh.size):
         mine = fresh.rank == turn
