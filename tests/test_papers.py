@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+import train
 from commands import PARSER
 
 PAPERS = pathlib.Path(__file__).parent.parent / "benchmarks" / "papers"
@@ -17,7 +18,7 @@ def beside(monkeypatch):
     monkeypatch.syspath_prepend(str(PAPERS))
 
 
-def test_every_command_is_one_of_mpicomp_and_stands_once():
+def test_every_command_is_known_and_stands_once():
     from experiments import EXPERIMENTS
     from figures import FIGURES
 
@@ -26,7 +27,8 @@ def test_every_command_is_one_of_mpicomp_and_stands_once():
         runs = list(experiment())
         assert len({run.command for run in runs}) == len(runs)
         for run in runs:
-            assert PARSER.parse_args(run.options).command == run.options[0]
+            known, words = (train.parser(), ()) if run.trains else (PARSER, ("bench",))
+            known.parse_args([*words, *run.options])
 
 
 def test_rows_that_the_file_has_are_not_run_again(tmp_path, monkeypatch):

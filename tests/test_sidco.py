@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES, finite_values
+from tasks import digits
 
 from mpicomp import ErrorFeedback, Report, SIDCo
 from mpicomp.compressors.sidco import _pareto_quantile
 from mpicomp.kernels import host
 from mpicomp_bench.bench.data import FAMILIES
-from mpicomp_bench.train.tasks import digits
 
 laplace, double_gamma, double_pareto, layers = (FAMILIES[name] for name in ("laplace", "gamma", "pareto", "layers"))
 

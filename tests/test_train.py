@@ -1,18 +1,16 @@
-"""`mpicomp train` on one rank in this process, and on two under mpirun."""
+"""benchmarks/training on one rank in this process, and on two under mpirun."""
 
 import argparse
 import builtins
+import json
+import subprocess
 import sys
 from itertools import product
 
 import numpy as np
 import pytest
-from commands import written
-from mpi4py import MPI
-
-from mpicomp_bench import main
-from mpicomp_bench.train import dense_bytes
-from mpicomp_bench.train.methods import (
+import train as train_script
+from descents import (
     COLLECTIVES,
     FEEDBACKS,
     LEADER,
@@ -24,10 +22,19 @@ from mpicomp_bench.train.methods import (
     entries,
     with_settings,
 )
-from mpicomp_bench.train.tasks import TASKS, WINDOW
-from mpicomp_bench.train.training import train
+from hosts import environment
+from mpi4py import MPI
+from tasks import TASKS, WINDOW
+from train import dense_bytes, main
+from training import LATENCY, train
 
-SHORT = ["train", "--task", "text", "--steps", "3", "--batch", "4"]
+SHORT = ["--task", "text", "--steps", "3", "--batch", "4"]
+
+
+def written(file, *arguments):
+    """Return what the script writes with --json."""
+    assert main([*arguments, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
 
 
 @pytest.fixture
@@ -66,7 +73,7 @@ def test_every_method_trains_and_the_numbers_of_a_seed_are_the_same_again(capsys
 def test_the_digits_have_an_accuracy_and_a_plot(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    run = ["train", "--steps", "30", "--rate", "0.05", "--methods", "dense", "gtopk", "--density", "0.1"]
+    run = ["--steps", "30", "--rate", "0.05", "--methods", "dense", "gtopk", "--density", "0.1"]
     about = written(tmp_path / "rows.json", *run, "--plot", str(tmp_path / "here.png"))
     assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
     assert all(50 < row["figure"] <= 100 for row in about["rows"])
@@ -203,7 +210,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
         return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert main(["train", "--task", "digits"]) == 2
+    assert main(["--task", "digits"]) == 2
     assert "pip install scikit-learn, or take --task text" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
@@ -251,7 +258,7 @@ def test_tensors_have_compressors_of_their_own_and_are_captured(tmp_path, traine
 
 
 def test_adacomp_has_the_bins_of_the_paper_by_kind_of_layer():
-    from mpicomp_bench.train.methods import exchange_of
+    from descents import exchange_of
 
     tensors = {"conv": np.ones((4, 3, 5, 5), "f4"), "full": np.ones((40, 30), "f4"), "bias": np.ones(30, "f4")}
     exchange = exchange_of(MPI.COMM_SELF, METHODS["adacomp"], 1.0, 0.1, 0.9)
@@ -310,8 +317,35 @@ def test_unknown_names_and_settings_are_refused(compressor, reason, capsys):
     assert reason in capsys.readouterr().err
 
 
+def test_methods_and_parts_of_a_method_do_not_go_together(capsys):
+    assert main([*SHORT, "--methods", "dense", "--feedback", "none"]) == 2
+    assert "expected --methods, or --compressor" in capsys.readouterr().err
+
+
 def test_the_sum_is_compressed_as_the_gradients_are(trained):
     own = ["--without-dense", "--compressor", "TopK", "Quantised-sign", "--collective", "compressed"]
     rows = trained(*own, "--density", "0.1")
     assert [row["compressor"] for row in rows] == ["TopK", "Quantised-sign"]
     assert rows[0]["received"] == pytest.approx(0.1, rel=0.01)
+
+
+def test_the_bytes_of_a_training_on_two_ranks_are_counted(tmp_path):
+    file, steps = tmp_path / "train.json", ["--rate", "0.1", "--density", "0.01", "--every", "3"]
+    command = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", train_script.__file__, *SHORT, *steps]
+    done = subprocess.run(
+        [*command, f"--json={file}"], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("method, density") == 1, "rank 0 alone prints"
+    about = json.loads(file.read_text())
+    rows = {row["name"]: row for row in about["rows"]}
+    assert (about["ranks"], about["task"], about["steps"], about["batch"]) == (2, "text", 3, 4)
+    values = 4 * about["parameters"]
+    assert rows["dense"]["nbytes"] == pytest.approx(values, rel=0.01)  # 2 (P-1)/P n v, and the headers
+    for row in rows.values():
+        simulated = row["messages"] * LATENCY + 8 * row["nbytes"] / 1e9
+        assert row["network_seconds"]["1e+09"] == pytest.approx(simulated)
+        assert 0 < row["exchange_seconds"] <= row["seconds"]
+        if row["density"]:
+            assert row["sent"] < 0.05
+            assert row["nbytes"] < 0.2 * values

@@ -6,8 +6,9 @@
     python benchmarks/papers/papers.py E3 --list       # prints the commands
     python benchmarks/papers/papers.py --figures       # the figures of all files
 
-Each run is a command of `mpicomp`. Those that the file has are not run again: an interrupted experiment continues. The
-rows of all experiments are committed: --again repeats one. README.md beside this file has the experiments.
+Each run is a command of benchmarks/training or of `mpicomp bench`. Those that the file has are not run again: an
+interrupted experiment continues. The rows of all experiments are committed: --again repeats one. README.md beside this
+file has the experiments.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from experiments import EXPERIMENTS, Run
+from experiments import EXPERIMENTS, TRAIN, Run
 from figures import FIGURES
 from tables import TABLES
 
@@ -59,9 +60,10 @@ def rows_of(run: Run) -> list[Row]:
     """Run, and return the rows."""
     with tempfile.TemporaryDirectory() as folder, launcher(run) as launched:
         file = Path(folder, "rows.json")
-        program = [sys.executable, "-m", "mpi4py", "-m", "mpicomp_bench", *run.options, "--json", str(file)]
+        program = [str(ROOT / TRAIN)] if run.trains else ["-m", "mpicomp_bench", "bench"]
+        words = [sys.executable, "-m", "mpi4py", *program, *run.options, "--json", str(file)]
         environment = {**os.environ, **ENVIRONMENT}
-        subprocess.run([*launched, *program], env=environment, stdout=sys.stderr, check=True, timeout=TIME_LIMIT)
+        subprocess.run([*launched, *words], env=environment, stdout=sys.stderr, check=True, timeout=TIME_LIMIT)
         about = json.loads(file.read_text())
     common = {name: about[name] for name in COMMON if name in about}
     return [{"command": run.command, "link": run.rate, **common, **row} for row in about["rows"]]

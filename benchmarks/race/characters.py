@@ -1,15 +1,20 @@
-"""The character model of `mpicomp train` in plain NumPy, trained by momentum SGD; no PyTorch is needed."""
+"""The character model of benchmarks/training in plain NumPy, trained by momentum SGD; no PyTorch is needed."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from methods import every_exchange
 
 from collectives import dense_allreduce
-from mpicomp_bench.train.layers import Floats
-from mpicomp_bench.train.methods import MOMENTUM
-from mpicomp_bench.train.network import Network, perceptron
-from mpicomp_bench.train.tasks import text
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "training"))
+
+from descents import MOMENTUM
+from layers import Floats
+from network import Network, perceptron
+from tasks import text
 
 BATCH = 32  # examples of a rank
 WIDTH = 1024  # of the hidden layer: 0.9e6 parameters

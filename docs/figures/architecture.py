@@ -24,7 +24,7 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
 ]  # fmt: skip
 
 BOXES = [  # x, y, width, height, name, what is in it, colour
-    (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, explain, train", "tool"),
+    (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, explain", "tool"),
     (0, 7.1, 9.2, 1.2, "collectives/exchange/", "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
     (0, 5.5, 9.2, 1.2, "collectives/", "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  quantised  plan\n"
      "a collective a file;  agreement: of ranks on an object, or a step", "ranks"),

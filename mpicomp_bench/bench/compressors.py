@@ -130,7 +130,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
 @FileType
 def captured_file(path: Path) -> dict[str, Array]:
-    """Return the vectors of floats in an npz file, by name, as `mpicomp train --capture` writes them."""
+    """Return the vectors of floats in an npz file, by name, as benchmarks/training/train.py --capture writes them."""
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file}
@@ -299,7 +299,7 @@ def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     add_list(parser, "--densities", [0.1, 0.01, 0.001], "fractions of entries to send ", type=share)
     add_list(parser, "--distributions", list(FAMILIES), "distributions of the values: ", choices=list(FAMILIES))
-    about = "gradients of mpicomp train --capture, repeated to --length (the distributions)"
+    about = "gradients of benchmarks/training/train.py --capture, repeated to --length (the distributions)"
     parser.add_argument("--captured", type=captured_file, metavar="FILE", help=about)
     add_list(parser, "--compressors", NAMES, "compressors: ", choices=[*NAMES, TORCH])
     about = "count the time in which the thread has a core, for a busy machine (wall clock)"

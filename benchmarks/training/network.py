@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 
 import numpy as np
+from layers import Affine, Backward, Floats, Layer, Relu
 from numpy.typing import NDArray
-
-from mpicomp_bench.train.layers import Affine, Backward, Floats, Layer, Relu
 
 Labels = NDArray[np.integer]
 

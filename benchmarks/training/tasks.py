@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from data_sets import fashion, plays
+from layers import LSTM, Affine, Convolution, Flatten, Floats, Layer, Pool, Relu
+from network import Labels, Network, perceptron
 from numpy.typing import NDArray
-
-from mpicomp_bench.train.data import fashion, plays
-from mpicomp_bench.train.layers import LSTM, Affine, Convolution, Flatten, Floats, Layer, Pool, Relu
-from mpicomp_bench.train.network import Labels, Network, perceptron
 
 WINDOW = 8  # characters from which the next one is predicted by the perceptron
 STEPS = 32  # characters of a window of the recurrent network
@@ -115,7 +114,7 @@ def digits() -> Task:
 
 
 def images() -> Task:
-    """Return Fashion-MNIST: 60,000 images of 28 x 28 pixels and 10,000 for the test; see `data.fashion`."""
+    """Return Fashion-MNIST: 60,000 images of 28 x 28 pixels and 10,000 for the test; see `data_sets.fashion`."""
     return of_images(*fashion())
 
 
@@ -161,7 +160,7 @@ def text() -> Task:
 
 
 def shakespeare() -> Task:
-    """Return the plays and poems of Shakespeare, for a recurrent network; see `data.plays`."""
+    """Return the plays and poems of Shakespeare, for a recurrent network; see `data_sets.plays`."""
     return of_plays(plays())
 
 

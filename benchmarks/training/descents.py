@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
+from layers import Floats
 
 from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce
 from mpicomp import (
@@ -34,7 +35,6 @@ from mpicomp.compressors import Wrapper
 from mpicomp_bench.bench.collective import COLLECTIVES as OPERATIONS
 from mpicomp_bench.bench.collective import algorithms
 from mpicomp_bench.bench.compressors import COMPRESSORS, WITHOUT_TARGET
-from mpicomp_bench.train.layers import Floats
 
 MOMENTUM = 0.9
 SIGN_RATE = 0.01  # of a method that returns signs, by the rate of the others

@@ -1,4 +1,7 @@
-"""`mpicomp train`: the cost of compression in accuracy, on small models trained data-parallel.
+#!/usr/bin/env python3
+"""The cost of compression in accuracy, on small models trained data-parallel.
+
+    mpirun -n 4 python -m mpi4py benchmarks/training/train.py --help
 
 Every method trains the same network, from the same initial values and on the same batches, by SGD at a constant rate
 with heavy-ball momentum of 0.9, applied to the mean of the exchange, or by the method itself if it has momentum. A
@@ -14,19 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
-
-from collectives import warm_up
-from mpicomp_bench.bench import machine
-from mpicomp_bench.files import look, new_figure, new_file, write
-from mpicomp_bench.info import library_and_version
-from mpicomp_bench.measuring import Row
-from mpicomp_bench.options import above_zero, add_list, positive, share
-from mpicomp_bench.output import Column, as_json, draw, figure, show
-from mpicomp_bench.train.layers import Floats
-from mpicomp_bench.train.methods import (
+from descents import (
     COLLECTIVES,
     FEEDBACKS,
     METHODS,
@@ -37,21 +31,29 @@ from mpicomp_bench.train.methods import (
     exchange_of,
     with_settings,
 )
-from mpicomp_bench.train.tasks import TASKS, Task
-from mpicomp_bench.train.training import LATENCY, trained
+from layers import Floats
+from mpi4py import MPI
+from tasks import TASKS, Task
+from training import LATENCY, trained
 
-__all__ = ["add_to", "run"]
+from collectives import warm_up
+from mpicomp_bench.bench import machine
+from mpicomp_bench.files import look, new_figure, new_file, write
+from mpicomp_bench.info import library_and_version
+from mpicomp_bench.measuring import Row
+from mpicomp_bench.options import Parser, above_zero, add_list, positive, share
+from mpicomp_bench.output import Column, as_json, draw, figure, show
 
 EXAMPLES = """
-mpirun -n 4 mpicomp train --task images --methods dense gtopk --density 0.01 --json images.json
-mpirun -n 4 mpicomp train --compressor SIDCo-pareto:stages=1 my_module:MyOwn --plot curves.png
+mpirun -n 4 python -m mpi4py train.py --task images --methods dense gtopk --density 0.01 --json images.json
+mpirun -n 4 python -m mpi4py train.py --compressor SIDCo-pareto:stages=1 my_module:MyOwn --plot curves.png
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command and its options to the command line."""
-    about = "train small models with each method: accuracy against bytes"
-    parser = commands.add_parser("train", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    about = "Train small models with each method: accuracy against bytes."
+    parser = Parser(prog="train.py", description=about, examples=EXAMPLES)
     add = parser.add_argument
     about = (
         "digits: perceptron, needs scikit-learn; images: convolutional, needs Fashion-MNIST; text: perceptron; "
@@ -96,13 +98,12 @@ def add_to(commands: Any) -> None:
     add("--capture", type=new_file, metavar="FILE", help=about)
     add_list(parser, "--capture-steps", [50, 100, 200, 300], "steps of --capture ", type=positive)
     add("--plot", type=new_figure, metavar="FILE", help="draw the curves; needs matplotlib (not drawn)")
+    return parser
 
 
-def run(options: argparse.Namespace, out: TextIO) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print the table on rank 0, and write the requested files; return 2 for options that cannot be met."""
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
+    options, comm = parser().parse_args(arguments), MPI.COMM_WORLD
     look(options, comm)
     task = prepared(options, comm)
     if task is None:
@@ -119,9 +120,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             )
         ]
         rows = (trained(task, *cell, options, comm) for cell in cells)
-        done = show(rows, columns(task, comm.size), None if comm.rank else out)
+        done = show(rows, columns(task, comm.size), None if comm.rank else sys.stdout)
     if comm.rank == 0:
-        out.write(notes(task, options, comm.size))
+        sys.stdout.write(notes(task, options, comm.size))
     about = {**machine(), "ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version()), "task": task.name}
     about |= {"figure": task.figure, "parameters": task.parameters, "momentum": MOMENTUM, "rates": options.rate}
     about |= {name: vars(options)[name] for name in ("steps", "batch", "seeds")} | {"latency_seconds": LATENCY}
@@ -169,7 +170,7 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
         )
     wrong = next(filter(None, comm.allgather(wrong)), None)
     if wrong and comm.rank == 0:
-        sys.stderr.write(f"mpicomp train: error: {wrong}\n")
+        sys.stderr.write(f"train.py: error: {wrong}\n")
     return None if wrong else task
 
 
@@ -201,7 +202,7 @@ def one_thread(comm: Any) -> Iterator[None]:
         from threadpoolctl import threadpool_limits
     except ImportError:
         if comm.rank == 0 and comm.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-            sys.stderr.write("mpicomp train: set OMP_NUM_THREADS=1, or pip install threadpoolctl: this may be slow\n")
+            sys.stderr.write("train.py: set OMP_NUM_THREADS=1, or pip install threadpoolctl: this may be slow\n")
         yield
         return
     with threadpool_limits(1):
@@ -280,3 +281,7 @@ def plot(task: Task, rows: Sequence[Row], path: Path) -> None:
         limits = {"ylim": (min(80.0, *(row["figure"] for row in rows)) - 5, 101)}
     bytes_panel = {"lines": right, "xlabel": "bytes that the busiest rank has sent", "xscale": "log"}
     draw([[{"lines": left, "xlabel": "step", "ylabel": task.figure, **limits}, {**bytes_panel, **limits}]], path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,14 +6,14 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from descents import MOMENTUM, Descent, LocalDescent, Method, Recorder, entries
+from layers import Floats
+from network import Network
+from tasks import Task
 
 from collectives import traffic
 from mpicomp import CollectiveError, Compressor
 from mpicomp_bench.measuring import Progress, Row, progress
-from mpicomp_bench.train.layers import Floats
-from mpicomp_bench.train.methods import MOMENTUM, Descent, LocalDescent, Method, Recorder, entries
-from mpicomp_bench.train.network import Network
-from mpicomp_bench.train.tasks import Task
 
 TUNING_SEED = 1_000_000  # never one of those that are shown
 LATENCY = 50e-6  # seconds that a message takes beside its bytes: TCP over Ethernet
