@@ -3,10 +3,9 @@
 #
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
-#   step      training steps of fixed computing: scaling efficiency                         (root; 10 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
-#   machine   what needs no links: exchange, threads, kernels, coding, overlap              (20 minutes)
+#   machine   what needs no links: exchange, threads, kernels, coding                       (20 minutes)
 #   all       these one after the other
 #
 # What a command prints is shown, and kept in FOLDER (build/tables), with the JSON of those that write it. Root makes the hosts with slow links, see
@@ -54,10 +53,6 @@ bytes() {
   done
 }
 
-step() {
-  keep step on 8 1gbit mpicomp bench step --repeats "$repeats" --dense-repeats 2 --json "$out/step.json"
-}
-
 crossing() {
   for rate in $rates; do for size in 2 4 8; do
     keep "crossing-$rate-$size" on $size "$rate" python -m mpi4py "$here/crossing.py" --repeats "$repeats"
@@ -79,12 +74,11 @@ machine() {
   exchange
   keep threads python "$here/threads.py" --json "$out/threads.json"
   keep kernels mpicomp bench kernels --repeats 5 --json "$out/kernels.json"
-  keep overlap mpirun -n 4 mpicomp bench overlap --repeats 7 --link 2e7 --density 0.05 --compute 0.3
 }
 
 case $table in
-  links | bytes | step | crossing | exchange | machine) tables=$table ;;
-  all) tables="links bytes step crossing machine" ;;
+  links | bytes | crossing | exchange | machine) tables=$table ;;
+  all) tables="links bytes crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac
 if [ -n "${MPI:-}" ]; then

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +11,12 @@ import pytest
 from commands import left, written
 from mpi4py import MPI
 
-from mpicomp import AdaComp, SIDCo, SparseVector, TopK
+from mpicomp import AdaComp, SIDCo, TopK
 from mpicomp_bench import main, measuring, output
 from mpicomp_bench.bench import collective
 from mpicomp_bench.bench.collective import BASELINES, algorithms, dense_nbytes, least_nbytes
 from mpicomp_bench.bench.compressors import NAMES, captured
 from mpicomp_bench.bench.data import FAMILIES, PATTERNS, draw, draw_sparse, gradient_above
-from mpicomp_bench.bench.overlap import Link
-from mpicomp_bench.bench.step import OURS
 from mpicomp_bench.bounds import index_bits
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Contestant, interleave, progress
@@ -131,46 +128,6 @@ def test_exchange_of_a_model_has_its_tensors_beside_one_vector(bench):
     returned = " residual in place, sparse mean", ", sparse mean", ", mean in out=", ", new dense mean"
     names = [row["name"].partition(" ")[2] for row in about["rows"]]
     assert names == [*tensors, *(f"one vector{each}" for each in returned), "54 tensors, a round of OuterLoop"]
-
-
-@pytest.mark.parametrize("link", [[], ["--link", "1e8"]])
-def test_overlap_compares_with_a_step_that_waits(bench, link):
-    """Also over a slow link, which the vectors pass one after the other."""
-    rows = bench("overlap", "--length", "4000", "--tensors", "8", "--compute", "0.01", "--density", "0.1", *link)[
-        "rows"
-    ]
-    assert [row["name"] for row in rows] == ["0.1 overlapped, a bucket a tensor", "0.1 overlapped, 2 in a bucket"]
-    assert {row["baseline"] for row in rows} == {"compute, then one bucket"}
-
-
-def test_a_vector_passes_a_link_behind_those_before_it(monkeypatch):
-    link, vector = Link(8e6), SparseVector(np.arange(1250), np.ones(1250, np.float32), 5000)  # 10 kB: 10 ms
-    began = time.perf_counter()
-    with monkeypatch.context() as clock:
-        clock.setattr(time, "perf_counter", lambda: began)  # both come at once
-        first, second = (link(vector, MPI.COMM_SELF) for _ in range(2))
-    assert second.end - first.end == pytest.approx(0.01)
-    assert first.wait().nnz == second.wait().nnz == 1250
-    assert time.perf_counter() - began > 0.02
-    assert first.test()
-
-
-def test_steps_are_compared_with_the_published_ways(capsys, bench):
-    """Computing takes as long as asked for, and efficiency is its share of the step."""
-    some = ["--models", "VGG-16", "--length", "3000", "--compute", "0.01", "--density", "0.01", "--repeats", "3"]
-    rows = bench("step", *some, "--dense-repeats", "2")["rows"]
-    *table, published = capsys.readouterr().out.splitlines()
-    names = ["MPI_Allreduce", "gTop-k tree, as published", "MPI_Allgatherv", *OURS]
-    assert [row["algorithm"] for row in rows] == [*names, "GradientExchange recursive_doubling"]
-    assert [row["turns"] for row in rows] == [2] + [3] * (len(rows) - 1)
-    assert len(table) == 1 + len(rows)
-    assert "1.1 to 1.7 times" in published
-    for row in rows:
-        assert (row["length"], row["compute"]) == (3000, 0.01)
-        assert row["efficiency"] == pytest.approx(0.01 / row["seconds"])
-        assert row["efficiency"] <= 1
-        assert row["over_dense"] == pytest.approx(row["efficiency"] / rows[0]["efficiency"])
-        assert row["over_top_k"] == pytest.approx(row["efficiency"] / rows[2]["efficiency"])
 
 
 SOME = ["compressors", "--length", "2000", "--densities", "0.1", "0.01"]

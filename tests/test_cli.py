@@ -194,10 +194,6 @@ def test_an_unknown_command_or_option(given, said, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            ["bench", "overlap", "--length", "3", "--tensors", "4"],
-            "expected at most as many --tensors as --length, got 4",
-        ),
         (["bench", "gtopk", "--interfaces"], "expected ranks on several hosts"),
     ],
 )
@@ -288,11 +284,11 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(caps
 
 
 def test_rows_say_how_they_were_measured(tmp_path):
-    some = shlex.split("--length 400 --tensors 3 --compute 0.001 --repeats 1 --density 0.1 0.1 --link 1e9")
-    about = written(tmp_path / "rows.json", "bench", "overlap", *some)
-    asked_for = {"tensors": 3, "compute": 0.001, "repeats": 1, "density": [0.1], "link": 1e9, "length": 400}
-    assert about["options"] == {"subject": "overlap", **asked_for}
-    assert [row["name"] for row in about["rows"]] == ["0.1 overlapped, a bucket a tensor"]
+    some = shlex.split("--length 400 --repeats 1 --bits 4 4 --block 64")
+    about = written(tmp_path / "rows.json", "bench", "quantised", *some)
+    asked_for = {"repeats": 1, "bits": ["4"], "block": 64, "algorithms": ["auto"], "length": 400}
+    assert about["options"] == {"subject": "quantised", **asked_for}
+    assert [row["name"] for row in about["rows"]] == ["4 bits auto"] * 2
 
 
 @pytest.mark.parametrize("command", [["info"], ["info", "--json"], QUICK])

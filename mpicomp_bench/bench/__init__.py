@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any, TextIO
 
 from mpicomp import threads
-from mpicomp_bench.bench import collective, compressors, exchange, kernels, overlap, quantised, step
+from mpicomp_bench.bench import collective, compressors, exchange, kernels, quantised
 from mpicomp_bench.bench.suite import Suite
 from mpicomp_bench.files import look, new_figure, new_file, settings, write
 from mpicomp_bench.info import library_and_version
@@ -21,9 +21,7 @@ __all__ = ["SUITES", "add_to", "run"]
 SUITES: dict[str, Suite] = {
     "kernels": kernels.SUITE,
     "exchange": exchange.SUITE,
-    "overlap": overlap.SUITE,
     "compressors": compressors.SUITE,
-    "step": step.SUITE,
     "quantised": quantised.SUITE,
     **collective.SUITES,
 }
