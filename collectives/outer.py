@@ -290,7 +290,7 @@ class OuterLoop:
                 f"the exchange has basis={exchange.basis!r} and average={exchange.average!r}: expected no basis, and a "
                 "mean; neither has been measured with local steps"
             )
-        if feedback.in_place or feedback.has_dense_result:  # needs the pseudo-gradient's buffer, or has no sparse mean
+        if feedback.in_place:  # needs the pseudo-gradient's buffer
             raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
 
     def _gather(self, contribution: Any) -> list[Any]:

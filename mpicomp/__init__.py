@@ -33,13 +33,12 @@ from mpicomp.errors import (
     DamagedMessageError,
     RankFailedError,
 )
-from mpicomp.feedback import EF21, ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead
+from mpicomp.feedback import ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead
 from mpicomp.vector import SparseVector
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "EF21",
     "AdaComp",
     "AggregationAware",
     "Basis",

@@ -1,23 +1,21 @@
 """States that P ranks saved, redistributed over P' ranks: a checkpoint continues in a job of another size.
 
 Rank r of P' continues the ranks r, r + P', r + 2P', ... of P. Arrays that differ by rank (residuals, velocities) are
-added in this order; a rank r >= P has zeros. Arrays that are the same on all ranks, and the state of compressors, are
-copied.
+added in this order; a rank r >= P has zeros. The state of compressors is copied.
 
 Invariant: the sum over the ranks of each such array is unchanged, exactly where the additions are exact. All feedback
-methods are linear in these arrays, except for masked velocities, so the sums develop as on P ranks. `EF21` requires
-more: its h has to be the mean (average=True) or the sum of the h_i, so it conserves that one.
+methods are linear in these arrays, except for masked velocities, so the sums develop as on P ranks.
 
 A rank holds one loaded state at a time beside the sums.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.bucket import SHARED, Bucket
+from mpicomp.bucket import SHARED
 from mpicomp.compressors.common import check_number
 from mpicomp.feedback.base import wide
 from mpicomp.settings import check_table, from_table, to_table
@@ -27,7 +25,6 @@ _BY_RANK = "compressor", "holds", "settings"  # parts that may differ by rank: a
 
 
 def redistributed(
-    buckets: Sequence[Bucket],
     settings: Mapping[str, Any],
     ranks: int,
     load: Callable[[int], Mapping[str, Any]],
@@ -35,8 +32,8 @@ def redistributed(
 ) -> dict[str, Array]:
     """Return the state of one rank of the new job, as `whole_state` would: from states that `ranks` ranks saved.
 
-    settings: of the new job, with its "rank", "ranks" and "average". load(rank): returns the `whole_state` of a rank;
-    called for the ranks that this one continues. conserve: "sum" or "mean" over the ranks.
+    settings: of the new job, with its "rank" and "ranks". load(rank): returns the `whole_state` of a rank; called for
+    the ranks that this one continues. conserve: "sum" or "mean" over the ranks.
 
     Raises ValueError for states of other ranks than requested, or of different steps, and OverflowError if a sum leaves
     the range of its dtype.
@@ -46,23 +43,22 @@ def redistributed(
         raise ValueError(f"conserve is {conserve!r}: expected one of {CONSERVED}")
     rank, size = settings["rank"], settings["ranks"]
     state = _loaded(load, rank % ranks, ranks)
-    dtypes = {key: state[key].dtype for key in _differing(buckets) & state.keys()}
+    dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}
     start = np.array if rank < ranks else np.zeros_like
     state |= {key: start(state[key], wide(dtype)) for key, dtype in dtypes.items()}
     for source in range(rank + size, ranks, size):
         other = _loaded(load, source, ranks)
         _check_same_step(state, other, rank, source, differing=dtypes.keys())
         state |= {key: state[key] + other[key] for key in dtypes}
-    for bucket in buckets if size != ranks else ():
-        if _keeps_mean(bucket, settings["average"], conserve):
-            state |= {key: state[key] * size / ranks for key in _differing([bucket]) & dtypes.keys()}
+    if conserve == "mean" and size != ranks:
+        state |= {key: state[key] * size / ranks for key in dtypes}
     state |= {key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()}
     return state | {SHARED: to_table(from_table(state[SHARED]) | {"rank": rank, "ranks": size})}
 
 
-def _differing(buckets: Sequence[Bucket]) -> set[str]:
-    """Return the keys of the arrays that differ by rank."""
-    return {f"{name}/feedback.{part}" for each in buckets for name in each.names for part in each.feedback.differing}
+def _differs(key: str, array: Array) -> bool:
+    """Return whether an array of a state differs by rank: all arrays of a feedback do, its numbers do not."""
+    return key.rpartition("/")[2].startswith("feedback.") and array.ndim > 0
 
 
 def _loaded(load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Array]:
@@ -91,11 +87,6 @@ def _check_same_step(
         if state[key].shape != other[key].shape:
             shapes = f"{state[key].shape} and {other[key].shape}"
             raise ValueError(f"{key} has the shapes {shapes} in the states of ranks {rank} and {source}: {remedy}")
-
-
-def _keeps_mean(bucket: Bucket, average: bool | str, conserve: str) -> bool:
-    """Return whether the mean over the ranks is conserved: for EF21 if the exchange returns a mean."""
-    return average is True if bucket.feedback.has_dense_result else conserve == "mean"
 
 
 def _narrowed(key: str, total: Array, dtype: np.dtype[Any], rank: int) -> Array:

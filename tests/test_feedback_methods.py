@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mpicomp import (
-    EF21,
     AggregationAware,
     Dense,
     ErrorFeedback,
@@ -36,9 +35,6 @@ METHODS = {
     "clipped": partial(MomentumCorrection, 0.5, clip=8.0, ranks=4),
     "step ahead": partial(StepAhead, 0.5),
     "step ahead, momentum": partial(StepAhead, 1.0, 0.5, averaging_period=3),
-    "EF21": EF21,
-    "EF21, momentum": partial(EF21, 0.5),
-    "EF21, error": partial(EF21, eta=0.5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 STATEFUL = {name: method for name, method in METHODS.items() if name not in ("none", "in place")}
@@ -65,8 +61,7 @@ def one_step(feedback, gradient, compressor, reject=0):
     sent = compressor.compress(corrected, gradient=gradient)
     rejected, arrived = sent.divide(np.arange(min(reject, sent.nnz)))
     keep(feedback, corrected, sent, rejected if reject else None, arrived)
-    result = feedback.result(arrived)
-    return before, dense(sent), dense(rejected), result.copy() if feedback.has_dense_result else dense(result)
+    return before, dense(sent), dense(rejected), dense(arrived)
 
 
 def keep(feedback, corrected, sent, rejected=None, mean=None):
@@ -298,11 +293,10 @@ def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
     feedback, gradient = METHODS[name](), np.full(LENGTH, 40_000, np.float16)
     gradient[3:] = 1
     before, nothing = state_of(feedback), SparseVector.empty(LENGTH, np.float16)
-    back = SparseVector([1], np.array([-45_000 if "EF21" in name else 60_000], np.float16), LENGTH)
-    sent = SparseVector([1], np.array([40_000], np.float16), LENGTH) if "EF21" in name else nothing
+    back = SparseVector([1], np.array([60_000], np.float16), LENGTH)
     message = "leaves the range of float16: scale the gradients down, or use float32"
     with np.errstate(over="ignore"), pytest.raises(OverflowError, match=message):
-        feedback.settle(feedback.correct(gradient), sent, back, nothing)
+        feedback.settle(feedback.correct(gradient), nothing, back, nothing)
     assert state_of(feedback) == before
     assert np.isfinite(gradient).all()
     one_step(feedback, np.ones(LENGTH, np.float16), TopK(k=5))
@@ -434,8 +428,6 @@ def test_a_velocity_for_float16_gradients_is_kept_in_float32():
         (lambda: StepAhead(0.0), "rate is 0.0: expected a learning rate above 0"),
         (lambda: StepAhead(1.0, -0.1), "momentum is -0.1"),
         (lambda: StepAhead(1.0, averaging_period=0), "averaging_period is 0: expected at least 1"),
-        (lambda: EF21(0.0), "momentum is 0.0: expected 0 < momentum <= 1"),
-        (lambda: EF21(eta=-0.1), "eta is -0.1: expected 0 <= eta"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(make, message):
@@ -546,71 +538,10 @@ def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size,
         np.testing.assert_allclose(x - owed, virtual, rtol=0, atol=1e-13)
 
 
-# EF21.
-
-
-@pytest.mark.parametrize(("b", "eta"), [(1.0, 0.0), (0.5, 0.0), (1.0, 0.25), (0.5, 0.5)])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_ef21_follows_its_rule_and_all_hold_the_mean_of_what_they_hold_of_each(b, eta, size):
-    ranks = [EF21(b, eta=eta) for _ in range(size)]
-    v, h, e = np.zeros((3, size, LENGTH))
-    aggregate = np.zeros(LENGTH)
-    for step in range(6):
-        arrived = []
-        for rank, feedback in enumerate(ranks):
-            g = integers(step, rank)
-            v[rank] = g if step == 0 else (1 - b) * v[rank] + b * g
-            corrected = feedback.correct(g)
-            np.testing.assert_array_equal(corrected, v[rank] - h[rank] + eta * e[rank])
-            sent = TopK(k=9).compress(corrected)
-            rejected, rest = sent.divide(np.arange(2 * (step % 2)))
-            h[rank] += dense(rest)
-            e[rank] += v[rank] - h[rank]
-            arrived.append((corrected, sent, rejected, dense(rest)))
-        mean = sum(rest for *_, rest in arrived) / size
-        aggregate += mean
-        for feedback, (corrected, sent, rejected, _), known, error in zip(ranks, arrived, h, e, strict=True):
-            keep(feedback, corrected, sent, rejected, SparseVector.from_dense(mean))
-            np.testing.assert_array_equal(feedback.local, known)
-            np.testing.assert_array_equal(feedback.result(SparseVector.from_dense(mean)), aggregate)
-            np.testing.assert_array_equal(feedback.aggregate, h.mean(axis=0))
-            assert feedback.residual is None
-            np.testing.assert_array_equal(feedback.state_dict().get("error", 0), error if eta else 0)
-
-
-def test_ef21_of_a_constant_gradient_arrives():
-    feedback, gradient = EF21(0.25), normal(0, dtype=np.float32)
-    for _ in range(10):
-        result = one_step(feedback, gradient, TopK(k=LENGTH // 5))[-1]
-    np.testing.assert_allclose(result, gradient, rtol=1e-6)
-
-
-def test_econtrol_follows_a_gradient_that_moves_where_ef21_lags_behind():
-    """In the mean over the steps: what h was short of is sent later."""
-    short = []
-    for eta in 0.0, 0.1:
-        feedback, given, applied = EF21(eta=eta), np.zeros(LENGTH), np.zeros(LENGTH)
-        for step in range(200):
-            gradient = normal(step) + normal(0)
-            given += gradient
-            applied += one_step(feedback, gradient, TopK(k=2))[-1]
-        short.append(np.linalg.norm(given - applied))
-    assert short[1] < short[0] / 2
-
-
-def test_what_ef21_knows_of_float16_gradients_is_kept_in_float32():
-    feedback = EF21(0.5)
-    one_step(feedback, normal(0, dtype=np.float16), TopK(k=5))
-    kept = {name: array.dtype for name, array in feedback.state_dict().items()}
-    assert kept == dict.fromkeys(("local", "aggregate", "target"), np.dtype(np.float32))
-
-
 @pytest.mark.parametrize("value", [True, False, np.True_])
 @pytest.mark.parametrize(
     "make",
     [
-        EF21,
-        lambda value: EF21(eta=value),
         lambda value: ErrorFeedback(decay=value),
         StepAhead,
         lambda value: StepAhead(0.1, value),

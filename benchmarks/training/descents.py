@@ -18,7 +18,6 @@ from layers import Floats
 
 from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce
 from mpicomp import (
-    EF21,
     AdaComp,
     Compressor,
     Dense,
@@ -46,10 +45,8 @@ FEEDBACKS: dict[str, Callable[..., Feedback]] = {  # of rate, momentum and setti
     "error-feedback": lambda rate, momentum, **settings: ErrorFeedback(**settings),
     "momentum-correction": lambda rate, momentum, **settings: MomentumCorrection(momentum, **settings),
     "step-ahead": StepAhead,
-    "ef21": lambda rate, momentum, **settings: EF21(**settings),
-    "ef21-momentum": lambda rate, momentum: EF21(1 - momentum),
 }
-OWN_MOMENTUM = ("momentum-correction", "step-ahead", "ef21-momentum")
+OWN_MOMENTUM = ("momentum-correction", "step-ahead")
 COLLECTIVES: dict[str, Callable[..., Any]] = {
     "allgather": OPERATIONS["allgather"],
     "allreduce": OPERATIONS["allreduce"],
@@ -103,9 +100,6 @@ METHODS = {
         ("dgc", "SampledTopK", "momentum-correction", "allgather"),
         ("aggregation-aware", "AggregationAware", "error-feedback", "allreduce"),
         ("step-ahead", "TopK", "step-ahead", "allgather"),
-        ("ef21", "TopK", "ef21", "allgather"),
-        ("ef21-momentum", "TopK", "ef21-momentum", "allgather"),
-        ("econtrol", "TopK", "ef21:eta=0.03", "allgather"),
         ("topk-no-feedback", "TopK", "none", "allgather"),
         ("local-dense", "Dense", "none", "allreduce", True, True),
         ("local-sparse", "ChunkedTopK-two_bit", "error-feedback:decay=0.95", "allreduce", "contributors", True),
@@ -240,9 +234,8 @@ class Descent:
     Momentum is heavy-ball, v = momentum v + mean and x -= rate v, on the mean of the exchange; methods with their own
     momentum (`OWN_MOMENTUM`) use the same factor, and none after the exchange. At the same rate all take equally long
     steps without compression. Messages are coded as between nodes (`codec="smallest"`), also if all ranks share one.
-    Step-ahead returns an update, which includes the rate. EF21's momentum is a mean of gradients, where heavy-ball's is
-    a sum of 1 / (1 - momentum) of them. Signs are longer than gradients, and take `SIGN_RATE` of the rate; their
-    momentum is the residual.
+    Step-ahead returns an update, which includes the rate. Signs are longer than gradients, and take `SIGN_RATE` of the
+    rate; their momentum is the residual.
 
     tensors: returns the parts of a flat vector by name, for methods by tensor. record: see `Recorder`.
     """
@@ -262,8 +255,7 @@ class Descent:
             self.exchange = exchange_of(comm, method, density, rate, momentum, record)
         self.tensors = (tensors or one_tensor) if method.by_tensor else None
         feedback, _ = with_settings(method.feedback)
-        factors = {"step-ahead": 1.0, "ef21-momentum": rate / (1 - momentum)}
-        self.rate = np.float32(factors.get(feedback, rate))
+        self.rate = np.float32(1.0 if feedback == "step-ahead" else rate)
         self.momentum = 0.0 if feedback in OWN_MOMENTUM else momentum
         if method.average == "sign":
             self.rate, self.momentum = np.float32(SIGN_RATE * rate), 0.0

@@ -299,8 +299,8 @@ class GradientExchange:
 
         conserve: "sum" conserves the sum of the residuals over the ranks. With average=True their update is then
         divided by the new number of ranks, which is right if the learning rate is proportional to it. "mean" conserves
-        their mean, and so the update at a constant learning rate. `EF21` conserves its h: the mean, or with
-        average=False the sum. Residuals in place are not part of a state: add up the gradient arrays of the same ranks.
+        their mean, and so the update at a constant learning rate. Residuals in place are not part of a state: add up
+        the gradient arrays of the same ranks.
 
         Raises the errors of `load_state_dict`, ValueError for states of different steps, OverflowError if a sum leaves
         the range of its dtype. Nothing changes then.
@@ -311,7 +311,7 @@ class GradientExchange:
         >>> exchange.load_state_dicts(1, lambda rank: states[rank])
         """
         settings = self._layout.settings(self.comm)
-        state = redistributed(self.buckets, settings, ranks, load, conserve)
+        state = redistributed(settings, ranks, load, conserve)
         self.load_state_dict(state, same_settings=same_settings)
 
     def continue_on(self, comm: Any) -> None:

@@ -134,10 +134,10 @@ class Flight:
 
         What it rejects replaces the values, and so becomes the residual, unless others need them.
         """
-        self._corrected, feedback = self.bucket.feedback.correct(gradient), self.bucket.feedback
+        self._corrected = self.bucket.feedback.correct(gradient)
         self.bucket.check_vector(self._corrected)
         self.sent, self.nbytes = self.length, self._corrected.nbytes
-        self._is_spare = self._corrected is not gradient and not feedback.has_dense_result
+        self._is_spare = self._corrected is not gradient
         if not self._by.rounds:
             return self._corrected, {}
         spare = self._corrected if self._is_spare else np.empty_like(self._corrected)
@@ -180,10 +180,8 @@ class Flight:
         settle = self._settle_array if self._by.takes_arrays else self._settle_vector
         for changes in settle(ranks, average=average):
             self._changes += zip(self.homes, split(changes, self.bucket.bounds), strict=True)
-        self._result: Mean | None = None
         if form == "dense":
-            if not self.bucket.feedback.has_dense_result:
-                self._result = self._in_values(self.mean)
+            self._result = self._in_values(self.mean)
             self._outputs.prepare(self._result)
         elif form == "sparse":
             vector = self.mean if isinstance(self.mean, SparseVector) else whole(self.mean)
@@ -193,8 +191,6 @@ class Flight:
 
     def _check_form(self, form: str) -> None:
         """Raise ValueError if there is no sparse mean, or no buffer that it could be written to."""
-        if self.bucket.feedback.has_dense_result:
-            raise ValueError(f"{type(self.bucket.feedback).__name__} returns a dense gradient: expected sparse=False")
         if form == "sparse" and (self.bucket.basis is not None or (self._by.takes_arrays and self._by.rounds)):
             what = f"in the basis {self.bucket.basis!r} a mean" if self.bucket.basis else "the mean of dense arrays"
             raise ValueError(f"got sparse=True, and {what} has all values: expected sparse=False")
@@ -244,8 +240,6 @@ class Flight:
             dense = mean.to_dense() if isinstance(mean, SparseVector) else mean.copy()
             mean = self.bucket.inverse(dense)
             check_range(mean, "mean out of the basis")
-        elif self._is_sign and self.bucket.feedback.has_dense_result:
-            mean = mean.copy()  # type: ignore[union-attr]
         if not self._is_sign:
             return mean
         if isinstance(mean, SparseVector):
@@ -268,8 +262,7 @@ class Flight:
             self.account.close(self.homes, self._sent, self._returned, self.mean, self.total)
         results: dict[str, Any] = {}
         if self._form == "dense":
-            result = self._in_values(bucket.feedback.result(self.mean)) if self._result is None else self._result
-            results = self._outputs.write(result)
+            results = self._outputs.write(self._result)
         elif self._form == "sparse":
             results = dict(zip(bucket.names_of_tensors, self._means, strict=True))
         self.restore_seconds += perf_counter() - began

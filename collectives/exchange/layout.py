@@ -53,9 +53,6 @@ class Layout:
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # what it chooses is checked then
         check_compressor(compressor)
         check_feedback(self.feedback, compressor)
-        if self.average == CONTRIBUTORS and self.feedback.has_dense_result:
-            raise ValueError(f"{self.feedback!r} keeps the mean over all ranks: expected average=True or False with it")
-
         self._check_basis()
         if self.takes_arrays and not isinstance(compressor.chain()[-1], Dense):
             raise ValueError(

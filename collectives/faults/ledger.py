@@ -55,8 +55,7 @@ class Account:
         """Account for a step that was committed."""
         bucket, feedback = self._bucket, self._bucket.feedback
         residual = np.concatenate(homes) if feedback.in_place else feedback.residual
-        result = feedback.result(mean)
-        fault, values = None, result.values if isinstance(result, SparseVector) else result
+        fault, values = None, mean.values if isinstance(mean, SparseVector) else mean
         for what, array in (("the result", values), ("the residual", residual)):
             if fault is None and array is not None and not np.isfinite(array).all():
                 fault = f"{what} is not finite after the step"

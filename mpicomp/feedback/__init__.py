@@ -4,10 +4,9 @@ docs/feedback.md compares the methods.
 """
 
 from mpicomp.feedback.base import Feedback
-from mpicomp.feedback.ef21 import EF21
 from mpicomp.feedback.error_feedback import ErrorFeedback
 from mpicomp.feedback.momentum_correction import MomentumCorrection
 from mpicomp.feedback.none import NoFeedback
 from mpicomp.feedback.step_ahead import StepAhead
 
-__all__ = ["EF21", "ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "StepAhead"]
+__all__ = ["ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "StepAhead"]

@@ -3,7 +3,7 @@
 A step calls `compress` (or `correct`), `settle` and `commit`, in this order; a step that fails ends anywhere before
 `commit`. Everything that can fail (memory, arithmetic, checks) is in the first two, which write to spare buffers only:
 the arrays do not change before `commit`, and a second `correct` returns the same result. `commit` swaps arrays with
-their spares, or writes values that `settle` prepared: it allocates nothing and raises nothing.
+their spares: it allocates nothing and raises nothing.
 """
 
 import math
@@ -48,7 +48,6 @@ class Feedback(Configured):
     """
 
     in_place: bool = False  # the gradient's own array holds the residual; see `ErrorFeedback`
-    has_dense_result: ClassVar[bool] = False  # `result` is a dense array: there is no sparse mean
     sends_gradients: ClassVar[bool] = True  # the residual is in gradient units, not in those of an update of the model
 
     takes_parts: bool = (
@@ -57,7 +56,6 @@ class Feedback(Configured):
     bounds: Sequence[int] | None = None  # the first position of each segment, and the length; None for one segment
 
     _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
-    _common: tuple[str, ...] = ()  # the arrays that are the same on all ranks
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
@@ -65,7 +63,6 @@ class Feedback(Configured):
         self._begun = False  # a step was kept: the arrays are not just zeros
         self._staged = False  # `correct` was called, and `settle` was not
         self._settled: tuple[str, ...] = ()  # the arrays that `commit` swaps with their spares
-        self._writes: list[tuple[Array, Array, Array]] = []  # arrays, with indices and values for `commit` to write
 
     def correct(self, gradient: Array) -> Array:
         """Return the vector to compress: `gradient` (1-d) plus the residual; changes no array that is kept."""
@@ -93,18 +90,9 @@ class Feedback(Configured):
 
     def commit(self) -> None:
         """Swap in the arrays that `settle` prepared."""
-        for array, indices, values in self._writes:
-            kernels_for(array).scatter(array, indices, values)
         for name in self._settled:
             self._spares[name], self._arrays[name] = self._arrays[name], self._spares[name]
-        self._begun, self._settled, self._writes = True, (), []
-
-    def result(self, mean: SparseVector | Array) -> SparseVector | Array:
-        """Return the result of the exchange, after `commit`: the mean, or a read-only dense array (n,).
-
-        mean: sparse, or dense if all values were sent.
-        """
-        return mean
+        self._begun, self._settled = True, ()
 
     @property
     def averaging_due(self) -> bool:
@@ -143,11 +131,6 @@ class Feedback(Configured):
         """Length of the arrays; None before the first step, or without arrays."""
         return next((array.size for array in self._arrays.values()), None) if self._begun else None
 
-    @property
-    def differing(self) -> set[str]:
-        """Names of the arrays that differ by rank, in which every method is linear; see `mpicomp.redistribution`."""
-        return self._layout(VALUE_DTYPES[0]).keys() - set(self._common)
-
     def fits(self, size: int, dtype: np.dtype[Any]) -> bool:
         """Return whether the arrays, if there are any, are those for gradients of this size and dtype."""
         return self.size is None or self._is_for((size,), dtype)
@@ -174,7 +157,7 @@ class Feedback(Configured):
     def reset(self) -> None:
         """Clear the state; the mass of the residual is lost. For a model that was replaced."""
         self._arrays, self._spares = {}, {}
-        self._begun, self._staged, self._settled, self._writes = False, False, (), []
+        self._begun, self._staged, self._settled = False, False, ()
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the state by name: arrays in host memory, which np.savez can store.
@@ -257,12 +240,11 @@ class Feedback(Configured):
         self._arrays = {name: new_vector(xp, *shape, dtype) for name, dtype in layout.items()}
         self._spares, self._staged = {}, True
 
-    def _spare(self, name: str, dtype: np.dtype[Any] | None = None) -> Array:
-        """Return the buffer for the next `name`. dtype: for a buffer beside the arrays of the method."""
-        array = self._arrays.get(name, next(iter(self._arrays.values())))
-        wanted, held = dtype or array.dtype, self._spares.get(name)
-        if held is None or held.dtype != wanted or on_device(held) != on_device(array):
-            self._spares[name] = new_vector(namespace(array), array.size, wanted)
+    def _spare(self, name: str) -> Array:
+        """Return the buffer for the next `name`."""
+        array, held = self._arrays[name], self._spares.get(name)
+        if held is None or on_device(held) != on_device(array):
+            self._spares[name] = new_vector(namespace(array), array.size, array.dtype)
         return self._spares[name]
 
     def _check_staged(self, size: int, *vectors: SparseVector | None) -> None:
@@ -274,7 +256,7 @@ class Feedback(Configured):
         for vector in vectors:
             if vector is not None and vector.length != size:
                 raise ValueError(f"got a vector of length {vector.length}: expected {size} as of the gradient")
-        self._staged, self._writes = False, []
+        self._staged = False
 
     def _subtract(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None) -> None:
         """Turn `corrected`, the spare residual, into the new one: subtract `sent` and add `rejected`."""

@@ -14,7 +14,6 @@ from collectives import (
     sparse_allreduce,
 )
 from mpicomp import (
-    EF21,
     ChunkedTopK,
     CollectiveError,
     Cosine,
@@ -123,7 +122,7 @@ def test_the_sign_of_a_mean_of_values(comm, small):
         np.testing.assert_array_equal(vector.to_dense(), np.sign(means[name]).reshape(-1))
 
 
-@pytest.mark.parametrize("feedback", [NoFeedback, EF21, MomentumCorrection, lambda: ErrorFeedback(decay=0.5)])
+@pytest.mark.parametrize("feedback", [NoFeedback, MomentumCorrection, lambda: ErrorFeedback(decay=0.5)])
 @pytest.mark.parametrize("average", [True, "sign"])
 def test_feedback_methods_work_on_coefficients(comm, feedback, average):
     """A dense simulation in the basis: the same method on transformed gradients, its result transformed back."""
@@ -217,7 +216,7 @@ def test_a_value_that_is_not_finite_is_named_by_tensor_and_index_and_nothing_cha
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("feedback", [ErrorFeedback, NoFeedback, MomentumCorrection, EF21])
+@pytest.mark.parametrize("feedback", [ErrorFeedback, NoFeedback, MomentumCorrection])
 def test_dense_arrays_are_exchanged_as_all_values_of_vectors_are(comm, feedback):
     """With the feedback's memory of them; also written over the gradients, and in the gradients' own arrays."""
     dense, sparse = (

@@ -21,7 +21,6 @@ from collectives import (
     sparse_allreduce,
 )
 from mpicomp import (
-    EF21,
     AdaComp,
     AggregationAware,
     BlockRandomK,
@@ -77,8 +76,6 @@ FEEDBACKS = {
     "nesterov": partial(MomentumCorrection, 0.5, nesterov=True),
     "step ahead": partial(StepAhead, 0.5),
     "step ahead, momentum": partial(StepAhead, 0.5, 0.5),
-    "EF21": EF21,
-    "EF21, momentum and error": partial(EF21, 0.5, eta=0.5),
 }
 FORMS = "array", "list", "dict"
 BOUNDS = {"w": slice(0, 40), "b": slice(40, 47), "v": slice(47, LENGTH)}  # "b" is sent dense in a dict
@@ -109,8 +106,7 @@ class Case:
             table[name] for table, name in zip((FEEDBACKS, COMPRESSORS, COLLECTIVES), names, strict=True)
         )
         self.form, self.dtype = FORMS[number % 3], (np.float64, np.float32)[number % 2 and names[1] != "AdaComp"]
-        self.dense = names[0].startswith("EF21")
-        self.average = number % 5 == 0 and not self.dense
+        self.average = number % 5 == 0
         self.in_place, self.number = names[0] == "in place", number
         self.home = np.zeros(LENGTH, self.dtype)  # of the residual in place
         self.exchange = self.made()
@@ -167,8 +163,6 @@ class Case:
     def residual(self):
         if self.in_place:
             return self.home.astype(np.float64)
-        if self.dense:
-            return self.kept(lambda bucket, places: 0 if (h := bucket.feedback.local) is None else -h)
         return self.kept(lambda bucket, places: 0 if (e := bucket.feedback.residual) is None else e)
 
     def added(self, g):
@@ -183,7 +177,7 @@ class Case:
                 return 0.5 * (before + mine) + mine if feedback.nesterov else 0.5 * before + mine
             return mine
 
-        return np.zeros(LENGTH) if self.dense else self.kept(of)
+        return self.kept(of)
 
     def step(self, step):
         """Return what came of a step, and what left this rank for it."""
@@ -196,7 +190,7 @@ class Case:
             self.home += g
             g = self.home
         mode = (self.number + step) % 3
-        if mode == 0 and not self.dense:
+        if mode == 0:
             means = self.exchange(self.formed(g), sparse=True)
         elif mode == 1:
             out = np.full(LENGTH, np.nan, self.dtype)
@@ -204,8 +198,7 @@ class Case:
             assert np.isfinite(out).all()
         else:
             means = self.exchange(self.formed(g))
-        left = -self.residual() if self.dense else before - self.residual()
-        return self.joined(means), left
+        return self.joined(means), before - self.residual()
 
     def fails(self, step):
         """Take a step in which the last rank has no number."""

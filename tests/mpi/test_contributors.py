@@ -16,7 +16,6 @@ from collectives import (
     sparse_reduce,
 )
 from mpicomp import (
-    EF21,
     Compressor,
     Dense,
     ErrorFeedback,
@@ -168,8 +167,6 @@ def test_what_gives_no_votes_is_refused(comm):
             GradientExchange(comm, TopK(k=1), collective=collective, average="contributors")
     with pytest.raises(TypeError, match="sparse_reduce, which does not give every rank the sum"):
         GradientExchange(comm, TopK(k=1), collective=sparse_reduce, average="contributors")
-    with pytest.raises(ValueError, match=r"EF21\(.*\) keeps the mean over all ranks"):
-        GradientExchange(comm, TopK(k=1), EF21(), average="contributors")
     with pytest.raises(ValueError, match="average is 'contributor': expected True, False, 'contributors' or 'sign'"):
         GradientExchange(comm, TopK(k=1), average="contributor")
     exchange = GradientExchange(

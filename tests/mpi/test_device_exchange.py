@@ -19,7 +19,6 @@ from collectives import (
     traffic,
 )
 from mpicomp import (
-    EF21,
     AggregationAware,
     ChunkedTopK,
     CollectiveError,
@@ -42,7 +41,7 @@ WAYS = {
         partial(gtopk_allreduce, algorithm="exact"),
         {},
     ),
-    "SIDCo, allreduce": lambda comm: (SIDCo(0.05), EF21(0.5), sparse_allreduce, {}),
+    "SIDCo, allreduce": lambda comm: (SIDCo(0.05), ErrorFeedback(), sparse_allreduce, {}),
     "votes": lambda comm: (
         AggregationAware(k=40, metric="votes"),
         ErrorFeedback(),

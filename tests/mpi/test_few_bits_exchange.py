@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import GradientExchange, OuterLoop, quantised_allreduce
-from mpicomp import EF21, CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
+from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
 from mpicomp.vector import whole
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 
@@ -43,7 +43,7 @@ def test_applied_and_residuals_are_what_was_given(comm, bits, bucket_nbytes):
     assert (exchange.statistics.sent, exchange.statistics.rejected) == (1441, 1441)
 
 
-@pytest.mark.parametrize("feedback", [NoFeedback, EF21, MomentumCorrection, partial(StepAhead, 0.1)])
+@pytest.mark.parametrize("feedback", [NoFeedback, MomentumCorrection, partial(StepAhead, 0.1)])
 def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(comm, feedback):
     """As if each step were called by hand, in which the whole vector is sent."""
     exchange = GradientExchange(comm, None, feedback(), partial(quantised_allreduce, bits=4))
@@ -55,9 +55,7 @@ def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(comm
         as_vectors = [whole(each.copy()) for each in (corrected, rejected, total / comm.size)]
         method.settle(method.correct(mine), *as_vectors)
         method.commit()
-        expected = method.result(as_vectors[2])
-        expected = expected if isinstance(expected, np.ndarray) else expected.values
-        np.testing.assert_allclose(exchange(mine), expected, atol=1e-12)
+        np.testing.assert_allclose(exchange(mine), as_vectors[2].values, atol=1e-12)
         np.testing.assert_array_equal(mine, before, "the gradient is not written to")
 
 

@@ -8,7 +8,7 @@ import pytest
 from devices import cupy_for_tests
 
 from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_allreduce
-from mpicomp import EF21, CheckError, CollectiveError, Dense, ErrorFeedback, RandomK, TopK
+from mpicomp import CheckError, CollectiveError, Dense, ErrorFeedback, RandomK, TopK
 
 SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
 START = {name: np.random.default_rng(len(name)).standard_normal(shape) for name, shape in SHAPES.items()}
@@ -297,10 +297,9 @@ def test_settings_and_tensors_that_differ_are_named(comm):
 
 @few
 def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
-    for feedback in (ErrorFeedback(in_place=True), EF21()):
-        exchange = GradientExchange(comm, TopK(k=3), feedback)
-        with pytest.raises(ValueError, match=rf"feedback of the exchange is {type(feedback).__name__}.*: expected one"):
-            OuterLoop(exchange, np.zeros(2000))
+    exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(in_place=True))
+    with pytest.raises(ValueError, match=r"feedback of the exchange is ErrorFeedback\(in_place=True.*: expected one"):
+        OuterLoop(exchange, np.zeros(2000))
     with pytest.raises(TypeError, match="expected a GradientExchange"):
         OuterLoop(TopK(k=3), np.zeros(2000))
 

@@ -13,7 +13,6 @@ from collectives import (
     sparse_allreduce,
 )
 from mpicomp import (
-    EF21,
     ChunkedTopK,
     CollectiveError,
     Compressor,
@@ -44,7 +43,6 @@ SETTINGS = {
     "allgather, contributors": lambda comm: {"collective": sparse_allgather, "average": "contributors"},
     "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
     "random, downlink": lambda comm: {"compressor": RandomK(k=3), "downlink": TopK(k=2)},
-    "EF21": lambda comm: {"feedback": EF21()},
     "averaging": lambda comm: {"feedback": StepAhead(0.5, averaging_period=1)},
     "leader": lambda comm: {"compressor": CyclicLeader(comm, k=3), "collective": aligned_allreduce},
     "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
