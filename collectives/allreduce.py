@@ -22,7 +22,7 @@ import numpy as np
 from collectives.choice.formulas import Case
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
-from collectives.partition import Blocks, Ranges, equal_ranges
+from collectives.partition import Ranges, equal_ranges
 from collectives.patterns import add, core_doubling, doubling, folded, hand_down, reduce_up
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.group import Group, Part
@@ -31,7 +31,7 @@ from collectives.schedule import halving
 from collectives.votes import gather_votes
 from mpicomp.arrays import Array, beside, kernels_for, on_device, to_numpy
 from mpicomp.codec import encoded_nbytes
-from mpicomp.vector import SparseVector, add_up, count_up
+from mpicomp.vector import SparseVector, add_up, count_up, join
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,7 +47,7 @@ SumAlgorithm = Literal[
     "node_leaders",
     "node_lanes",
 ]
-Partition = Literal["auto", "equal", "sampled", "hashed"]
+Partition = Literal["auto", "equal", "sampled"]
 
 
 @collective(gives_sum=True)
@@ -66,9 +66,9 @@ def sparse_allreduce(
     algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "dense_mpi": MPI's
     own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node
     "node_leaders" or "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
-    partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, "hashed"
-    blocks (in `split_allgather` and inside nodes; quantiles elsewhere), or "auto": equal ranges unless one would hold
-    over 1.25 times the mean, else quantiles. "dense" always uses equal ranges; "dense_mpi" has no shares.
+    partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, or
+    "auto": equal ranges unless one would hold over 1.25 times the mean, else quantiles. "dense" always uses equal
+    ranges; "dense_mpi" has no shares.
     votes: also count the ranks that contribute each entry (`collectives.votes`); the same on all ranks.
 
     The ranks first exchange metadata in ceil(lg P) small messages. "auto" omits this for two ranks; it sends vectors in
@@ -134,11 +134,11 @@ def run_counting(
     if name == "allgather" or (name == "recursive_doubling" and group.size <= 2):
         parts = yield from all_vectors(vector, group, metadata)
         return add_up(parts), count_up(parts).values.astype(np.int64)
-    shares: Ranges | Blocks = equal_ranges(vector.length, group.size)
+    shares = equal_ranges(vector.length, group.size)
     if name == "split_allgather":
-        shares = metadata.shares(group.size)
+        shares = metadata.ranges(group.size)
         received = yield from scatter(vector, group, shares)
-        total = yield from all_shares(add_up([theirs for theirs, _ in received]), group, shares)
+        total = join((yield from all_vectors(add_up([theirs for theirs, _ in received]), group)))
     else:
         total = (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
         received = yield from scatter(vector.support(), group, shares)
@@ -208,8 +208,8 @@ def allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[S
     return add_up((yield from all_vectors(vector, group, metadata)))
 
 
-def all_vectors(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[Sequence[SparseVector]]:
-    """Return the vectors of all ranks."""
+def all_vectors(vector: SparseVector, group: Group, metadata: Metadata = NO_METADATA) -> Steps[Sequence[SparseVector]]:
+    """Gather the vectors of all ranks, unless the metadata exchange did."""
     return metadata.vectors or [theirs for theirs, _ in (yield from group.gather(vector))]
 
 
@@ -222,13 +222,9 @@ def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -
 @algorithm
 def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Sum every share on its owner, and gather the shares."""
-    shares = metadata.shares(group.size)
-    return (yield from all_shares((yield from sum_of_share(vector, group, shares)), group, shares))
-
-
-def all_shares(share: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[SparseVector]:
-    """Gather the shares from their owners."""
-    return shares.unite([theirs for theirs, _ in (yield from group.gather(share))])
+    shares = metadata.ranges(group.size)
+    share = yield from sum_of_share(vector, group, shares)
+    return join((yield from all_vectors(share, group)))
 
 
 @algorithm
@@ -255,7 +251,7 @@ def dense(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[Spars
     shares = equal_ranges(metadata.length, group.size)
     share = yield from sum_of_share(vector, group, shares)
     first, end = shares.bounds[group.rank : group.rank + 2]
-    return (yield from all_shares(share.filled(first, end), group, shares))
+    return join((yield from all_vectors(share.filled(first, end), group)))
 
 
 @algorithm
@@ -294,9 +290,9 @@ def node_lanes(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[
     nodes = group.nodes()
     lanes = min(len(ranks) for ranks in nodes)
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
-    shares = metadata.shares(lanes)
+    shares = metadata.ranges(lanes)
     share = yield from sum_of_share(vector, node, shares)
     if node.rank < lanes:
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])
         share = yield from among_some(share, lane, metadata.partition)
-    return shares.unite([theirs for theirs, _ in (yield from node.gather(share))][:lanes])
+    return join((yield from all_vectors(share, node))[:lanes])

@@ -8,8 +8,7 @@ Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank:
 `tree` is the published algorithm, the baseline. `exact` is a reduce-scatter, after which the owners of the shares
 gather their largest entries; owners of which none was rejected send more (`largest_of_all`). Usually that is one
 allgather of slightly more than k entries. There is no search for a threshold, whose rounds would carry only counts (as
-in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004). `exact_doubling`
-computes the whole sum first, in the rounds of recursive doubling; it is for few ranks, fast links or few entries.
+in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004).
 `node_leaders` is for several ranks on each of several nodes, and exact too: nodes exchange the indices of each node's
 sum once, values only at indices of several nodes, and slightly more than k entries.
 
@@ -45,7 +44,7 @@ def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
-TopKAlgorithm = Literal["auto", "recursive_doubling", "tree", "exact", "exact_doubling", "node_leaders"]
+TopKAlgorithm = Literal["auto", "recursive_doubling", "tree", "exact", "node_leaders"]
 
 
 @collective(result_and_rejected, meet=agreed, gives_sum=True)
@@ -62,10 +61,10 @@ def gtopk_allreduce(
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. k: at least 1, the same
     on all ranks; None: in each round the largest number of entries contributed by one of the ranks merged so far (at
     the end, by any rank).
-    algorithm: "recursive_doubling", "tree", or one that returns the exact k largest of the sum: "exact", which sends
-    the least, "exact_doubling", which computes the whole sum first, or "node_leaders", for several ranks on each of
-    several nodes. "auto" takes the fastest of these by k, length, ranks, nodes, links and the number of ranks to a core
-    (`collectives.choice`); without k it assumes a thousandth of the length.
+    algorithm: "recursive_doubling", "tree" (as published; "auto" never takes it), or one that returns the exact k
+    largest of the sum: "exact", which sends the least, or "node_leaders", for several ranks on each of several nodes.
+    "auto" takes the fastest by k, length, ranks, nodes, links and the number of ranks to a core (`collectives.choice`);
+    without k it assumes a thousandth of the length.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: the entries that this
     rank must keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors:
@@ -147,17 +146,6 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     entries, here = sum(count for _, count in parts), sum(theirs.nnz for theirs, _ in parts)
     del parts  # nearly k s of memory until the end otherwise
     return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1), group.size), join, group))
-
-
-@gtopk_allreduce.algorithm(meets=True)
-def exact_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Compute the sum by recursive doubling, and select the same entries on every rank.
-
-    Every rank keeps its own entries at the indices that were not selected.
-    """
-    total, count = yield from doubling((vector, vector.nnz if k is None else k), group, add)
-    result, dropped = top_k(without_zeros(total), count)  # what cancelled out is missing nowhere
-    return result, within(vector, dropped)
 
 
 @gtopk_allreduce.algorithm

@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from collectives.choice.formulas import LONG_NBYTES
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.partition import (
-    Blocks,
     Ranges,
     balanced_ranges,
     equal_ranges,
-    hashed_blocks,
     quantile_ranges,
     sample,
 )
@@ -32,7 +30,7 @@ from mpicomp.vector import SparseVector
 
 WHOLE_NBYTES = 1 << 16  # of all other ranks' vectors: they take no longer than the rounds of the metadata
 MOST_BITS = 2**15 - 1
-PARTITIONS = ("auto", "equal", "sampled", "hashed")
+PARTITIONS = ("auto", "equal", "sampled")
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,8 @@ class Metadata:
         overlap = overlap_of(found, self.counts, self.length) if digests else 0.0
         return replace(self, samples=samples, overlap=overlap)
 
-    def shares(self, size: int) -> Ranges | Blocks:
-        """Return the shares of `size` owners."""
-        return hashed_blocks(self.length, size) if self.partition == "hashed" else self.ranges(size)
-
     def ranges(self, size: int) -> Ranges:
-        """Return the contiguous shares of `size` owners; sampled quantiles if hashed blocks were requested."""
+        """Return the shares of `size` owners."""
         if self.partition == "equal":
             return equal_ranges(self.length, size)
         choose = balanced_ranges if self.partition == "auto" else quantile_ranges

@@ -1,8 +1,7 @@
 """Partitions of the index space into shares: pure functions, the same on every rank.
 
-A partition cuts a vector into one part for each owner, and joins the owners' parts again. `Ranges` are contiguous: of
-equal length, between sampled quantiles of the indices, or the caller's own. `Blocks` assigns short blocks to the owners
-in turn: a range with many entries is divided among all owners, without samples.
+`Ranges` are contiguous shares, one for each owner: of equal length, between sampled quantiles of the indices, or the
+caller's own.
 """
 
 import math
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import beside
-from mpicomp.vector import SparseVector, join
+from mpicomp.vector import SparseVector
 
 Array = NDArray[Any]
 
@@ -24,10 +23,6 @@ SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by
 MOST_SAMPLES = 256  # of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all ranks
 SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a few per cent of what is sent
 SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
-BLOCKS_A_SHARE = 4096
-LONGEST_BLOCK = 1024  # positions
-
-_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 over the golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 
 
 @dataclass(frozen=True)
@@ -45,43 +40,6 @@ class Ranges:
             for start, end in pairwise(places)
         ]
 
-    def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """Return one vector of the owners' parts, in the order of the owners."""
-        return join(parts)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of `width` positions, assigned in turns: a turn assigns `size` blocks, one to each of `size` owners.
-
-    The first owner of a turn is a hash of its number, so a pattern with the period of a turn is spread over all owners.
-    """
-
-    size: int
-    width: int
-
-    def owners(self, indices: Array) -> Array:
-        """Return the owner of each index, as uint32."""
-        turn, place = np.divmod(indices.astype(np.uint64) // np.uint64(self.width), np.uint64(self.size))
-        owners: Array = (place + ((turn * _MIX) >> np.uint64(33))) % np.uint64(self.size)
-        return owners.astype(np.uint32)
-
-    def cut(self, vector: SparseVector) -> list[SparseVector]:
-        """Return the part of each owner; indices stay as they are."""
-        owners = self.owners(vector.indices)
-        order = np.argsort(owners, kind="stable")
-        ends = np.cumsum(np.bincount(owners, minlength=self.size)).tolist()
-        return [
-            SparseVector(vector.indices[chosen], vector.values[chosen], vector.length)
-            for chosen in (order[start:end] for start, end in pairwise([0, *ends]))
-        ]
-
-    def unite(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """Return one vector of the owners' parts, in the order of the owners."""
-        indices = np.concatenate([part.indices for part in parts])
-        order = np.argsort(indices, kind="stable")
-        return SparseVector(indices[order], np.concatenate([part.values for part in parts])[order], parts[0].length)
-
 
 def equal_ranges(length: int, size: int) -> Ranges:
     """Return `size` ranges whose lengths differ by one at most.
@@ -89,11 +47,6 @@ def equal_ranges(length: int, size: int) -> Ranges:
     Uses Python integers, as length * size may exceed 64 bits.
     """
     return Ranges(tuple(length * owner // size for owner in range(size + 1)))
-
-
-def hashed_blocks(length: int, size: int) -> Blocks:
-    """Return the blocks of `size` owners: 4096 for each, of 1 to 1024 positions, as the length allows."""
-    return Blocks(size, max(1, min(LONGEST_BLOCK, length // (size * BLOCKS_A_SHARE))))
 
 
 def likely(mean: float, size: int) -> int:

@@ -6,14 +6,14 @@ Rounds: one step of P - 1 messages a rank. Bytes sent by a rank: (P-1)/P k s, wh
 Invariant: an owner adds the parts of its share in rank order, so every run has the same bits.
 
 Differences from the paper: the parts are sent to their owners directly in one step, with their sizes in the headers;
-the shares are ranges of equal length, hashed blocks, or the caller's own ranges.
+the shares are ranges of equal length, or the caller's own.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from collectives.collective import Call, Codec, collective, sound
-from collectives.partition import Blocks, Ranges, equal_ranges, given_ranges, hashed_blocks
+from collectives.partition import Ranges, equal_ranges, given_ranges
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
@@ -33,16 +33,14 @@ def sparse_reduce_scatter(
     comm: "MPI.Comm",
     *,
     algorithm: Literal["auto", "split"] = "auto",
-    partition: Literal["equal", "hashed"] | Sequence[int] = "equal",
+    partition: Literal["equal"] | Sequence[int] = "equal",
     codec: Codec = "auto",
 ) -> Call[SparseVector]:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     algorithm: "auto" or "split". partition: the shares, the same on all ranks: "equal": rank r of P has n r // P <=
-    index < n (r + 1) // P; "hashed": short blocks, so that all ranks share a range with many entries
-    (`collectives.partition.hashed_blocks(n, P).owners(indices)` returns the owner of each index); or P + 1 bounds from
-    0 to n: rank r has bounds[r] <= index < bounds[r + 1].
+    index < n (r + 1) // P; or P + 1 bounds from 0 to n: rank r has bounds[r] <= index < bounds[r + 1].
 
     Returns a vector of the same length with only the entries of this rank's share; indices do not change.
 
@@ -61,30 +59,28 @@ def divided(call: Call[Any], size: int) -> SparseVector:
     vector, partition = sound(call, size), call.arguments["partition"]
     if not isinstance(partition, str):
         call.arguments["partition"] = " ".join(map(str, given_ranges(partition, vector.length, size).bounds))
-    elif partition not in ("equal", "hashed"):
-        raise ValueError(f"partition is {partition!r}: expected 'equal', 'hashed' or {size + 1} bounds")
+    elif partition != "equal":
+        raise ValueError(f"partition is {partition!r}: expected 'equal' or {size + 1} bounds")
     return vector
 
 
 @sparse_reduce_scatter.algorithm(meets=True)
 def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum every share on its owner; see the module."""
-    if partition == "hashed":
-        shares: Ranges | Blocks = hashed_blocks(vector.length, group.size)
-    elif partition == "equal":
+    if partition == "equal":
         shares = equal_ranges(vector.length, group.size)
     else:
         shares = Ranges(tuple(map(int, partition.split())))
     return (yield from sum_of_share(vector, group, shares))
 
 
-def sum_of_share(vector: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[SparseVector]:
+def sum_of_share(vector: SparseVector, group: Group, shares: Ranges) -> Steps[SparseVector]:
     """Send every owner its part, and add up the parts of this rank's share."""
     parts = yield from scatter(vector, group, shares)
     return add_up([theirs for theirs, _ in parts])
 
 
-def scatter(vector: SparseVector, group: Group, shares: Ranges | Blocks) -> Steps[list[Part]]:
+def scatter(vector: SparseVector, group: Group, shares: Ranges) -> Steps[list[Part]]:
     """Send every owner its part, and return the parts of this rank's share, each with its sender's number of entries.
 
     With fewer shares than ranks, the last ranks own nothing.

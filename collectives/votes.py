@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from collectives.partition import Blocks, Ranges
+from collectives.partition import Ranges
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import Array, beside, namespace
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, join
 
 
-def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blocks, group: Group) -> Steps[Array]:
+def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges, group: Group) -> Steps[Array]:
     """Return the votes for each entry of a sum that all ranks have, as int64, from the counts of the shares' owners.
 
     counts: for this rank's share, float32. An owner sends its most frequent count once, without indices.
@@ -36,7 +36,7 @@ def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges | Blo
         votes = namespace(total.values).full(support.nnz, count, np.float32)
         votes[theirs.indices] = theirs.values.reshape(-1)  # no entries: of the shape of the sum
         parts.append(SparseVector(support.indices, votes, support.length))
-    return shares.unite(parts).values.astype(np.int64)
+    return join(parts).values.astype(np.int64)
 
 
 def contributors(total: SparseVector, votes: Any, ranks: int, whole: Sequence[tuple[int, int]]) -> Array:

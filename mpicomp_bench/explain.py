@@ -26,7 +26,7 @@ ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
 entropy of what has to be sent. The formulas are those of algorithm="auto"; no MPI is started. Every
 rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its link as
-shared by all of them. The bytes of gTop-k's tree include those that rank 0 receives first.
+shared by all of them.
 
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
 keeps the residual and writes the mean, and smaller again for a training step (--step).

@@ -83,7 +83,7 @@ def operations(comm, length):
 
     ways = {
         "sparse_allreduce": [{"algorithm": name} for name in ("auto", *allreduce.ALGORITHMS)],
-        "sparse_reduce_scatter": [{"partition": name} for name in ("equal", "hashed")],
+        "sparse_reduce_scatter": [{}],
         "sparse_allgather": [{}],
         "gtopk_allreduce": [{"k": length // 200, "algorithm": name} for name in gtopk_allreduce.algorithms],
         "compressed_allreduce": [{"compressor": TopK(density=0.005)}],

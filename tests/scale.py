@@ -59,7 +59,6 @@ def formulas(size, n, k, union):
         ("gtopk_allreduce", "recursive_doubling"): 12 * k * S,
         ("gtopk_allreduce", "tree"): (6 + rounds) * k * S,
         ("gtopk_allreduce", "exact"): 10 * k * S,
-        ("gtopk_allreduce", "exact_doubling"): 7 * union * S,
         ("gtopk_allreduce", "node_leaders"): 7 * union * S,
     }
 

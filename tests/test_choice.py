@@ -103,8 +103,7 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             for name, formula in FORMULAS["gtopk_allreduce"].items():
                 nbytes, rounds = counted(vectors, partial(gtopk_allreduce.algorithms[name], k=entries), nodes)
                 cost = formula(case)
-                assert cost[2] == pytest.approx((1 + (name == "tree")) * nbytes, rel=0.15), name  # received, then sent
-                assert cost[0] == rounds or (name == "tree" and abs(cost[1] - rounds) <= 1), name  # its calls compared
+                assert (cost[0], cost[2]) == (rounds, pytest.approx(nbytes, rel=0.15)), name
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -179,13 +178,6 @@ def test_measured_links_are_rounded_so_that_two_runs_agree():
     for latency, rate in (0.6, 1.6), (1.0, 1.0), (1.7, 0.6):
         assert Links(latency * near.latency, rate * near.rate).rounded() == near
     assert NETWORKS["hdr"].rounded() == Links(near.latency / 10, 100 * near.rate)
-
-
-@pytest.mark.parametrize("sharing", [1, 2, 8])
-def test_gtopk_takes_the_tree_where_ranks_share_cores_and_entries_are_many(sharing):
-    found = {k: Choice(crowding=sharing).gtopk(25_000_000, k, 4, [8]) for k in (100, 1_000_000)}
-    assert (found[100] == "tree") == (sharing > 2)
-    assert (found[1_000_000] == "tree") == (sharing > 1)
 
 
 def test_the_extremes_have_an_answer():

@@ -12,12 +12,12 @@ from collectives.partition import (
     balanced_ranges,
     equal_ranges,
     given_ranges,
-    hashed_blocks,
     likely,
     quantile_ranges,
     sample,
 )
 from mpicomp import SparseVector
+from mpicomp.vector import join
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 2000))
@@ -30,33 +30,24 @@ def test_equal_ranges_cover_everything_and_differ_by_one_at_most(length, size):
 
 
 @given(st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.integers(1, 12))
-def test_cut_gives_every_entry_to_its_owner_and_unite_undoes_it(vector, size):
-    for partition in (equal_ranges(vector.length, size), hashed_blocks(vector.length, size)):
-        parts = partition.cut(vector)
-        assert len(parts) == size
-        for part in parts:
-            part.validate()
-        whole = partition.unite(parts)
-        assert whole.indices.tolist() == vector.indices.tolist()
-        assert whole.values.tobytes() == vector.values.tobytes()
-
-
-@given(sparse_vectors(), st.integers(1, 12))
-def test_the_owners_are_those_that_the_partition_says(vector, size):
-    ranges, blocks = equal_ranges(vector.length, size), hashed_blocks(vector.length, size)
-    for rank, part in enumerate(ranges.cut(vector)):
+def test_cut_gives_every_entry_to_its_owner_and_join_undoes_it(vector, size):
+    ranges = equal_ranges(vector.length, size)
+    parts = ranges.cut(vector)
+    assert len(parts) == size
+    for rank, part in enumerate(parts):
+        part.validate()
         assert all(ranges.bounds[rank] <= index < ranges.bounds[rank + 1] for index in part.indices)
-    for rank, part in enumerate(blocks.cut(vector)):
-        assert (blocks.owners(part.indices) == rank).all()
+    whole = join(parts)
+    assert whole.indices.tolist() == vector.indices.tolist()
+    assert whole.values.tobytes() == vector.values.tobytes()
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, 2**53 + 1, 2**63 - 1])
 @pytest.mark.parametrize("size", [3, 8])
-def test_bounds_and_owners_are_right_at_the_largest_lengths(length, size):
+def test_bounds_are_right_at_the_largest_lengths(length, size):
     """Published code takes the average of P boundaries in 32 bits."""
     last = SparseVector([length - 1], [1.0], length)
     assert [part.nnz for part in equal_ranges(length, size).cut(last)] == [0] * (size - 1) + [1]
-    assert sum(part.nnz for part in hashed_blocks(length, size).cut(last)) == 1
     everywhere = np.linspace(length / 2, length - 10_000, 4096).astype(np.int64)
     shares = [sample(everywhere, rank, size) for rank in range(size)]
     bounds = quantile_ranges(shares, [4096] * size, length, size).bounds
@@ -80,7 +71,7 @@ def largest_share(partition, supports, length):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 16, 64])
-def test_quantiles_and_hashed_blocks_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(size):
+def test_quantiles_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(size):
     length = 1_000_000
     supports = [hot(rank, length, 20_000) for rank in range(size)]
     counts = [support.size for support in supports]
@@ -89,7 +80,6 @@ def test_quantiles_and_hashed_blocks_balance_a_gradient_that_is_hot_in_a_twentie
     for partition in (
         quantile_ranges(samples, counts, length, size),
         balanced_ranges(samples, counts, length, size),
-        hashed_blocks(length, size),
     ):
         assert largest_share(partition, supports, length) <= 1.1
 
@@ -110,13 +100,6 @@ def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
     assert np.unique(np.concatenate(samples)).size == size * samples[0].size
     balanced = quantile_ranges(samples, [each.size for each in supports], length, size)
     assert largest_share(balanced, supports, length) <= 1.01
-
-
-def test_a_support_in_step_with_the_blocks_meets_every_owner():
-    length, size = 1_000_000, 8
-    blocks = hashed_blocks(length, size)
-    support = np.arange(0, length, blocks.width * size)  # the first position of every turn
-    assert largest_share(blocks, [support], length) <= 1.1
 
 
 def test_even_supports_keep_equal_ranges_and_so_do_small_ones():

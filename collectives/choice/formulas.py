@@ -71,8 +71,8 @@ class Case:
             found = span * (entries - 1) / (entries + 1) + 1  # from the first entry to the last one
             bitmap, low = 16 + found / 8, max(0, int(found / entries).bit_length() - 1)
             if coded:
-                elias_fano, blocks = 28 + (entries * (low + 1) + found / 2**low) / 8, 24 + found / 16384 + 2 * entries
-                indices = min(indices, bitmap, elias_fano, blocks)
+                elias_fano = 28 + (entries * (low + 1) + found / 2**low) / 8
+                indices = min(indices, bitmap, elias_fano)
             elif 4 * bitmap <= indices:
                 indices = bitmap
         return LINE * math.ceil((LINE + indices + values) / LINE)
@@ -177,26 +177,10 @@ def compressed(case: Case) -> Cost:
     return both(split(case), gather(case, message, case.entries + case.length / (2 * case.ranks)))
 
 
-def gtopk_exact_doubling(case: Case) -> Cost:
-    """See `collectives.gtopk.exact_doubling`, which selects from the whole sum."""
-    return both(recursive_doubling(case), (0, 0, 0, 2 * case.union(case.ranks)))
-
-
 def gtopk_doubling(case: Case) -> Cost:
     """See `collectives.gtopk.recursive_doubling`; selecting from a sum takes as long as merging."""
     rounds, messages, nbytes, merged = recursive_doubling(case, case.entries)
     return rounds, messages, nbytes, 2 * merged
-
-
-def gtopk_tree(case: Case) -> Cost:
-    """See `collectives.gtopk.tree`; the bytes are those that rank 0 receives, and those that it sends afterwards.
-
-    In round j only one of 2^j ranks merges and sends, which has more of a core that ranks share.
-    """
-    rounds, shared = (case.ranks - 1).bit_length(), 1 / case.crowding
-    working = sum([max(shared, 0.5**j) for j in range(1, rounds + 1)])
-    nbytes = 2 * rounds * case.message(case.entries, summed=True)
-    return 2 * rounds * shared, 3 * rounds * shared, nbytes, 4 * case.entries * working
 
 
 def quantised_direct(case: Case) -> Cost:
@@ -221,9 +205,7 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
     },
     "gtopk_allreduce": {  # of equally fast ones the first
         "exact": gtopk_exact,
-        "exact_doubling": gtopk_exact_doubling,
         "recursive_doubling": gtopk_doubling,
-        "tree": gtopk_tree,
     },
     "quantised_allreduce": {"direct": quantised_direct, "halving": quantised_halving},
 }

@@ -40,7 +40,7 @@ def draw_header(axes) -> None:
             axes.text(-0.3, y + 0.5, f"byte {offset}", ha="right", va="center", size=8)
         offset += width
     for y, name in (
-        (5.9, "indices: plain, range, bitmap, blocks or Elias-Fano"),
+        (5.9, "indices: plain, range, bitmap or Elias-Fano"),
         (4.8, "values: plain, 16 bits, signs, offsets"),
     ):
         axes.add_patch(Rectangle((0, y), ROW, 1, facecolor=COLOURS["tool"], edgecolor="#555555", linewidth=0.8))

@@ -70,7 +70,6 @@ ALGORITHMS = {
     "dense": "#efe6d8",
     "dense_mpi": "#d98c4a",
     "exact": "#f6dcd8",
-    "exact_doubling": "#c98bb0",
 }
 
 STEP, EXCHANGE = ("step", 1.0, "#dcefdc"), ("exchange", 1.6, "#f6dcd8")  # name, time, colour

@@ -3,7 +3,7 @@
 Layout, little-endian: a header of 64 bytes, the indices, the values. The indices take a multiple of 8 bytes.
 
     offset 0   2s   magic "MV"
-           2   u8   version (3)
+           2   u8   version (4)
            3   u8   index format (`indices`), plus 8 times the value format (`values`)
            4   u32  0 where an index stands for a number; 1 + width where it stands for a row
            8   i64  length of the vector
@@ -37,7 +37,7 @@ from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
 Buffer = NDArray[np.uint8]
 
-MAGIC, VERSION = b"MV", 3
+MAGIC, VERSION = b"MV", 4
 VECTOR, TEXT, ERROR, FEW_BITS = range(4)  # kinds of messages
 
 _HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")

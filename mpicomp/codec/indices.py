@@ -4,9 +4,7 @@
     1  plain, int64: 8 N                       for lengths above
     2  range: the first index: 8               when the indices are consecutive: a dense piece, not of rows of width 0
     3  bitmap: first index, span S, S bits in 64-bit words: 16 + S / 8
-    4  blocks: first and last block of 65536 positions, the entries of each block as u32, the offsets in it as u16:
-       16 + 4 B + 2 N
-    5  Elias-Fano: first index, span S; with l = floor(log2(S / N)) the l low bits of each index from the first on,
+    4  Elias-Fano: first index, span S; with l = floor(log2(S / N)) the l low bits of each index from the first on,
        then S >> l zeros among N ones that stand for the high bits: at most 16 + N (3 + l) / 8, half a bit an index
        above the entropy of a random set
 
@@ -20,15 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, namespace, on_device, read_fields, write_fields
+from mpicomp.arrays import kernels_for, namespace, read_fields, write_fields
 from mpicomp.vector import MAX_LENGTH, SparseVector
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 
-INT32, INT64, RANGE, BITMAP, BLOCKS, ELIAS_FANO = range(6)
+INT32, INT64, RANGE, BITMAP, ELIAS_FANO = range(5)
 
-_BLOCK = 16  # bits of an offset in a block
 _FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begins with
 
 
@@ -121,57 +118,8 @@ class Bitmap:
         return indices if found == count and (not count or indices[-1] < first + span) else None
 
 
-class Blocks:
-    """Format 4."""
-
-    def nbytes(self, vector: SparseVector) -> int | None:
-        """See `IndexFormat.nbytes`."""
-        return 16 + self._section(*self._blocks(vector), vector.nnz) if vector.nnz else 16
-
-    @staticmethod
-    def _blocks(vector: SparseVector) -> tuple[int, int]:
-        """Return the first and the last block."""
-        return vector.first >> _BLOCK, (vector.first + vector.span - 1) >> _BLOCK
-
-    @staticmethod
-    def _section(first: int, last: int, count: int) -> int:
-        return _padded(4 * (last - first + 1)) + _padded(2 * count)
-
-    def write(self, vector: SparseVector, section: Buffer) -> None:
-        """See `IndexFormat.write`."""
-        section[:] = 0
-        if not vector.nnz:
-            return
-        indices, (first, last) = vector.indices, self._blocks(vector)
-        write_fields(section, _PAIR, first, last)
-        edges = namespace(indices).empty(last - first + 2, np.int64)  # the end of the last block may be 2^63
-        edges[0], edges[-1] = 0, indices.size
-        edges[1:-1] = np.searchsorted(indices, namespace(indices).arange(first + 1, last + 1, dtype=np.int64) << _BLOCK)
-        section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)[:] = edges[1:] - edges[:-1]
-        offsets = 16 + _padded(4 * (last - first + 1))
-        section[offsets : offsets + 2 * indices.size].view(np.uint16)[:] = indices & 0xFFFF
-
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
-        """See `IndexFormat.read`."""
-        if section.size < 16:
-            return None
-        (first, last), xp = read_fields(said, _PAIR), namespace(section)
-        if not count:
-            return xp.empty(0, dtype) if section.size == 16 else None
-        if not 0 <= first <= last <= MAX_LENGTH >> _BLOCK or section.size != 16 + self._section(first, last, count):
-            return None
-        entries = section[16 : 16 + 4 * (last - first + 1)].view(np.uint32)
-        if int(entries.sum(dtype=np.uint64)) != count:
-            return None
-        offsets = 16 + _padded(entries.nbytes)
-        blocks = xp.arange(first, last + 1, dtype=_room_for((last + 1) << _BLOCK, dtype)) << _BLOCK
-        indices = repeated(blocks, entries, count)
-        indices |= section[offsets : offsets + 2 * count].view(np.uint16)
-        return indices
-
-
 class EliasFano:
-    """Format 5."""
+    """Format 4."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
         """See `IndexFormat.nbytes`."""
@@ -214,7 +162,6 @@ INDEX_FORMATS: tuple[IndexFormat, ...] = (
     Plain(np.int64),
     Range(),
     Bitmap(),
-    Blocks(),
     EliasFano(),
 )
 
@@ -225,15 +172,6 @@ def _padded(nbytes: int) -> int:
 
 def _words(bits: int) -> int:
     return -(-bits // 64)
-
-
-def repeated(values: Array, counts: Array, total: int) -> Array:
-    """Return each value, repeated by its count, `total` values in all."""
-    if not on_device(values):
-        return np.repeat(values, counts)
-    places = np.searchsorted(counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right")
-    result: Array = values[places]  # CuPy's repeat takes no array of counts
-    return result
 
 
 def _write_span(vector: SparseVector, section: Buffer) -> None:

@@ -26,8 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES, kernels_for, namespace, read_fields, to_numpy, write_fields
-from mpicomp.codec.indices import repeated
+from mpicomp.arrays import VALUE_DTYPES, kernels_for, namespace, on_device, read_fields, to_numpy, write_fields
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
@@ -199,7 +198,7 @@ class Runs:
         """Return the bits in a column of the table for each of `count` values, or for all."""
         xp, bits = namespace(beside), self.table[:, column].astype(_keys(self.dtype))
         counts = np.diff(self.table[:, 0], append=count)
-        found: Array = repeated(xp.asarray(bits), xp.asarray(counts), count) if bits.size > 1 else bits[0]
+        found: Array = _repeated(xp.asarray(bits), xp.asarray(counts), count) if bits.size > 1 else bits[0]
         return found
 
 
@@ -329,3 +328,12 @@ def _shortest(values: Array) -> ValueFormat:
         if isinstance(form, Runs) or form.fits(values):
             return form
     return as_they_are(values)
+
+
+def _repeated(values: Array, counts: Array, total: int) -> Array:
+    """Return each value, repeated by its count, `total` values in all."""
+    if not on_device(values):
+        return np.repeat(values, counts)
+    places = np.searchsorted(counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right")
+    result: Array = values[places]  # CuPy's repeat takes no array of counts
+    return result

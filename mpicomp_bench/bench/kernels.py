@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mpicomp import threads
 from mpicomp.bases import cosines
 from mpicomp.codec import Coding, decode, encode, plain, quick
-from mpicomp.codec.indices import BITMAP, BLOCKS, ELIAS_FANO, RANGE
+from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
 from mpicomp.compressors import TopK
 from mpicomp.few_bits import BITS, quantise
@@ -289,7 +289,7 @@ def coding(rng: np.random.Generator, length: int) -> Comparisons:
         indices, _ = sparse(rng, length, round(density * length), np.float32)
         vector = SparseVector(indices, np.empty((indices.size, 0), np.float32), length)
         against: dict[str, Call] = {"a copy of the plain indices": partial(encode, vector)}
-        for name, form in (("blocks", BLOCKS), ("Elias-Fano", ELIAS_FANO), ("bitmap", BITMAP)):
+        for name, form in (("Elias-Fano", ELIAS_FANO), ("bitmap", BITMAP)):
             yield from coded(f"{name} at {density:g}", vector, Coding(form, plain(vector).values), against)
 
 

@@ -132,10 +132,6 @@ OTHERS = {
         lambda v, comm: gtopk_allreduce(varied(v, comm.rank), comm, K, algorithm="exact"),
         lambda size: (size - 1) * (K + size * likely(K / size, size)) * ENTRY,
     ),
-    "gtopk exact_doubling": (
-        lambda v, comm: gtopk_allreduce(v, comm, K, algorithm="exact_doubling"),
-        lambda size: recursive_doubling(size) * ENTRY,
-    ),
     "dense_allreduce": (
         lambda v, comm: dense_allreduce(np.ones(10_000, np.float32), comm),
         lambda size: 2 * (size - 1) * 10_000 * VALUE,

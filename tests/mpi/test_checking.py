@@ -81,7 +81,7 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
     assert [bits(part) for part in next(parts)] == [bits(part) for part in next(parts)]
     assert sparse_allreduce(vector, watched, votes=True)[1].max(initial=0) <= comm.size
     assert len(sparse_allgather(vector, watched)) == comm.size
-    sparse_reduce_scatter(vector, watched, partition="hashed")
+    sparse_reduce_scatter(vector, watched)
     root = comm.size - 1
     assert (sparse_reduce(vector, watched, root, votes=True) is not None) == (comm.rank == root)
     assert bits(sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(

@@ -43,9 +43,8 @@ def test_every_sum_is_that_of_the_oracle(comm, pattern):
         for name in ALGORITHMS:
             assert_equal(sparse_allreduce(vector, rough, algorithm=name, partition="sampled"), total)
         assert [bits(part) for part in sparse_allgather(vector, rough)] == [bits(each) for each in every]
-        for partition in ("equal", "hashed"):
-            share = sparse_reduce_scatter(vector, rough, partition=partition)
-            np.testing.assert_array_equal(sum(comm.allgather(window(share))), total)
+        share = sparse_reduce_scatter(vector, rough)
+        np.testing.assert_array_equal(sum(comm.allgather(window(share))), total)
         reduced = sparse_reduce(vector, rough, root)
         if comm.rank == root:
             assert_equal(reduced, total)
@@ -62,7 +61,6 @@ def test_every_gtopk_is_that_of_the_oracle_and_loses_nothing(comm, pattern):
     vector = contribution(pattern, comm.rank, comm.size)
     dense = [window(each) for each in contributions(pattern, comm.size)]
     expected = {"recursive_doubling": butterfly_sum(dense, [K] * comm.size), "exact": select(sum(dense), K)}
-    expected["exact_doubling"] = expected["exact"]
     with over(Disordered, comm, seed=comm.size) as rough:
         for name in gtopk_allreduce.algorithms:
             result, rejected = gtopk_allreduce(vector, rough, K, algorithm=name)

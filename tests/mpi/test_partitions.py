@@ -25,7 +25,6 @@ from collectives import (
 )
 from collectives.allreduce import PARTITIONS
 from collectives.collective import link_of
-from collectives.partition import hashed_blocks
 from collectives.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up
@@ -40,14 +39,6 @@ def test_the_sum_does_not_depend_on_the_partition(comm, pattern, partition, algo
     total = sparse_allreduce(vector, comm, algorithm=algorithm, partition=partition)
     assert_same_bits(comm, total)
     assert_equal(total, sum(window(each) for each in contributions(pattern, comm.size)))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_hashed_reduce_scatter(comm, pattern):
-    share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm, partition="hashed")
-    whole = sum(window(each) for each in contributions(pattern, comm.size))
-    mine = hashed_blocks(LENGTH, comm.size).owners(np.arange(LENGTH)) == comm.rank
-    assert_equal(share, np.where(mine, whole, 0))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -72,7 +63,7 @@ BAD_PARTITIONS = [
     (sparse_allreduce, np.array([0, 50, LENGTH]), ValueError, r"partition is array\(.*: expected one of"),
     (sparse_allreduce, np.array(["equal"]), ValueError, r"partition is array\(.*: expected one of"),
     (sparse_allreduce, Broken(), OSError, "this cannot be printed"),
-    (sparse_reduce_scatter, "sampled", ValueError, "partition is 'sampled': expected 'equal', 'hashed' or"),
+    (sparse_reduce_scatter, "sampled", ValueError, "partition is 'sampled': expected 'equal' or"),
     (sparse_reduce_scatter, [0, LENGTH - 1], ValueError, "partition has 2 bounds from 0 to 239: expected"),
     (sparse_reduce_scatter, [], ValueError, "partition has 0 bounds: expected"),
     (sparse_reduce_scatter, 7, TypeError, "partition is 7: expected .* integers"),
@@ -108,16 +99,10 @@ def test_bounds_that_differ_raise_however_they_are_printed(comm):
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_reduce_scatter])
-def test_partitions_that_differ_raise_everywhere(comm, collective):
-    with pytest.raises(
-        CollectiveError, match=r"partition must be the same on all ranks, got equal on rank.*; hashed on"
-    ):
-        collective(
-            contribution("random", comm.rank, comm.size),
-            comm,
-            partition="equal" if comm.rank < comm.size - 1 else "hashed",
-        )
+def test_partitions_that_differ_raise_everywhere(comm):
+    mine = "equal" if comm.rank < comm.size - 1 else "sampled"
+    with pytest.raises(CollectiveError, match=r"partition must be the same .*, got equal on rank.*; sampled on"):
+        sparse_allreduce(contribution("random", comm.rank, comm.size), comm, partition=mine)
 
 
 def hot(rank, length, entries):
@@ -129,7 +114,7 @@ def hot(rank, length, entries):
 
 
 @pytest.mark.at_least(3)
-@pytest.mark.parametrize("partition", ["auto", "sampled", "hashed"])
+@pytest.mark.parametrize("partition", ["auto", "sampled"])
 def test_a_hot_stretch_does_not_fall_to_one_rank(comm, partition, monkeypatch):
     added = []
 
