@@ -3,7 +3,7 @@ import struct
 import fuzz_codec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from strategies import DTYPES, sparse_vectors
@@ -21,7 +21,7 @@ from mpicomp.codec import (
     quick,
     smallest,
 )
-from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, INT64, RANGE
+from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 from mpicomp.few_bits import BITS, as_they_are, quantise
 
@@ -67,16 +67,10 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     if nbytes is None or nbytes > 10**6:
         return
     coding = Coding(form, plain(vector).values)
-    message = encode(vector, np.full(nbytes + 9000, 255, np.uint8), coding)
+    room = np.full(nbytes + 9000, 255, np.uint8)
+    message = encode(vector, room, coding)
     same(decode(message), vector)
-
-
-@pytest.mark.parametrize("form", [INT64, BITMAP, ELIAS_FANO])
-def test_the_last_positions_of_the_longest_vector_come_back(form):
-    length = 2**63 - 1
-    vector = SparseVector(length - 1 - np.arange(60_000, -1, -10_000), np.ones(7), length)
-    back = decode(encode(vector, coding=Coding(form, plain(vector).values)))
-    assert back.indices.tolist() == vector.indices.tolist()
+    assert (room[message.size :] == 255).all(), "something behind the message was written"
 
 
 def test_formats_know_their_numbers():
@@ -252,12 +246,8 @@ def test_the_layout_is_the_documented_one():
     )
 
 
-def test_64_bit_indices_and_bytes_behind_the_message():
+def test_a_buffer_that_is_too_short_is_refused():
     vector = SparseVector([2**40, 2**62], np.array([1, 2], np.float16), 2**63 - 1)
-    room = np.full(200, 255, np.uint8)
-    message = encode(vector, room)
-    assert message.size == HEADER_NBYTES + 16 + 4
-    assert decode(room).indices.tolist() == [2**40, 2**62]
     with pytest.raises(ValueError, match="out has 10 bytes: expected at least 84"):
         encode(vector, np.empty(10, np.uint8))
 
@@ -275,10 +265,6 @@ def broken(last_two=(5, 8), **changes):
     magic, version, index, value, *others = (fields | changes).values()
     body = struct.pack("<3i4x3f", 1, last_two[0], last_two[1], 1, 2, 3)
     return np.frombuffer(struct.pack(HEADER, magic, version, index | value << 3, *others) + body, np.uint8)
-
-
-def test_the_sound_one_is_sound():
-    assert decode(broken()).nnz == 3
 
 
 @pytest.mark.parametrize(
@@ -310,6 +296,7 @@ def test_the_sound_one_is_sound():
     ],
 )
 def test_a_header_that_lies_is_refused(changes, message):
+    assert decode(broken()).nnz == 3
     with pytest.raises(CodecError, match=message):
         decode(broken(**changes))
 
@@ -345,7 +332,7 @@ def test_the_smallest_coding_goes_by_the_true_count():
     assert smallest(SparseVector(range(50), np.empty((50, 0)), 50)).indices == BITMAP  # no values, so no range
 
 
-def of_section(form, section, nnz, length=9):
+def of_section(form, section, nnz, length):
     """Return a message of float64 whose section of indices has these 64-bit words."""
     body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
     header = struct.pack(HEADER, b"MV", 4, form | 2 << 3, 0, length, nnz, 64 + len(body))
@@ -353,44 +340,34 @@ def of_section(form, section, nnz, length=9):
 
 
 @pytest.mark.parametrize(
-    ("form", "section", "nnz"),
+    ("form", "section", "nnz", "length"),
     [
-        (RANGE, (-1,), 2),
-        (RANGE, (2**63 - 2,), 2),
-        (RANGE, (8,), 2),  # the last index is 9, the length too
-        (BITMAP, (0, 64, 0b1011), 2),  # three bits for two entries
-        (BITMAP, (0, 2, 0b101), 2),  # a bit beyond the span
-        (BITMAP, (0, 10**9, 0b11), 2),
-        (BITMAP, (0, -5, 0b11), 2),
-        (BITMAP, (-3, 64, 0b11), 2),
-        (BITMAP, (2**62, 2**62 + 5, 0b11), 2),
-        (BITMAP, (8, 64, 0b11), 2),
-        (BITMAP, (0, 1, 0b11), 2),
-        (ELIAS_FANO, (0, 8, 0, 0), 2),  # no high bits
-        (ELIAS_FANO, (0, 8, 0, 0, 0b11), 2),  # does not end at the end of its span
-        (ELIAS_FANO, (0, 8, 0, 0, 0b1011), 2),  # three ones for two entries
-        (ELIAS_FANO, (0, 8, 0, 0, 0b1), 2),
-        (ELIAS_FANO, (0, 1, 0, 0, 0b11), 2),
-        (ELIAS_FANO, (2**62, 2**62 + 5, 0, 0, 0b11), 2),
+        (ELIAS_FANO, (0, 2**31 - 1, 2**30 - 2, 0, 0b100000), 1, 2**31 - 1),  # 2^32 beyond the end of its span
+        (RANGE, (2**31 - 1,), 1, 2**31 - 1),
+        (RANGE, (2**32,), 1, 9),
+        (RANGE, (2**63 - 1,), 1, 2**63 - 1),
+        (RANGE, (-1,), 2, 9),
+        (RANGE, (2**63 - 2,), 2, 9),
+        (RANGE, (8,), 2, 9),  # the last index is 9, the length too
+        (BITMAP, (0, 64, 0b1011), 2, 9),  # three bits for two entries
+        (BITMAP, (0, 2, 0b101), 2, 9),  # a bit beyond the span
+        (BITMAP, (0, 10**9, 0b11), 2, 9),
+        (BITMAP, (0, -5, 0b11), 2, 9),
+        (BITMAP, (-3, 64, 0b11), 2, 9),
+        (BITMAP, (2**62, 2**62 + 5, 0b11), 2, 9),
+        (BITMAP, (8, 64, 0b11), 2, 9),
+        (BITMAP, (0, 1, 0b11), 2, 9),
+        (ELIAS_FANO, (0, 8, 0, 0), 2, 9),  # no high bits
+        (ELIAS_FANO, (0, 8, 0, 0, 0b11), 2, 9),  # does not end at the end of its span
+        (ELIAS_FANO, (0, 8, 0, 0, 0b1011), 2, 9),  # three ones for two entries
+        (ELIAS_FANO, (0, 8, 0, 0, 0b1), 2, 9),
+        (ELIAS_FANO, (0, 1, 0, 0, 0b11), 2, 9),
+        (ELIAS_FANO, (2**62, 2**62 + 5, 0, 0, 0b11), 2, 9),
     ],
 )
-def test_a_range_or_bitmap_that_lies_is_refused(form, section, nnz):
+def test_a_section_of_indices_that_lies_is_refused(form, section, nnz, length):
     with pytest.raises(CodecError):
-        decode(of_section(form, section, nnz))
-
-
-@pytest.mark.parametrize(
-    ("form", "section", "length"),
-    [
-        (ELIAS_FANO, (0, 2**31 - 1, 2**30 - 2, 0, 0b100000), 2**31 - 1),  # 2^32 beyond the end of its span
-        (RANGE, (2**31 - 1,), 2**31 - 1),
-        (RANGE, (2**32,), 9),
-        (RANGE, (2**63 - 1,), 2**63 - 1),
-    ],
-)
-def test_an_index_that_leaves_its_dtype_is_refused(form, section, length):
-    with pytest.raises(CodecError):
-        decode(of_section(form, section, 1, length))
+        decode(of_section(form, section, nnz, length))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -413,15 +390,6 @@ def test_offsets_are_narrower_than_their_dtype(dtype):
 def test_a_truncated_message_is_refused(size):
     with pytest.raises(CodecError):
         decode(broken()[:size])
-
-
-@settings(max_examples=300)
-@given(hnp.arrays(np.uint8, st.integers(0, 100)), st.booleans())
-def test_any_bytes_decode_or_raise_codec_error(noise, with_magic):
-    message = noise.copy()
-    if with_magic and message.size >= 3:
-        message[:3] = list(b"MV\x03")
-    fuzz_codec.decodes_or_raises(message)
 
 
 def test_mutated_messages_decode_or_raise_codec_error():

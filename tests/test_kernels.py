@@ -10,10 +10,10 @@ from few_bits_cases import quantised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families, magnitude_keys
-from numba.core.errors import TypingError
 from strategies import DTYPES, finite_values
 
-from mpicomp import Cosine, ErrorFeedback, Hadamard, TopK, codec
+from mpicomp import Cosine, ErrorFeedback, Hadamard, SparseVector, TopK, codec
+from mpicomp.codec.indices import BITMAP
 from mpicomp.codec.values import Offsets
 from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
@@ -22,7 +22,6 @@ from mpicomp.kernels.host import (
     coding,
     few_bits,
     fused,
-    instructions,
     merging,
     segments,
     selection,
@@ -36,7 +35,10 @@ from mpicomp.vector import add_up, merge, top_k
 
 MODULES = [bits, coding, few_bits, fused, merging, segments, selection, statistics, streaming, surveying, transforms]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
-INDEX_DTYPES = [np.int32, np.int64]
+DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+INDEX_DTYPE = pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+FAMILY = pytest.mark.parametrize("family", families(np.float32))
+NOT_FINITE = pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 
 
 @contextlib.contextmanager
@@ -53,21 +55,13 @@ def mode(request, monkeypatch):
         yield request.param
 
 
-def test_there_are_kernels_to_interpret():
-    assert len(KERNELS) >= 15
+def assert_same(ours, expected):
+    """Fail unless arrays have the same dtypes and bits."""
+    for one, other in zip(ours, expected, strict=True):
+        assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
 
 
-@bits.jit
-def _compared(values, first, mask, floor):  # what the kernels get of these functions
-    return instructions.reaching(values, first, mask, floor), instructions.nonzero(values, first)
-
-
-@bits.jit
-def _lowest(word):
-    return instructions.lowest(word)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("size", [0, 1, 7, 15, 16, 17, 64, 333])
 def test_long_sums_are_numpys_wherever_the_arrays_begin(mode, dtype, size):
     given = np.random.default_rng(5).standard_normal((3, size + 20)).astype(dtype)
@@ -81,71 +75,18 @@ def test_long_sums_are_numpys_wherever_the_arrays_begin(mode, dtype, size):
             np.testing.assert_array_equal(room.base, around)  # nothing beside it was written
 
 
-@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64], ids=str)
-def test_values_are_compared_64_at_once_as_one_by_one(dtype):
-    limits, rng = np.iinfo(dtype), np.random.default_rng(3)
-    values = rng.integers(limits.min, limits.max, 200, dtype, endpoint=True)
-    values[rng.random(200) < 0.3] = 0
-    values[7::50] = limits.min, limits.max, -1, 1
-    for first in 0, 1, 63, 136:
-        for mask in dtype(limits.max), dtype(-1):
-            for floor in dtype(0), dtype(1), values[first + 5], dtype(limits.max), dtype(limits.min):
-                here = [int(each) for each in values[first : first + 64]]
-                reached = sum(1 << place for place, each in enumerate(here) if each & int(mask) >= int(floor))
-                nonzero = sum(1 << place for place, each in enumerate(here) if each)
-                for compare in _compared, _compared.py_func:
-                    assert compare(values, first, mask, floor) == (reached, nonzero)
-
-
-def test_only_values_that_lie_behind_each_other_are_compared():
-    with pytest.raises(TypingError):
-        _compared(np.zeros(200, np.int32)[::2], 0, np.int32(1), np.int32(1))
-
-
-def test_the_lowest_bit_is_found():
-    for place in range(64):
-        for word in 1 << place, 2**64 - (1 << place), 1 << place | 1 << 63:
-            for lowest in _lowest, _lowest.py_func:
-                assert lowest(np.uint64(word)) == place
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
-@pytest.mark.parametrize("sample", [64, 512, 10**6])
-def test_top_k_is_exact_with_ties_to_the_lowest_position(mode, monkeypatch, dtype, family, sample):
-    monkeypatch.setattr(selection, "_SAMPLE", sample)
-    values = families(dtype)[family].astype(dtype)
-    for k in (1, 2, 37, 1500, 2999, 3000, 10**6) if mode == "compiled" else (37,):
-        np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
+@DTYPE
+@FAMILY
 def test_divide_largest_parts_what_top_k_finds_from_the_rest(mode, dtype, family):
     values = families(dtype)[family].astype(dtype)
     indices = 7 * np.arange(values.size, dtype=np.int32)
     for k in (1, 37, 1500, 2999) if mode == "compiled" else (37,):
         positions = expected_top_k(values, k)
         parts = indices[positions], values[positions], np.delete(indices, positions), np.delete(values, positions)
-        for mine, theirs in zip(host.divide_largest(indices, values, k), parts, strict=True):
-            assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes())
+        assert_same(host.divide_largest(indices, values, k), parts)
 
 
-CHUNKS = [(1, 1, 1), (1, 64, 1), (37, 100, 9), (100, 100, 100), (64, 1000, 7), (900, 1009, 200)]  # k, chunk, last
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
-def test_the_largest_of_every_chunk_are_exact_with_ties_to_the_lowest_position(mode, dtype, family):
-    values = families(dtype)[family].astype(dtype)
-    for k, chunk, last in CHUNKS if mode == "compiled" else CHUNKS[2:3]:
-        for some in (values, values[:1], values[:2500]) if mode == "compiled" else (values[:350],):
-            positions, found = host.largest_in_segments(some, [0, some.size], [k], [chunk], [last])
-            np.testing.assert_array_equal(positions, expected_in_chunks(some, k, chunk, last), strict=True)
-            assert (found.dtype, found.tobytes()) == (dtype, some[positions].tobytes())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("scales", [(0, 0.5**24, 1e-3, 1, 1e3, np.inf, np.nan), (0.8, 0.9, 1), (1e-3, 1, 1, 1, 1, 1)])
 def test_chunks_of_any_scale_after_each_other(dtype, scales):
     """The floor that a chunk leaves for the next is far too high, a little too high, far too low, or that of zeros."""
@@ -161,8 +102,8 @@ def test_chunks_of_any_scale_after_each_other(dtype, scales):
 SEGMENTS = [0, 0, 1, 30, 30, 1400, 20_000, 40_000, 40_000]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
+@DTYPE
+@FAMILY
 def test_the_largest_of_segments_are_those_of_each_alone(mode, dtype, family):
     """Of other scales, some of them empty, as a whole and in chunks; compiled ones long enough for a sample."""
     bounds = SEGMENTS if mode == "compiled" else SEGMENTS[:5]
@@ -184,7 +125,7 @@ def test_the_largest_of_segments_are_those_of_each_alone(mode, dtype, family):
         assert found.tobytes() == values[positions].tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_the_largest_of_a_sum_of_segments_are_those_of_the_written_sum(mode, dtype, scale):
     """Parts of another vector, each in memory of its own, at any place of a cache line."""
@@ -199,11 +140,10 @@ def test_the_largest_of_a_sum_of_segments_are_those_of_the_written_sum(mode, dty
         found = host.largest_in_segments(out, bounds, *rows, summands=(vector, scale, parts))
         expected = vector * dtype.type(scale) + np.concatenate(parts)
         assert out.tobytes() == expected.tobytes()
-        for mine, theirs in zip(found, host.largest_in_segments(expected, bounds, *rows), strict=True):
-            assert mine.tobytes() == theirs.tobytes()
+        assert_same(found, host.largest_in_segments(expected, bounds, *rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("two", [False, True])
 def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
     """Bitwise: sums have the order of `moments` and `sides`, whose last block is padded with zeros."""
@@ -217,7 +157,7 @@ def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
         assert row == [mean, sums.largest, *magnitudes]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@NOT_FINITE
 def test_a_segment_that_is_not_finite_has_no_finite_mean(mode, bad):
     values = np.ones(20, np.float32)
     values[7] = bad
@@ -225,7 +165,7 @@ def test_a_segment_that_is_not_finite_has_no_finite_mean(mode, bad):
     assert np.isfinite(found).all(axis=1).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_values_get_the_magnitudes_of_their_segments_and_keep_their_signs(mode, dtype):
     values, bounds = families(dtype, 300)["negative zeros"].astype(dtype), [0, 7, 7, 100, 300]
     rows = np.array([[1, 2, 1.5], [0, 0, 0], [0.25, 0.5, 0.5], [1, 3, 0]], dtype)
@@ -235,7 +175,7 @@ def test_values_get_the_magnitudes_of_their_segments_and_keep_their_signs(mode, 
     assert host.with_magnitudes(values, bounds, rows).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("scale", [1, 0.3, -2])
 def test_a_sum_with_parts_is_rounded_twice_wherever_they_begin(mode, dtype, sign, scale):
@@ -267,50 +207,33 @@ def test_no_kernel_fuses_a_product_and_a_sum(mode, dtype):
     assert values.tobytes() == expected[positions].tobytes()
 
 
-@settings(max_examples=200)
-@given(st.data())
-def test_top_k_on_any_values(data):
-    dtype = data.draw(st.sampled_from(DTYPES))
-    values = data.draw(finite_values(dtype, st.integers(0, 60)))
-    k = data.draw(st.integers(1, 70))
-    np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
-
-
-def test_top_k_for_every_k(monkeypatch):
-    values = np.round(9 * np.random.default_rng(3).standard_normal(500)).astype(np.float32)
-    for sample in (16, 10**6):
-        monkeypatch.setattr(selection, "_SAMPLE", sample)
-        for k in range(1, 501):
-            np.testing.assert_array_equal(host.top_k(values, k), expected_top_k(values, k))
-
-
 @pytest.mark.parametrize("family", ["normal", "laplace", "cauchy", "sorted", "quantised", "all equal", "zeros"])
 def test_a_sample_serves_ordinary_data_on_any_number_of_threads(monkeypatch, family):
     monkeypatch.setattr("mpicomp.threads._LEAST", 1 << 10)
-    values = families(np.float32, 200_003)[family].astype(np.float32)
     monkeypatch.setattr(selection, "_by_histogram", None)
+    if family not in ("quantised", "all equal"):
+        monkeypatch.setattr(fused, "largest", None)
+    values = families(np.float32, 200_003)[family].astype(np.float32)
     for k in 1, 200, 2000, 150_000:
-        expected = expected_top_k(values, k)
         for threads in 1, 2, 3:
-            np.testing.assert_array_equal(host.top_k(values, k, threads=threads), expected)
+            assert_finds_the_largest(values, k, threads)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("seen", [9.0, 0.5])
-def test_top_k_is_exact_when_the_sample_misleads(monkeypatch, seen, threads):
+def test_the_largest_are_exact_when_the_sample_misleads(mode, monkeypatch, dtype, seen, threads):
     monkeypatch.setattr("mpicomp.threads._LEAST", 1 << 10)
     monkeypatch.setattr(selection, "_SAMPLE", 64)
-    places = np.empty(64, np.uint32)
-    selection._sample(np.arange(3000, dtype=np.int32), np.int32(2**31 - 1), places)
-    assert (np.diff(places.astype(int)) > 0).all()
-    values = 1 + np.arange(3000, dtype=np.float32)[::-1] / 3000
+    places = selection.take_sample(np.arange(3000, dtype=np.int32), np.int32(-1))
+    values = (1 + np.arange(3000)[::-1] / 3000).astype(dtype)
     values[places] = seen
     for k in 5, 100, 1000:
-        np.testing.assert_array_equal(host.top_k(values, k, threads=threads), expected_top_k(values, k))
+        assert_finds_the_largest(values, k, threads)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@DTYPE
+@NOT_FINITE
 def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     values = np.arange(100).astype(dtype)
     values[[42, 77]] = bad
@@ -323,6 +246,35 @@ def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     host.raise_not_finite(values[:42])
 
 
+THRESHOLDS = 0, 1e-320, 0.1, 1, 3.0, np.nextafter(3, 0), np.nextafter(3, 9), 65504.0, np.nextafter(65504, 0), np.inf
+
+
+@DTYPE
+@FAMILY
+def test_above_rounds_its_threshold_as_numpy_does_and_exceeding_does_not(mode, dtype, family):
+    values = families(dtype)[family].astype(dtype)
+    for threshold in THRESHOLDS[:: 1 if mode == "compiled" else 3]:
+        with np.errstate(over="ignore"):
+            expected = np.flatnonzero(np.abs(values) >= np.asarray(threshold).astype(dtype))
+        np.testing.assert_array_equal(host.above(values, threshold), expected)
+        positions, found = host.exceeding(values, threshold)
+        np.testing.assert_array_equal(positions, np.flatnonzero(np.abs(values.astype(np.float64)) > threshold))
+        assert_same([found], [values[positions]])
+    assert host.above(values[:0], 1).size == 0
+    assert [each.size for each in host.exceeding(values[:0], 1)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "search", [host.above, host.exceeding, lambda a, limit: host.add_above(a + 1, a + 1, a, limit)]
+)
+@pytest.mark.parametrize("threshold", [-1, np.nan])
+def test_a_threshold_is_at_least_0(search, threshold):
+    values = np.zeros(3, np.float32)
+    with pytest.raises(ValueError, match="expected a number >= 0"):
+        search(values, threshold)
+    assert not values.any()
+
+
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
 def test_every_nan_is_a_largest(monkeypatch, pattern):
     monkeypatch.setattr(selection, "_SAMPLE", 64)
@@ -330,52 +282,7 @@ def test_every_nan_is_a_largest(monkeypatch, pattern):
     assert host.top_k(values, 7).tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
-def test_above_compares_as_numpy_does(mode, dtype, family):
-    values = families(dtype)[family].astype(dtype)
-    for threshold in (0, np.finfo(dtype).smallest_subnormal, 0.1, 1, 3.0, 1e6, np.inf)[
-        :: 1 if mode == "compiled" else 3
-    ]:
-        with np.errstate(over="ignore"):
-            expected = np.flatnonzero(np.abs(values) >= np.asarray(threshold).astype(dtype))
-        np.testing.assert_array_equal(host.above(values, threshold), expected)
-    assert host.above(values[:0], 1).size == 0
-
-
-@pytest.mark.parametrize("search", [host.above, host.exceeding])
-@pytest.mark.parametrize("threshold", [-1, np.nan])
-def test_above_wants_a_threshold(search, threshold):
-    with pytest.raises(ValueError, match="expected a number >= 0"):
-        search(np.ones(3), threshold)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
-def test_exceeding_compares_without_rounding_the_threshold(mode, dtype, family):
-    values = families(dtype)[family].astype(dtype)
-    largest = float(np.finfo(dtype).max)
-    thresholds = (
-        0,
-        1e-320,
-        0.1,
-        1,
-        3.0,
-        np.nextafter(3, 0),
-        np.nextafter(3, 9),
-        largest,
-        np.nextafter(largest, 0),
-        np.inf,
-    )
-    for threshold in thresholds[:: 1 if mode == "compiled" else 3]:
-        positions, found = host.exceeding(values, threshold)
-        np.testing.assert_array_equal(positions, np.flatnonzero(np.abs(values.astype(np.float64)) > threshold))
-        assert found.tobytes() == values[positions].tobytes()
-        assert found.dtype == dtype
-    assert [each.size for each in host.exceeding(values[:0], 1)] == [0, 0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_histogram(mode, dtype):
     values = families(dtype, 500)["quantised"].astype(dtype)
     keys, width = magnitude_keys(values)
@@ -390,67 +297,54 @@ def halves(values, seed=1):
     return np.where(first, values, zeros), np.where(first, zeros, values)
 
 
-def assert_adds_and_finds_the_largest(a, b, k, first=0):
+def assert_adds_and_finds_the_largest(a, b, k, first=0, threads=None):
     scale = a.dtype.type(1 if first % 2 else 0.7)
     with np.errstate(all="ignore"):
         total, room = scale * a + b, np.full(a.size + first, 7, a.dtype)
-        positions, found = host.add_largest(a, b, room[first:], k, scale=scale, long=0)
+        positions, found = host.add_largest(a, b, room[first:], k, scale=scale, threads=threads, long=0)
     assert room[first:].tobytes() == total.tobytes()
     assert (room[:first] == 7).all()
     np.testing.assert_array_equal(positions, expected_top_k(total, k), strict=True)
-    assert (found.dtype, found.tobytes()) == (total.dtype, total[positions].tobytes())
+    assert_same([found], [total[positions]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
+def assert_finds_the_largest(values, k, threads=None):
+    """Check a vector, and a sum whose result it is."""
+    np.testing.assert_array_equal(host.top_k(values, k, threads=threads), expected_top_k(values, k))
+    if k:
+        out, sent = np.empty_like(values), halves(values)
+        positions, found = host.add_largest(*sent, out, k, threads=threads, long=0)
+        np.testing.assert_array_equal(positions, expected_top_k(values, k), strict=True)
+        assert_same([out, found], [values, values[positions]])
+
+
+@DTYPE
+@FAMILY
 @pytest.mark.parametrize("sample", [64, 512, 10**6])
-def test_add_largest_finds_what_largest_finds_in_the_sum(mode, monkeypatch, dtype, family, sample):
+def test_the_largest_are_exact_with_ties_to_the_lowest_position(mode, monkeypatch, dtype, family, sample):
     monkeypatch.setattr(selection, "_SAMPLE", sample)
     drawn = families(dtype)
     values = drawn[family].astype(dtype)
     for k in (1, 2, 37, 1500, 2999, 3000, 10**6) if mode == "compiled" else (37,):
-        assert_adds_and_finds_the_largest(*halves(values), k)
+        assert_finds_the_largest(values, k)
         assert_adds_and_finds_the_largest(drawn["laplace"].astype(dtype), values, k, first=k % 5)
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_add_largest_on_any_values(data):
+def test_the_largest_of_any_values(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     a = data.draw(finite_values(dtype, st.integers(0, 200)))
     b = a[data.draw(st.integers(0, 200)) % max(1, a.size) :]
     k, first = data.draw(st.integers(1, 210)), data.draw(st.integers(0, 17))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "_SAMPLE", data.draw(st.sampled_from([16, 10**6])))
+        assert_finds_the_largest(a, k)
         assert_adds_and_finds_the_largest(a[: b.size], b, k, first)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("seen", [9.0, 0.5])
-def test_add_largest_is_exact_when_the_sample_misleads(mode, monkeypatch, dtype, seen, threads):
-    monkeypatch.setattr("mpicomp.threads._LEAST", 1 << 10)
-    monkeypatch.setattr(selection, "_SAMPLE", 64)
-    places = selection.take_sample(np.arange(3000, dtype=np.int32), np.int32(-1))
-    values = (1 + np.arange(3000)[::-1] / 3000).astype(dtype)
-    values[places] = seen
-    out = np.empty_like(values)
-    for k in 5, 100, 1000:
-        positions, found = host.add_largest(*halves(values), out, k, threads=threads, long=0)
-        np.testing.assert_array_equal(positions, expected_top_k(values, k))
-        assert (found.tobytes(), out.tobytes()) == (values[positions].tobytes(), values.tobytes())
-
-
-@pytest.mark.parametrize("family", ["normal", "laplace", "cauchy", "sorted", "zeros"])
-def test_a_sample_of_the_sum_serves_ordinary_data(monkeypatch, family):
-    values = families(np.float32, 200_003)[family].astype(np.float32)
-    monkeypatch.setattr(fused, "largest", None)
-    for k in 1, 200, 2000, 150_000:
-        assert_adds_and_finds_the_largest(*halves(values), k)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", families(np.float32))
+@DTYPE
+@FAMILY
 def test_add_above_finds_what_above_finds_in_the_sum(mode, dtype, family):
     drawn = families(dtype)
     values = drawn[family].astype(dtype)
@@ -480,14 +374,6 @@ def test_sums_that_are_nan_come_as_they_were_written(mode, dtype):
         assert found.tobytes() == out[positions].tobytes()
 
 
-def test_add_above_wants_a_threshold_before_it_writes():
-    out = np.zeros(3, np.float32)
-    for threshold in -1, np.nan:
-        with pytest.raises(ValueError, match="expected a number >= 0"):
-            host.add_above(out + 1, out + 1, out, threshold, long=0)
-    assert not out.any()
-
-
 def test_vectors_with_gaps_are_added_before_the_largest_are_found():
     a, b = np.random.default_rng(0).standard_normal((2, 4000), np.float32)
     out, total = np.empty(2000, np.float32), a[::2] + b[1::2]
@@ -512,7 +398,7 @@ def moments_in_the_order_of_the_docstring(values):
     return sums.tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_moments_are_sums_in_a_fixed_order(mode, dtype):
     for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["denormal"]:
         values = families(dtype, 40_000 if mode == "compiled" else 100)[family].astype(dtype)
@@ -532,7 +418,7 @@ def test_moments_of_nothing_and_of_the_largest():
     assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_the_sums_on_both_sides_of_a_threshold_are_those_of_moments(mode, dtype):
     """Their order is that of `moments`, so each is that of the values of its side, with zeros at the others."""
     size = 40_000 if mode == "compiled" else 100
@@ -574,7 +460,7 @@ def sums_in_the_order_of_the_docstring(values, threshold):
     return math.ldexp(sums[0, 0], exponent), math.ldexp(sums[1, 0], 2 * exponent)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("threshold", [0, 0.125, 2.0])
 def test_a_survey_adds_in_the_order_of_its_docstring(mode, dtype, threshold):
     for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["normal", "denormal"]:
@@ -596,7 +482,7 @@ def test_a_survey_deals_its_stretches_to_lanes():
     assert sums.beyond(2)[1:] == sums_in_the_order_of_the_docstring(values, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_a_survey_answers_for_the_thresholds_that_it_was_given(mode, dtype):
     for family in set(families(dtype)) - {"infinite"} if mode == "compiled" else ["normal"]:
         values = families(dtype, 40_000 if mode == "compiled" else 1500)[family].astype(dtype)
@@ -626,28 +512,21 @@ def test_a_survey_says_that_there_was_no_room(mode):
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1, 1e30])
-def test_a_survey_finds_a_scale_for_outliers(scale):
-    values = np.full(5000, scale, np.float32)
-    values[1234] = 3e38
-    sums = host.survey(values).all()
-    assert sums.total == pytest.approx(math.fsum(values.tolist()), rel=1e-6)
-    assert sums.squares == pytest.approx(math.fsum(np.square(values.astype(float)).tolist()), rel=1e-6)
+@pytest.mark.parametrize("outlier", [True, False])
+def test_a_survey_finds_a_scale_for_outliers_and_among_zeros(scale, outlier):
+    values = np.full(5000, scale if outlier else 0, np.float32)
+    values[1234] = 3e38 if outlier else scale
+    sums, wide = host.survey(values).all(), values.astype(float)
+    assert sums.total == pytest.approx(math.fsum(wide.tolist()), rel=1e-6)
+    assert sums.squares == pytest.approx(math.fsum(np.square(wide).tolist()), rel=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_a_survey_finds_a_scale_among_zeros(scale):
-    values = np.zeros(50_000, np.float32)
-    values[1::997] = scale
-    sums = host.survey(values).all()
-    assert sums == (51, pytest.approx(51 * scale, rel=1e-6), pytest.approx(51 * scale * scale, rel=1e-6))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@NOT_FINITE
 def test_a_survey_shows_a_value_that_is_not_finite(mode, bad):
     assert not math.isfinite(host.survey(np.array([1, bad, 2], np.float32)).all().total)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_a_sample_gives_each_column_places_of_its_own(monkeypatch, dtype):
     assert host.sample(np.zeros(1 << 18, dtype)) is None
     values = (np.arange(1 << 19) // 1024 % 32).astype(dtype)
@@ -655,8 +534,8 @@ def test_a_sample_gives_each_column_places_of_its_own(monkeypatch, dtype):
     np.testing.assert_array_equal(taken.reshape(-1, 32), np.tile(np.arange(32), (1 << 8, 1)).astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@DTYPE
+@INDEX_DTYPE
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["entries", "rows"])
 @pytest.mark.parametrize(("size_a", "size_b"), [(0, 0), (5, 0), (0, 5), (40, 60), (100, 100)])
 def test_merge_adds_where_both_have_an_entry(mode, dtype, index_dtype, shape, size_a, size_b):
@@ -683,8 +562,8 @@ def one_after_the_other(indices, values):
         return sorted(sums), np.array([sums[index] for index in sorted(sums)]).astype(values[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@DTYPE
+@INDEX_DTYPE
 @pytest.mark.parametrize("length", [10_000, 2**31 - 1])
 @pytest.mark.parametrize("parts", [1, 2, 9])
 @pytest.mark.parametrize("way", ["tiles", "batches", "sorting", "rows"])
@@ -713,40 +592,24 @@ def test_accumulate_keeps_zeros_and_their_signs_at_any_index(monkeypatch, sparse
     assert np.signbit(total).tolist() == [True, False, False, True]
 
 
-def test_two_vectors_accumulate_to_what_they_merge_to():
-    rng = np.random.default_rng(5)
-    for dtype in DTYPES:
-        a, b = (draw_sparse(rng, 700, 1500, np.int32, (), dtype) for _ in "ab")
-        merged, accumulated = host.merge(*a, *b), host.accumulate([a[0], b[0]], [a[1], b[1]], 1500)
-        assert [each.tobytes() for each in merged] == [each.tobytes() for each in accumulated]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
+@INDEX_DTYPE
 @pytest.mark.parametrize("values_dtype", DTYPES, ids=str)
-def test_gather_and_scatter_add_are_numpys_on_unique_indices(mode, dtype, values_dtype):
+def test_gather_scatter_and_scatter_add_are_numpys_on_unique_indices(mode, dtype, index_dtype, values_dtype):
     rng = np.random.default_rng(1)
-    for index_dtype in INDEX_DTYPES:
-        indices, values = draw_sparse(rng, 80, 500, index_dtype, (), values_dtype)
-        dense = rng.standard_normal(500).astype(dtype)
-        np.testing.assert_array_equal(host.gather(dense, indices), dense[indices])
-        expected = dense.copy()
-        expected[indices] += values
-        host.scatter_add(dense, indices, values)
-        np.testing.assert_array_equal(dense, expected)
+    indices, values = draw_sparse(rng, 80, 500, index_dtype, (), values_dtype)
+    dense, values[3] = rng.standard_normal(500).astype(dtype), -0.0
+    np.testing.assert_array_equal(host.gather(dense, indices), dense[indices])
+    expected = dense.copy()
+    expected[indices] += values
+    host.scatter_add(dense, indices, values)
+    assert_same([dense], [expected])
+    expected[indices] = values.astype(dtype)
+    host.scatter(dense, indices, values.astype(dtype))
+    assert_same([dense], [expected])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_writes_what_numpy_does(mode, dtype):
-    for index_dtype in INDEX_DTYPES:
-        indices, values = draw_sparse(np.random.default_rng(1), 80, 500, index_dtype, (), dtype)
-        values[3] = -0.0
-        dense, expected = np.ones(500, dtype), np.ones(500, dtype)
-        expected[indices] = values
-        host.scatter(dense, indices, values)
-        assert dense.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("step", [1, 2])
 def test_clear_leaves_no_bit_and_nothing_else(dtype, step):
     values = np.full((4, 50), -1, dtype)
@@ -756,7 +619,7 @@ def test_clear_leaves_no_bit_and_nothing_else(dtype, step):
     assert values.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1000), (7, 8), (2**31 - 9, 2**31 - 1)])
 def test_consecutive_is_arange(mode, dtype, first, end):
     np.testing.assert_array_equal(host.consecutive(first, end, dtype), np.arange(first, end), strict=dtype == np.int64)
@@ -767,7 +630,7 @@ def test_consecutive_is_arange(mode, dtype, first, end):
     [([], -1), ([0, 4, 9], -1), ([-1, 4], 0), ([0, 10], 1), ([0, 3, 3], 2), ([5, 4], 1), ([0, 2**31 - 1, 1], 1)],
 )
 def test_first_disorder(mode, indices, position):
-    for dtype in INDEX_DTYPES:
+    for dtype in np.int32, np.int64:
         assert host.first_disorder(np.array(indices, dtype), 10) == position
 
 
@@ -778,74 +641,26 @@ def test_an_inspection_finds_what_is_wrong_and_the_ends(mode):
     assert host.inspect(np.array([], np.int32), values[:0], 10) == (-1, -1, 0, -1)
 
 
-@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-@pytest.mark.parametrize("span", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize("share", [0, 0.05, 0.9, 1])
-def test_a_bitmap_gives_its_indices_back(mode, index_dtype, span, share):
-    places = np.flatnonzero(np.random.default_rng(span).random(span) < share)
-    words = np.zeros(-(-span // 64), np.uint64)
-    host.to_bitmap((places + 77).astype(index_dtype), 77, words)
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=span)
-    np.testing.assert_array_equal(np.flatnonzero(bits), places)
-    back = np.empty(places.size, index_dtype)
-    assert host.from_bitmap(words, 77, back) == places.size
-    np.testing.assert_array_equal(back, places + 77)
-    few = np.empty(places.size // 2, index_dtype)
-    assert host.from_bitmap(words, 77, few) == places.size
-    np.testing.assert_array_equal(few, back[: few.size])
-
-
-@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-@pytest.mark.parametrize(("low_bits", "step"), [(0, 1), (1, 3), (9, 1000), (31, 2**33)])
-def test_elias_fano_comes_back(mode, index_dtype, low_bits, step):
-    first = 5
-    indices = first + np.cumsum(np.random.default_rng(step).integers(1, step + 1, 70))
-    if indices[-1] > np.iinfo(index_dtype).max:
-        return
-    indices = indices.astype(index_dtype)
-    lows = np.zeros(70 * low_bits // 64 + 2, np.uint64)
-    highs = np.zeros((70 + (int(indices[-1]) >> low_bits)) // 64 + 1, np.uint64)
-    host.to_elias_fano(indices, first, low_bits, lows, highs)
-    back = np.zeros_like(indices)
-    assert host.from_elias_fano(lows, highs, first, low_bits, back) == 70
-    np.testing.assert_array_equal(back, indices)
-    assert host.from_elias_fano(lows, highs, first, low_bits, back[:69]) == 70  # one more than there is room for
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@DTYPE
+@INDEX_DTYPE
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 300])
-@pytest.mark.parametrize("spread", ["one", "octave", "all"])
-def test_values_come_back_from_their_offsets(mode, dtype, size, spread):
+def test_indices_and_values_come_back_from_their_codes(mode, dtype, index_dtype, size):
+    """Interpreted, an access beyond an array is an IndexError."""
     rng = np.random.default_rng(size)
-    bits = np.array(
-        {"one": [3.0] * size, "octave": 1 + rng.random(size), "all": rng.standard_normal(size)}[spread], dtype
-    )
-    values = np.copysign(bits, rng.standard_normal(size)).astype(dtype)
-    if spread == "all":
-        values[:: max(1, size - 1)] = [np.nan] + [-0.0] * (size > 1)
-    least, largest = host.magnitude_range(values)
-    keys, _ = magnitude_keys(values)
-    assert (least, largest) == (keys.min(), keys.max())
-    width = (largest - least).bit_length()
-    nbytes = Offsets(values.dtype, least, width).nbytes(size) - 16
-    planes = np.full(nbytes + 8, 255, np.uint8)
-    planes[:nbytes] = 0
-    host.to_offsets(values, least, width, planes[:nbytes])
-    back = np.empty_like(values)
-    host.from_offsets(planes[:nbytes], least, width, back)
-    assert back.tobytes() == values.tobytes()
-    assert (planes[nbytes:] == 255).all()
+    indices = np.cumsum(rng.integers(1, 9, size)) + (2**33 if index_dtype == np.int64 else 77)
+    for values in np.full(size, 3.0), 1 + rng.random(size), rng.standard_normal(size):
+        vector = SparseVector(indices, np.copysign(values, rng.standard_normal(size)).astype(dtype), indices[-1] + 1)
+        back = codec.decode(codec.encode(vector, coding=codec.Coding(BITMAP, Offsets.of(vector.values))))
+        assert vector.indices.dtype == index_dtype
+        assert_same([back.indices, back.values], [vector.indices, vector.values])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_divide_parts_the_entries(mode, dtype):
     indices, values = np.arange(0, 20, 2, np.int32), np.arange(10).astype(dtype)
     for positions in (np.arange(0), np.array([0, 3, 9]), np.arange(10)):
-        ours = host.divide(indices, values, positions)
-        expected = indices[positions], values[positions], np.delete(indices, positions), np.delete(values, positions)
-        for mine, theirs in zip(ours, expected, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-            assert mine.dtype == theirs.dtype
+        parts = indices[positions], values[positions], np.delete(indices, positions), np.delete(values, positions)
+        assert_same(host.divide(indices, values, positions), parts)
 
 
 def butterflies(part):
@@ -868,7 +683,7 @@ def in_parts(size, chunk):
         start += chunk
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_a_walsh_hadamard_transform_has_the_additions_of_its_stages(mode, dtype):
     for chunk in 1, 2, 4, 32, 64, 128, 256, 1024:
         for size in {0, 1, 2, 63, chunk, 3 * chunk, 2 * chunk + 101}:
@@ -882,7 +697,7 @@ def test_a_walsh_hadamard_transform_has_the_additions_of_its_stages(mode, dtype)
             np.testing.assert_array_equal(values, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_products_of_chunks_are_added_in_order(mode, dtype):
     for chunk, count in (1, 3), (3, 1), (8, 4), (31, 2), (64, 1):
         rng, wide = np.random.default_rng(chunk), np.promote_types(dtype, np.float32)
@@ -898,7 +713,7 @@ def test_products_of_chunks_are_added_in_order(mode, dtype):
         np.testing.assert_array_equal(own, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 def test_signs_are_one_minus_one_and_zero(mode, dtype):
     for values in families(dtype).values():
         values = values.astype(dtype)
@@ -935,43 +750,7 @@ def test_after_warming_up_nothing_is_left_to_compile(dtype):
     assert signatures() == before
 
 
-def test_read_only_arrays_are_not_compiled_for():
-    def signatures():
-        return {(module.__name__, name): len(getattr(module, name).signatures) for module, name in KERNELS}
-
-    def locked(array):
-        view = array.view()
-        view.flags.writeable = False
-        return view
-
-    values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
-    indices = np.arange(0, 1 << 16, 100, dtype=np.int32)
-    words, lows, highs = np.zeros(1 << 10, np.uint64), np.zeros(2, np.uint64), np.zeros(1 << 11, np.uint64)
-    planes, back = np.zeros(values.nbytes, np.uint8), np.empty_like(indices)
-    few, out = values[indices], np.empty_like(values)
-
-    def call(given):
-        v, i, f = given(values), given(indices), given(few)
-        host.largest(v, 9), host.above(v, 1.0), host.exceeding(v, 1.0), host.histogram(v), host.raise_not_finite(v)
-        host.moments(v), host.survey(v, 0.5, 0.5), host.sample(given(np.tile(values, 16))), host.magnitude_range(v)
-        host.sides(v, 0.5), host.largest_in_segments(v, [0, 9, v.size], [3, 3], [50, 50], [1, 1])
-        host.magnitudes_in_segments(v, [0, 9, v.size], two=True)
-        host.with_magnitudes(v, [0, v.size], np.zeros((1, 3), v.dtype)), host.add_parts(v, 0.5, [v], out, long=0)
-        host.add(v, v, out, long=0), host.add_largest(v, v, out, 9, long=0), host.add_above(v, v, out, 9.0, long=0)
-        host.gather(v, i), host.scatter(out, i, f), host.scatter_add(out, i, f), host.first_disorder(i, 1 << 16)
-        host.merge(i, f, i, f), host.accumulate([i] * 3, [f] * 3, 1 << 16), host.divide(i, f, given(np.arange(3)))
-        host.divide_largest(i, f, 9), host.to_bitmap(i, 0, words), host.from_bitmap(given(words), 0, back)
-        host.to_elias_fano(i, 0, 0, lows, highs), host.from_elias_fano(given(lows), given(highs), 0, 0, back)
-        host.to_offsets(v, 0, 31, planes), host.from_offsets(given(planes), 0, 31, out)
-        host.hadamard(v, out, 256), host.multiply_chunks(v, given(np.eye(8, dtype=np.float32)), out), host.signs(out)
-
-    call(np.copy)
-    before = signatures()
-    call(locked)
-    assert signatures() == before
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPE
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_view_taken_for_writable_holds_the_same_memory(dtype, step):
     values = np.arange(12).astype(dtype)
@@ -1036,7 +815,7 @@ def test_short_few_bits_are_float16_numbers(mode, number):
 
 
 @pytest.mark.parametrize("number", BITS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@NOT_FINITE
 def test_a_block_that_is_not_finite_decodes_to_nothing_finite(mode, number, bad):
     values = np.ones(96, np.float32)
     values[40] = bad
