@@ -14,7 +14,7 @@ from collectives.exchange.statistics import Statistics
 from collectives.faults.recovery import agree, shrink
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.outer import OuterLoop
-from collectives.plan import CyclicLeader, SupportPlan, aligned_allreduce, aligned_iallreduce
+from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
 from collectives.quantised import quantised_allreduce, quantised_iallreduce
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
@@ -23,7 +23,6 @@ from collectives.runtime.link import Traffic, traffic
 from collectives.warming import warm_up
 
 __all__ = [
-    "CyclicLeader",
     "GradientExchange",
     "OuterLoop",
     "Request",

@@ -1,38 +1,21 @@
 """Shared supports: agree on the indices once, then sum values at these indices many times.
 
-Sources: ScaleCom (C.-Y. Chen, J. Ni, S. Lu, X. Cui et al., NeurIPS 2020, arXiv 2104.11125) for a leader's support;
-random-k with a shared seed as in S. U. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018 (arXiv 1809.07599).
-
-Creating a plan costs an exact sum of rows of width 0 (union), a broadcast of the indices (leader), or small messages
-(random). An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K indices with v bytes each, after ceil(lg P)
-small messages that compare the plans.
-
-Differences from the papers: any number of ranks; rows; ranks whose plans differ raise instead of adding values of
-different indices. `CyclicLeader` selects the exact Top-k, not one in chunks, and has no low-pass filter of the
-residual; if the leader's vector is zero, no rank sends an entry in that step.
+Creating a plan costs an exact sum of rows of width 0. An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K
+indices with v bytes each, after ceil(lg P) small messages that compare the plans; ranks whose plans differ raise.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from collectives import allreduce, rooted
+from collectives import allreduce
 from collectives.collective import Call, collective, on_every_rank, sound
 from collectives.dense import mpi, outlined
 from collectives.runtime.engine import Request
-from collectives.runtime.group import Group
-from collectives.runtime.link import check_communicator
-from collectives.runtime.messages import Steps
-from mpicomp.arrays import Array, beside, like, read_only, to_array, to_numpy
-from mpicomp.compressors import TopK, expect_integer
-from mpicomp.compressors.base import Summands, write_sum
-from mpicomp.compressors.common import Density, all_at, finite_vector
+from mpicomp.arrays import like, read_only, to_array, to_numpy
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
@@ -55,34 +38,6 @@ def _union(vector: SparseVector, comm: Any) -> "Call[SupportPlan]":
 _union.algorithm(partial(allreduce.run_chosen, allreduce.choose_freely), name="union", meets=True)
 
 
-@collective()
-def _leader(vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "Call[SupportPlan]":
-    name, plan = "SupportPlan.leader", partial(SupportPlan, comm=comm)
-    return Call(vector, comm, arguments={"root": root}, prepare=bare, finish=plan, follow=True, operation=name)
-
-
-_leader.algorithm(rooted.bcast)
-
-
-@collective()
-def _random(length: int, k: int, comm: Any, seed: int = 0) -> "Call[SupportPlan]":
-    def prepare(call: Call[Any], size: int) -> SparseVector:
-        vector = SparseVector.empty(length)
-        if call.arguments["k"] > vector.length:
-            raise ValueError(f"k is {call.arguments['k']}: expected at most the length, {vector.length}")
-        return vector
-
-    arguments, plan = {"k": k, "seed": seed}, partial(SupportPlan, comm=comm)
-    return Call(None, comm, arguments=arguments, prepare=prepare, finish=plan, operation="SupportPlan.random")
-
-
-@_random.algorithm(meets=True)
-def _draw(vector: SparseVector, group: Group, k: int, seed: int) -> Steps[SparseVector]:
-    yield from group.agree()
-    chosen = np.sort(np.random.default_rng(seed).choice(vector.length, k, replace=False, shuffle=False))
-    return SparseVector(chosen, np.empty((k, 0), np.float32), vector.length)
-
-
 @collective(on_every_rank)
 def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     entries = plan.indices.size
@@ -102,11 +57,10 @@ _sum_at.algorithm(mpi, meets=True)
 
 
 class SupportPlan:
-    """Indices that all ranks of a communicator agreed on; made by `union`, `leader` or `random`.
+    """Indices that all ranks of a communicator agreed on; made by `union`.
 
     indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in numbers or in rows. comm: the
-    communicator. digest: of the indices. The constructors and `allreduce` have nonblocking forms (`iallreduce`), which
-    return a `Request`.
+    communicator. digest: of the indices. `iunion` and `iallreduce` are nonblocking, and return a `Request`.
 
     >>> plan = SupportPlan.union(TopK(k=2).compress(gradient), comm)
     >>> plan.allreduce(plan.take(gradient)).tolist()
@@ -114,7 +68,7 @@ class SupportPlan:
     """
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
-        """Create a plan; use `union`, `leader` or `random`, which ensure the same support on all ranks."""
+        """Create a plan; use `union`, which ensures the same support on all ranks."""
         self.indices, self.length, self.comm = read_only(support.indices.copy()), support.length, comm
         self.digest = _digest(support)
 
@@ -126,26 +80,7 @@ class SupportPlan:
         """
         return _union(vector, comm)
 
-    @staticmethod
-    def leader(vector: SparseVector | Exception | None, comm: Any, root: int = 0) -> "SupportPlan":
-        """Create a plan with the root's indices.
-
-        vector: used on the root only; its values are ignored. Raises the errors of `sparse_bcast`.
-        """
-        return _leader(vector, comm, root)
-
-    @staticmethod
-    def random(length: int, k: int, comm: Any, seed: int = 0) -> "SupportPlan":
-        """Create a plan with `k` of `length` indices, drawn uniformly from a seed that all ranks share.
-
-        length, k, seed: the same on all ranks; k at most length, seed below 2^63. Raises ValueError or TypeError on a
-        rank whose arguments are bad, and CollectiveError on the others; CollectiveError where they differ.
-        """
-        return _random(length, k, comm, seed)
-
     iunion = staticmethod(_union.nonblocking)
-    ileader = staticmethod(_leader.nonblocking)
-    irandom = staticmethod(_random.nonblocking)
 
     def allreduce(self, values: Any) -> Any:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.
@@ -188,8 +123,8 @@ class SupportPlan:
 def aligned_allreduce(vector: SparseVector, comm: "MPI.Comm") -> Call[SparseVector]:
     """Sum vectors with the same support on all ranks by MPI's own allreduce: no index is sent.
 
-    vector: of numbers or of rows, of one support, length, width and dtype on all ranks, for example from `CyclicLeader`
-    or `RandomK(..., aligned=True)`.
+    vector: of numbers or of rows, of one support, length, width and dtype on all ranks, for example from
+    `RandomK(..., aligned=True)`.
 
     Returns the sum, with the same indices.
 
@@ -218,85 +153,3 @@ def _digest(support: SparseVector) -> int:
     digest = blake2b(support.length.to_bytes(8, "little"), digest_size=8)
     digest.update(to_numpy(support.indices).data)
     return int.from_bytes(digest.digest(), "little")
-
-
-class CyclicLeader(Density):
-    """Select the indices of a leader's largest entries; each rank leads in turn.
-
-    comm: the communicator of the exchange; an mpi4py intracommunicator, else TypeError. density or k: see `Density`.
-
-    `compress` is a collective call over `comm`: all ranks call it, in the same order, and it raises on all or on none.
-    `step` counts the calls that all ranks completed.
-
-    >>> exchange = GradientExchange(comm, CyclicLeader(comm, k=2), collective=aligned_allreduce)
-    >>> exchange(gradient).tolist()
-    [0.0, -3.0, 0.0, 2.0]
-    """
-
-    state = {"step": expect_integer(0)}
-    communicates = True
-
-    def __init__(self, comm: Any, density: float | None = None, *, k: int | None = None) -> None:
-        check_communicator(comm)
-        super().__init__(density, k=k)
-        self.comm, self.step = comm, 0
-
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the entries at the leader's indices, including exact zeros; see `Compressor.compress`.
-
-        corrected: as in `Compressor.compress`; or an exception if the rank failed before, which it then raises. Raises
-        ValueError or TypeError on a rank whose vector is bad, and `CollectiveError` on the others.
-        """
-        if not isinstance(corrected, Exception):
-            return self._selected(partial(finite_vector, corrected))
-        try:
-            return self._failed(corrected)
-        finally:
-            del corrected  # else the error, its traceback and this frame hold each other
-
-    def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
-    ) -> SparseVector:
-        """See `Compressor.compress_segments`; of one segment."""
-        return self._selected(partial(_finite_sum, summands, corrected))
-
-    def _selected(self, make: Callable[[], Array]) -> SparseVector:
-        """Return the entries of `make()` at the leader's indices; reports its errors to the other ranks."""
-        root = self.step % self.comm.size
-        try:
-            dense = make()
-            selected = TopK(self.density, k=self.k).compress(dense) if self.comm.rank == root else None
-        except Exception as error:  # whatever it is: the other ranks wait for this one
-            return self._failed(error)
-        plan = SupportPlan.leader(selected, self.comm, root)
-        self.step += 1
-        return self.reported(_entries(dense, plan.indices))
-
-    def _failed(self, error: Exception) -> NoReturn:
-        """Participate as a rank that failed: this rank raises `error`, the others `CollectiveError`."""
-        try:
-            SupportPlan.leader(error, self.comm, self.step % self.comm.size)
-            raise error
-        finally:
-            del error
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CyclicLeader":
-        """Copy all attributes but the communicator, which is shared."""
-        return copy(self)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings that ranks compare: all but the communicator."""
-        return {name: value for name, value in super()._settings().items() if name != "comm"}
-
-
-def _finite_sum(summands: Summands | None, out: Array) -> Array:
-    """Write a sum to `out`, if it is of one, and return it; ValueError naming its first value that is not finite."""
-    if summands is not None:
-        write_sum(summands, out)
-    return finite_vector(out)
-
-
-def _entries(dense: Array, indices: Array) -> SparseVector:
-    """Return the entries of a dense vector at a leader's indices."""
-    there = beside(indices, dense)
-    return all_at(dense, there[there < dense.size])  # all, unless lengths differ: the collective raises then

@@ -7,7 +7,6 @@ from mpicomp.bases import Basis, Cosine, Hadamard
 from mpicomp.compressors import (
     AdaComp,
     AggregationAware,
-    BlockRandomK,
     ChunkedTopK,
     Compressor,
     Dense,
@@ -42,7 +41,6 @@ __all__ = [
     "AdaComp",
     "AggregationAware",
     "Basis",
-    "BlockRandomK",
     "CheckError",
     "ChunkedTopK",
     "CodecError",

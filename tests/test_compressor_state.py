@@ -13,7 +13,6 @@ import mpicomp
 from mpicomp import (
     AdaComp,
     AggregationAware,
-    BlockRandomK,
     Compressor,
     ErrorFeedback,
     MSTopK,
@@ -32,7 +31,7 @@ from mpicomp.compressors import check_compressor, expect_number
 LENGTH = 1000
 EVERY = {
     **{name: partial(make, 0.1) for name, make in test_every_compressor.EVERY.items()},
-    "BlockRandomK aligned": lambda: BlockRandomK(k=50, block=4, aligned=True),
+    "RandomK aligned": lambda: RandomK(k=50, aligned=True),
     "WarmUp of RandomK": lambda: WarmUp(RandomK(0.1), [0.9, 0.1], calls=2),
     "SIDCo as published": lambda: SIDCo(0.01, "pareto", 3, "published"),
     "SIDCo without adaptation": lambda: SIDCo(0.01, adaptation=None),
@@ -248,7 +247,6 @@ def test_settings_that_differ_show():
         (TopK(0.1), TopK(0.2)),
         (RandomK(0.1), RandomK(0.1, seed=1)),
         (RandomK(0.1), RandomK(0.1, unbiased=True)),
-        (BlockRandomK(0.1), BlockRandomK(0.1, block=2)),
         (MSTopK(0.1), MSTopK(0.1, rounds=3)),
         (AggregationAware(0.1), AggregationAware(0.1, decay=0.5)),
         (AggregationAware(0.1), AggregationAware(0.1, quota=0.5)),
@@ -264,7 +262,7 @@ def test_settings_that_differ_show():
 def test_a_wrapper_is_as_its_innermost():
     for inner, names in ((AdaComp(), ["needs_gradient"]), (AggregationAware(0.1), ["observes"]), (TopK(0.1), [])):
         outer = Quantised(Wrapper(inner), "float16")
-        assert [each for each in ("needs_gradient", "observes", "communicates") if getattr(outer, each)] == names
+        assert [each for each in ("needs_gradient", "observes") if getattr(outer, each)] == names
         assert outer.chain() == [outer, outer.compressor, inner]
     outer = Quantised(AggregationAware(0.1), "float16")
     outer.observe(SparseVector([3], [1.0], 9))

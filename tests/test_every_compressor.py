@@ -11,7 +11,6 @@ from cases import noisy_gradients
 from mpicomp import (
     AdaComp,
     AggregationAware,
-    BlockRandomK,
     ChunkedTopK,
     Dense,
     ErrorFeedback,
@@ -36,7 +35,6 @@ EVERY = {
     "Dense": lambda density: Dense(),
     "Threshold": lambda density: Threshold(0.5),
     "RandomK": lambda density: RandomK(density, seed=3),
-    "BlockRandomK": lambda density: BlockRandomK(density, block=4, seed=3),
     "SampledTopK": lambda density: SampledTopK(density, seed=3),
     "WarmUp": lambda density: WarmUp(TopK(density), [1.0, density]),
     "RedSync": lambda density: RedSync(density),
@@ -96,7 +94,7 @@ def test_equal_values(name, length, value):
     vector.validate()
     assert vector.nnz >= 1
     if name not in ("Dense", "Threshold", "AdaComp", "WarmUp"):
-        assert vector.nnz <= max(1, round(0.1 * length)) * (4 if name == "BlockRandomK" else 1.3)
+        assert vector.nnz <= max(1, round(0.1 * length)) * 1.3
 
 
 @compressors
@@ -149,7 +147,7 @@ def test_two_vectors_alternating_through_one_object(name):
         compress(shared, one)
         compress(shared, other)
         compress(alone, one)
-    if not name.startswith(("RandomK", "BlockRandomK", "SampledTopK", "WarmUp", "SIDCo")):  # one object for one vector
+    if not name.startswith(("RandomK", "SampledTopK", "WarmUp", "SIDCo")):  # one object for one vector
         assert compress(shared, one).indices.tolist() == compress(alone, one).indices.tolist()
 
 
@@ -252,25 +250,17 @@ def test_random_k_is_the_same_on_all_ranks_and_another_in_every_step():
     assert compress(other, -dense).indices.tolist() == first.indices.tolist()
     assert compress(one, dense).indices.tolist() != first.indices.tolist()
     assert compress(RandomK(0.1, unbiased=True), dense).values.tolist() == [10.0] * 100
-    blocks = compress(BlockRandomK(0.1, block=50, seed=7), dense)
-    assert np.unique(blocks.indices // 50).size == 2
 
 
 @pytest.mark.parametrize(
-    ("compressor", "length"),
-    [
-        (RandomK(k=3, unbiased=True), 10),
-        (RandomK(k=100, unbiased=True), 10),
-        (BlockRandomK(k=10, block=4, unbiased=True), 50),
-        (BlockRandomK(0.001, unbiased=True), 2048),
-    ],
+    ("compressor", "length"), [(RandomK(k=3, unbiased=True), 10), (RandomK(k=100, unbiased=True), 10)]
 )
 def test_what_is_drawn_without_bias_is_the_vector_on_average(compressor, length):
     total, draws = np.zeros(length), 4000
     for _ in range(draws):
         total += compressor.compress(np.ones(length)).to_dense()
     assert (total / draws).mean() == pytest.approx(1, rel=0.05)
-    spread = np.sqrt((1 / compressor.probability(length) - 1) / draws)
+    spread = np.sqrt((1 / compressor.share(length) - 1) / draws)
     assert (np.abs(total / draws - 1) <= 6 * spread).all()
 
 
@@ -331,13 +321,12 @@ def test_a_searched_threshold_finds_the_largest_of_the_largest_numbers(selector)
     assert selector(k=50).compress(gradient).indices.tolist() == TopK(k=50).compress(gradient).indices.tolist()
 
 
-@pytest.mark.parametrize("compressor", [RandomK(k=1, unbiased=True), BlockRandomK(k=1, block=10, unbiased=True)])
-def test_unbiased_means_so_where_most_of_the_gradient_is_zero(compressor):
+def test_unbiased_means_so_where_most_of_the_gradient_is_zero():
     """Each position is drawn with probability p: over 4000 calls the mean is within 5 of its standard deviations."""
-    gradient, calls = np.zeros(100, np.float32), 4000
+    compressor, gradient, calls = RandomK(k=1, unbiased=True), np.zeros(100, np.float32), 4000
     gradient[17] = 1
     mean = sum(compressor.compress(gradient).to_dense() for _ in range(calls)) / calls
-    spread = np.sqrt((1 / compressor.probability(100) - 1) / calls)
+    spread = np.sqrt((1 / compressor.share(100) - 1) / calls)
     assert abs(mean[17] - 1) < 5 * spread
     assert np.count_nonzero(mean) == 1
 
@@ -468,7 +457,6 @@ def test_a_magnitude_metric_prefers_what_was_large():
     ("make", "message"),
     [
         (lambda: Threshold(0), "threshold is 0: expected a number above 0"),
-        (lambda: BlockRandomK(0.1, block=0), "block is 0: expected an integer of at least 1"),
         (lambda: MSTopK(0.1, rounds=0), "rounds is 0: expected an integer of at least 1"),
         (lambda: AdaComp(0), "bin_size is 0: expected an integer from 1 to 16384"),
         (lambda: AggregationAware(0.1, metric="age"), "metric is 'age': expected one of"),
@@ -481,7 +469,6 @@ def test_a_magnitude_metric_prefers_what_was_large():
         (lambda: WarmUp(TopK(0.1), [5.0]), "density is 5.0: expected 0 < density <= 1"),
         (lambda: WarmUp(TopK(0.1), np.array([0.1, np.nan])), "nan"),
         (lambda: WarmUp(TopK(0.1), calls=0), "calls is 0"),
-        (lambda: BlockRandomK(0.1, block=2.5), "block is 2.5: expected an integer"),
         (lambda: MSTopK(0.1, rounds=True), "rounds is True: expected an integer"),
         (lambda: RedSync(), "got density=None and k=None: expected exactly one of them"),
     ],

@@ -246,7 +246,7 @@ def test_what_follows_from_a_difference_is_not_compared(calls, said):
 
 def test_supports_that_differ_come_with_a_remedy():
     reports = [report(call(support=support), None) for support in (1, 2)]
-    assert re.search("aligned supports come from CyclicLeader", str(disagreement("aligned_allreduce", reports)))
+    assert re.search("aligned supports come from RandomK", str(disagreement("aligned_allreduce", reports)))
 
 
 def test_a_step_is_skipped_only_where_nothing_else_is_wrong():

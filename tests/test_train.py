@@ -13,7 +13,6 @@ import train as train_script
 from descents import (
     COLLECTIVES,
     FEEDBACKS,
-    LEADER,
     METHODS,
     TRAINED,
     Descent,
@@ -105,7 +104,7 @@ def test_combinations_of_ones_own_are_beside_dense(trained):
     assert names == [("dense",) * 3, *product(("RandomK", "MSTopK"), ("none", "error-feedback"), ("allreduce",))]
 
 
-WITH_A_STATE = {"SampledTopK", "RandomK", "BlockRandomK", "AggregationAware", LEADER}
+WITH_A_STATE = {"SampledTopK", "RandomK", "AggregationAware"}
 WITH_A_STATE |= {name for name in TRAINED if name.startswith("SIDCo")}
 
 

@@ -133,7 +133,7 @@ def e7() -> Iterator[Run]:
 
 def e8() -> Iterator[Run]:
     """Aggregation-aware selection: the size of the sum, the bytes of the busiest rank, and the loss."""
-    selections = ["TopK", *(f"AggregationAware:metric={metric}" for metric in METRICS), "CyclicLeader"]
+    selections = ["TopK", *(f"AggregationAware:metric={metric}" for metric in METRICS)]
     for (task, ranks, seeds), selection in product((("digits", 4, 3), ("digits", 16, 2), ("images", 4, 2)), selections):
         collective = "allreduce-votes" if "votes" in selection else "allreduce"
         options = *custom(selection, "0.01"), "--collective", collective

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from layers import Floats
 
-from collectives import CyclicLeader, GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce
+from collectives import GradientExchange, OuterLoop, dense_allreduce, quantised_allreduce
 from mpicomp import (
     AdaComp,
     Compressor,
@@ -56,8 +56,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     "compressed": OPERATIONS["compressed"],
 }
 FEW_BITS = {f"few-bits-{bits}": partial(quantised_allreduce, bits=bits) for bits in (8, 4, 2)}  # of dense arrays
-LEADER = "CyclicLeader"
-TRAINED = [name for name in COMPRESSORS if name != "Dense"] + [LEADER]
+TRAINED = [name for name in COMPRESSORS if name != "Dense"]
 
 
 class Method(NamedTuple):
@@ -176,7 +175,6 @@ class Parts:
 
     def __init__(self, method: Method, density: float, comm: Any, record: Collection[int]) -> None:
         self.method, self.density, self.record = method, density, record
-        self.known: dict[str, Callable[..., Compressor]] = {**COMPRESSORS, LEADER: partial(CyclicLeader, comm)}
 
     def compressor(self, axes: int) -> Compressor:
         """Return the compressor of a tensor with `axes` axes; 0 for the whole gradient."""
@@ -207,7 +205,7 @@ class Parts:
         elif self.method.compressor == "AdaComp":
             found = AdaComp(BINS.get(axes, BIN))
         else:
-            found = made(self.known, self.method.compressor, self.density)
+            found = made(COMPRESSORS, self.method.compressor, self.density)
         return found
 
 

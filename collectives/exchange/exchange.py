@@ -19,7 +19,6 @@ from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.statistics import Statistics, report
 from collectives.exchange.step import Step
 from collectives.faults.ledger import accounts, balance, name_step
-from collectives.plan import CyclicLeader
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.link import check_communicator, traffic
 from mpicomp import checking
@@ -328,9 +327,6 @@ class GradientExchange:
         if len({*zip(kept, buckets, strict=True)}) > 1:
             got = f"{list(kept)}, of {list(buckets)} buckets"
             raise CollectiveError(f"the ranks have kept different numbers of steps, {got}: load a checkpoint")
-        for part in (part for compressor in self.compressors.values() for part in compressor.chain()):
-            if isinstance(part, CyclicLeader):
-                part.comm = comm
         self.comm = comm
 
     def reset(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement import raise_together
 from collectives.dense import dense_iallreduce
 from collectives.faults import ledger
 from collectives.runtime.engine import Request
@@ -93,8 +92,6 @@ class Flight:
                 gradient = self._take(arrays, outs)
         except Exception as raised:  # whatever it is: the other ranks must learn of it
             error = raised.with_traceback(None)
-        if bucket.compressor.communicates:
-            raise_together(error, comm, OPERATION)
         try:
             if error is not None:
                 return error, {}

@@ -32,8 +32,8 @@ from mpicomp.errors import (
 
 _REMEDY = "The library no longer uses this communicator: end the job, or continue on another communicator"
 _ALIGNED = (
-    "; aligned supports come from CyclicLeader, and from RandomK and BlockRandomK with aligned=True and the same "
-    "seed and step on all ranks; for another compressor take sparse_allreduce"
+    "; aligned supports come from RandomK with aligned=True and the same seed and step on all ranks; for another "
+    "compressor take sparse_allreduce"
 )
 
 

@@ -14,7 +14,7 @@ from mpicomp.compressors.base import (
 from mpicomp.compressors.chunked import ChunkedTopK
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.quantised import Quantised, quantise
-from mpicomp.compressors.random_k import BlockRandomK, RandomK
+from mpicomp.compressors.random_k import RandomK
 from mpicomp.compressors.sampled import SampledTopK, WarmUp
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.threshold import Threshold
@@ -24,7 +24,6 @@ from mpicomp.compressors.topk import TopK
 __all__ = [
     "AdaComp",
     "AggregationAware",
-    "BlockRandomK",
     "Check",
     "ChunkedTopK",
     "Compressor",

@@ -59,9 +59,6 @@ class Compressor(Configured):
     needs_votes: bool = False
     """Whether `observe` requires `votes`: the collective has to count the ranks that sent an entry."""
 
-    communicates: bool = False
-    """Whether `compress` is a collective call: all ranks call it, and it raises on all of them or on none."""
-
     selects_segments: bool = False
     """Whether one object serves all segments of a vector, by `compress_segments`; otherwise each segment has a copy."""
 
@@ -177,8 +174,7 @@ class Compressor(Configured):
 class Wrapper(Compressor):
     """Base of compressors that wrap another one.
 
-    compressor: the inner one, else TypeError; its `needs_gradient`, `observes`, `needs_votes` and `communicates` are
-    copied.
+    compressor: the inner one, else TypeError; its `needs_gradient`, `observes` and `needs_votes` are copied.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -186,7 +182,6 @@ class Wrapper(Compressor):
         self.compressor = compressor
         self.needs_gradient, self.observes = compressor.needs_gradient, compressor.observes
         self.needs_votes = compressor.needs_votes
-        self.communicates = compressor.communicates
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; calls that of the inner compressor."""

@@ -38,7 +38,6 @@ class Segments(Compressor):
         every = [compressor for compressor, _, _ in self._runs]
         self.needs_gradient = any(each.needs_gradient for each in every)
         self.observes = any(each.observes for each in every)
-        self.communicates = any(each.communicates for each in every)
 
     @property
     def compressors(self) -> dict[str | None, Compressor]:
@@ -62,14 +61,9 @@ class Segments(Compressor):
         return self._selected(corrected, summands, None)
 
     def _selected(self, vector: Array, summands: Summands | None, gradient: Array | None) -> SparseVector:
-        """Return the entries of all runs as one vector, which is written first if there are summands.
-
-        After an error only compressors that communicate are called, which the other ranks call in any case.
-        """
-        selected, failed = [], None
+        """Return the entries of all runs as one vector, which is written first if there are summands."""
+        selected = []
         for compressor, first, end in self._runs:
-            if failed is not None and not compressor.communicates:
-                continue
             span = slice(self.bounds[first], self.bounds[end])
             part, own = vector[span], None
             if summands is not None:
@@ -83,13 +77,9 @@ class Segments(Compressor):
                 check_selected(sent, part, compressor)
                 selected.append(sent)
             except Exception as error:
-                failed = failed or self._named(error, first, end, part)
-        try:
-            if failed is not None:
-                raise failed
-            return concatenate(selected)
-        finally:
-            del failed  # it, its traceback and this frame would hold each other
+                self._name_segment(error, first, end, part)
+                raise
+        return concatenate(selected)
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; passes each compressor its part."""
@@ -108,17 +98,16 @@ class Segments(Compressor):
         for compressor, _, _ in self._runs:
             compressor.reset()
 
-    def _named(self, error: Exception, first: int, end: int, part: Array) -> Exception:
-        """Return an error whose text names the segment: the only one, or the one with a value that is not finite."""
+    def _name_segment(self, error: Exception, first: int, end: int, part: Array) -> None:
+        """Add the segment to an error's text: the only one, or the one with a value that is not finite."""
         if isinstance(error, ValueError) and end - first > 1:
             try:
                 self.raise_not_finite(first, end, part)
             except ValueError as found:
-                return found
+                error.args = found.args
         name = self.names[first] if end - first == 1 else None
         if name is not None and error.args and isinstance(error.args[0], str):
             error.args = (f"in {name}: {error.args[0]}", *error.args[1:])
-        return error
 
     def raise_not_finite(self, first: int, end: int, vector: Array) -> None:
         """Raise ValueError that names the first value that is not finite, by segment and its index there."""

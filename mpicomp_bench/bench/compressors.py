@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from mpicomp import (
     AdaComp,
     AggregationAware,
-    BlockRandomK,
     ChunkedTopK,
     Compressor,
     Dense,
@@ -62,7 +61,6 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     "GaussianK": GaussianK,
     "MSTopK": MSTopK,
     "RandomK": RandomK,
-    "BlockRandomK": BlockRandomK,
     "AggregationAware": AggregationAware,
     **{
         f"Quantised-{form}": lambda density, form=form: Quantised(TopK(density), form)  # type: ignore[misc]

@@ -137,7 +137,9 @@ OTHERS = {
         lambda size: 2 * (size - 1) * 10_000 * VALUE,
     ),
     "plan.allreduce": (
-        lambda v, comm: SupportPlan.random(LENGTH, 10_000, comm).allreduce(np.ones(10_000, np.float32)),
+        lambda v, comm: SupportPlan(SparseVector(np.arange(10_000), np.empty((10_000, 0)), LENGTH), comm).allreduce(
+            np.ones(10_000, np.float32)
+        ),
         lambda size: 2 * (size - 1) * 10_000 * VALUE,
     ),
 }

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
-    aligned_allreduce,
     gtopk_allreduce,
     sparse_allreduce,
 )
@@ -42,7 +40,6 @@ MAKERS = {
     "SIDCo as published": lambda comm: GradientExchange(
         comm, SIDCo(0.05, adaptation="published"), ErrorFeedback(), gtopk_allreduce
     ),
-    "leader": lambda comm: GradientExchange(comm, CyclicLeader(comm, 0.1), ErrorFeedback(), aligned_allreduce),
 }
 SHAPES = {"weight": (40, 50), "bias": (7,), "scale": (3, 1)}
 

@@ -13,7 +13,6 @@ import pytest
 from mpi4py import MPI
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
     compressed_allreduce,
     gtopk_allreduce,
@@ -23,7 +22,6 @@ from collectives import (
 from mpicomp import (
     AdaComp,
     AggregationAware,
-    BlockRandomK,
     ChunkedTopK,
     CollectiveError,
     Dense,
@@ -59,7 +57,6 @@ COMPRESSORS = {
     "chunks": lambda comm: ChunkedTopK(2, 20),
     "random-k": lambda comm: RandomK(k=9),
     "dense": lambda comm: Dense(),
-    "blocks": lambda comm: BlockRandomK(k=8, block=4),
     "sampled": lambda comm: SampledTopK(0.1),
     "threshold": lambda comm: Threshold(5000.0),
     "RedSync": lambda comm: RedSync(0.1),
@@ -67,7 +64,6 @@ COMPRESSORS = {
     "MSTop-k": lambda comm: MSTopK(0.1),
     "warm-up": lambda comm: WarmUp(TopK(0.1), [1.0, 0.1]),
     "support": lambda comm: AggregationAware(0.1, metric="support"),
-    "leader": lambda comm: CyclicLeader(comm, k=9),
 }
 FEEDBACKS = {
     "error feedback": ErrorFeedback,

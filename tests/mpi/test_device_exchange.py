@@ -7,7 +7,6 @@ import pytest
 from devices import assert_same, counted, cupy_for_tests, real_cupy
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
     OuterLoop,
     aligned_allreduce,
@@ -49,7 +48,6 @@ WAYS = {
         {},
     ),
     "allgather": lambda comm: (Quantised(TopK(k=40), "sign"), ErrorFeedback(), sparse_allgather, {}),
-    "leader": lambda comm: (CyclicLeader(comm, k=40), ErrorFeedback(), aligned_allreduce, {}),
     "random": lambda comm: (RandomK(k=40, aligned=True), ErrorFeedback(), aligned_allreduce, {}),
     "two-way, step-ahead": lambda comm: (
         TopK(k=40),

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
-    aligned_allreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
     sparse_allgather,
@@ -576,15 +574,6 @@ def test_a_value_that_is_not_finite_is_told_with_its_tensor(comm):
     bad = np.array([1, np.nan], np.float32) if comm.rank == comm.size - 1 else np.ones(2, np.float32)
     with pytest.raises((ValueError, CollectiveError), match=r"in b: values\[1\] is nan: expected finite values"):
         exchange({"a": np.ones(3, np.float32), "b": bad})
-
-
-@pytest.mark.at_least(2)
-@pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allreduce, aligned_allreduce])
-def test_a_dict_on_one_rank_and_arrays_on_the_others_raise_on_all_where_the_compressor_talks(comm, collective):
-    exchange = GradientExchange(comm, CyclicLeader(comm, 0.5), ErrorFeedback(), collective)
-    gradient = np.arange(9, dtype=np.float32)
-    with pytest.raises(CollectiveError, match="'gradients' is arrays by name on rank 0, and one array on rank 1"):
-        exchange({"w": gradient} if comm.rank == 0 else gradient)
 
 
 def test_progress_looks_at_what_is_in_flight_once_and_again_for_each_that_ended(comm, monkeypatch):

@@ -1,7 +1,5 @@
 """Shared supports."""
 
-import re
-
 import numpy as np
 import pytest
 from cases import LENGTH, PATTERNS, contribution, contributions
@@ -12,6 +10,11 @@ from mpicomp import CollectiveError, SparseVector
 
 def values_of(rank, shape, dtype=np.float32):
     return np.random.default_rng([77, rank]).integers(-9, 10, shape).astype(dtype)
+
+
+def plan_of(comm, length, k, first=0):
+    """Return a plan of k consecutive indices, as `SupportPlan.union` makes one of ranks with this support."""
+    return SupportPlan(SparseVector(np.arange(first, first + k), np.ones(k), length), comm)
 
 
 def check_sums(comm, plan):
@@ -41,42 +44,17 @@ def test_a_plan_of_a_dense_union_has_no_more_indices_than_the_union(comm):
     np.testing.assert_array_equal(plan.indices, np.unique(np.concatenate(supports)))
 
 
-@pytest.mark.parametrize("root", ["first", "last"])
-def test_a_plan_of_a_leader(comm, root):
-    root = 0 if root == "first" else comm.size - 1
-    theirs = contribution("random", root, comm.size)
-    plan = SupportPlan.leader(theirs if comm.rank == root else None, comm, root)
-    np.testing.assert_array_equal(plan.indices, theirs.indices)
-    assert plan.length == LENGTH
-    check_sums(comm, plan)
-
-
-@pytest.mark.parametrize(("length", "k"), [(100, 0), (0, 0), (100, 100), (100, 7), (2**40, 9), (2**63 - 1, 9)])
-def test_a_plan_of_a_shared_seed(comm, length, k):
-    plan = SupportPlan.random(length, k, comm, seed=5)
-    plan.vector(np.ones(k, np.float32)).validate()
-    assert (plan.indices.size, plan.length) == (k, length)
-    check_sums(comm, plan)
-    if 0 < k < length:
-        assert plan.indices.tolist() != SupportPlan.random(length, k, comm, seed=6).indices.tolist()
-
-
 def test_several_in_flight(comm):
-    one, other = (SupportPlan.irandom(100, 9, comm, seed) for seed in (1, 2))
-    third, fourth = (
-        SupportPlan.iunion(contribution("random", comm.rank, comm.size), comm),
-        SupportPlan.ileader(contribution("random", 0, comm.size), comm),
-    )
-    fourth, third, other, one = (request.wait() for request in (fourth, third, other, one))
-    sums = [plan.iallreduce(np.full(9, comm.rank + 1.0)) for plan in (one, other)]
-    for request in reversed(sums):
-        np.testing.assert_array_equal(request.wait(), np.full(9, comm.size * (comm.size + 1) / 2))
-    check_sums(comm, third)
-    check_sums(comm, fourth)
+    requests = [SupportPlan.iunion(contribution("random", comm.rank + first, comm.size), comm) for first in (0, 7)]
+    plans = [request.wait() for request in reversed(requests)]
+    sums = [plan.iallreduce(np.full(plan.indices.size, comm.rank + 1.0)) for plan in plans]
+    for plan, request in reversed(list(zip(plans, sums, strict=True))):
+        np.testing.assert_array_equal(request.wait(), np.full(plan.indices.size, comm.size * (comm.size + 1) / 2))
+        check_sums(comm, plan)
 
 
 def test_take_and_vector_go_between_dense_and_planned(comm):
-    plan = SupportPlan.random(50, 5, comm)
+    plan = plan_of(comm, 50, 5, first=9)
     dense, rows = np.arange(50.0), np.arange(100.0).reshape(50, 2)
     np.testing.assert_array_equal(plan.take(dense), plan.indices)
     np.testing.assert_array_equal(plan.vector(plan.take(rows)).to_dense()[plan.indices], rows[plan.indices])
@@ -90,47 +68,24 @@ def test_a_plan_is_its_own(comm):
     """The caller may reuse the buffer that the indices came from."""
     buffer = np.array([3, 5, 8], np.int32)
     vector = SparseVector(buffer, np.ones(3), 100)
-    plans = SupportPlan.leader(vector, comm), SupportPlan.union(vector, comm)
+    plan = SupportPlan.union(vector, comm)
     buffer[:] = 10, 20, 30
-    for plan in plans:
-        assert plan.indices.tolist() == [3, 5, 8]
-        with pytest.raises(ValueError, match="read-only"):
-            plan.indices[0] = 1
-        np.testing.assert_array_equal(plan.allreduce(np.ones(3)), [comm.size] * 3)
+    assert plan.indices.tolist() == [3, 5, 8]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.indices[0] = 1
+    np.testing.assert_array_equal(plan.allreduce(np.ones(3)), [comm.size] * 3)
 
 
 def test_a_sum_by_a_plan_sends_only_values(comm):
-    plan = SupportPlan.random(10**6, 10_000, comm)
+    plan = plan_of(comm, 10**6, 10_000)
     before = traffic(comm).nbytes
     plan.allreduce(np.ones(10_000, np.float32))
     floor = 2 * (comm.size - 1) * 40_000 // comm.size
     assert floor <= traffic(comm).nbytes - before <= floor + 64 * (comm.size - 1)
 
 
-BAD = {
-    "another seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=2), None, "seed must be the same on all ranks"),
-    "another k": (lambda comm: SupportPlan.random(100, 8, comm), None, "k must be the same on all ranks"),
-    "another length": (lambda comm: SupportPlan.random(99, 9, comm), None, "length must be the same on all ranks"),
-    "k above the length": (lambda comm: SupportPlan.random(100, 101, comm), ValueError, "k is 101: expected at most"),
-    "a bad seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=-1), ValueError, "seed is -1: expected 0 <="),
-    "no seed": (lambda comm: SupportPlan.random(100, 9, comm, seed=None), TypeError, "seed is None: expected an int"),
-    "no k": (lambda comm: SupportPlan.random(100, None, comm), TypeError, "k is None: expected an integer"),
-    "no length": (lambda comm: SupportPlan.random(None, 9, comm), TypeError, "length is None: expected an integer"),
-    "a bad length": (lambda comm: SupportPlan.random(-1, 9, comm), ValueError, "length is -1: expected 0 to"),
-}
-
-
-@pytest.mark.at_least(2)
-@pytest.mark.parametrize("row", BAD)
-def test_arguments_of_a_seeded_plan(comm, row):
-    call, error, message = BAD[row]
-    mine = call if comm.rank == 1 else lambda comm: SupportPlan.random(100, 9, comm)
-    with pytest.raises(error if error and comm.rank == 1 else CollectiveError, match=re.escape(message)):
-        mine(comm)
-
-
 def test_values_of_another_shape_raise_everywhere(comm):
-    plan, culprit = SupportPlan.random(100, 9, comm), comm.size - 1
+    plan, culprit = plan_of(comm, 100, 9), comm.size - 1
     for bad in (np.ones(8, np.float32), np.ones((9, 1, 1), np.float32), np.float32(3)):
         values = bad if comm.rank == culprit else np.ones(9, np.float32)
         with pytest.raises(
@@ -141,7 +96,7 @@ def test_values_of_another_shape_raise_everywhere(comm):
 
 @pytest.mark.at_least(2)
 def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(comm):
-    plans = [SupportPlan.random(100, 9, comm, seed) for seed in (1, 2)]
+    plans = [plan_of(comm, 100, 9, first) for first in (1, 2)]
     with pytest.raises(CollectiveError, match="the supports differ: one on rank 0, another on rank"):
         plans[comm.rank == 0].allreduce(np.ones(9))
     with pytest.raises(CollectiveError, match="width must be the same on all ranks, got"):
@@ -161,5 +116,3 @@ def test_a_bad_vector_for_a_plan_raises_everywhere(comm):
     bad, culprit = SparseVector(np.array([3, 1, 5], np.int32), np.ones(3), 9), comm.size - 1
     with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="strictly increasing"):
         SupportPlan.union(bad if comm.rank == culprit else contribution("random", 0, 1), comm)
-    with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="vector is NoneType"):
-        SupportPlan.leader(None, comm)

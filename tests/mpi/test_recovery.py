@@ -5,10 +5,8 @@ import pytest
 from mpi4py import MPI
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
     agree,
-    aligned_allreduce,
     configure,
     gtopk_allreduce,
     shrink,
@@ -80,19 +78,6 @@ def test_shares_of_a_sum_move_and_nothing_is_lost(comm):
         for number in range(1, 4):
             account = account + gradient(0, number) + gradient(2, number) - exchange(gradient(comm.rank, number))
         np.testing.assert_array_equal(kept(), account)
-    some.Free()
-
-
-@pytest.mark.exactly(3)
-def test_a_compressor_that_talks_goes_on_with_the_same_ranks(comm):
-    parts = CyclicLeader(comm, k=5), ErrorFeedback(), aligned_allreduce
-    exchange = GradientExchange(comm, *parts)
-    exchange(gradient(comm.rank, 0))
-    some = comm.Split(comm.rank == 1, comm.rank)
-    if comm.rank != 1:
-        exchange.continue_on(some)
-        assert exchange.compressor.comm is some
-        assert np.count_nonzero(exchange(gradient(comm.rank, 1))) <= 5
     some.Free()
 
 

@@ -1,22 +1,18 @@
-"""Selections that look at what the ranks did together: by the last aggregate, or by a leader in turn."""
+"""Selections that look at what the ranks did together: by the last aggregate, or by a seed."""
 
-from copy import deepcopy
 from functools import partial
 
 import numpy as np
 import pytest
 from cases import noisy_gradients
-from mpi4py import MPI
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
     aligned_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
-    sparse_iallreduce,
     sparse_reduce,
     traffic,
 )
@@ -114,142 +110,11 @@ def test_votes_are_counted_where_a_compressor_needs_them_and_refused_where_nobod
             GradientExchange(comm, given, collective=gtopk_allreduce)
 
 
-def test_leaders_take_turns(comm):
-    """In each step all ranks send what stands at the indices that one of them picked."""
-    exchange = GradientExchange(comm, CyclicLeader(comm, k=3), ErrorFeedback(), aligned_allreduce, average=False)
-    given, applied = np.zeros(60), np.zeros(60)
-    residuals = [np.zeros(60) for _ in range(comm.size)]
-    for step in range(2 * comm.size + 1):
-        gradients = [np.random.default_rng([step, rank]).permutation(60) - 20.0 for rank in range(comm.size)]
-        corrected = [residual + gradient for residual, gradient in zip(residuals, gradients, strict=True)]
-        chosen = TopK(k=3).compress(corrected[step % comm.size]).indices
-        total = exchange(gradients[comm.rank])
-        expected = np.zeros(60)
-        expected[chosen] = sum(corrected)[chosen]
-        np.testing.assert_array_equal(total, expected)
-        given, applied = given + sum(gradients), applied + total
-        for residual in corrected:
-            residual[chosen] = 0
-        residuals = corrected
-        np.testing.assert_array_equal(exchange.feedback.residual, residuals[comm.rank])
-    np.testing.assert_array_equal(applied + sum(residuals), given)
-
-
-def test_only_the_leaders_indices_travel(comm):
-    exchange = GradientExchange(comm, CyclicLeader(comm, k=1000), ErrorFeedback(), aligned_allreduce)
-    gradient = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32)
-    exchange(gradient)  # in the first step the ranks meet before they talk
-    before = traffic(comm).nbytes
-    exchange(gradient)
-    sent = comm.allreduce(traffic(comm).nbytes - before)
-    least = (comm.size - 1) * 4000 + 2 * (comm.size - 1) * 4000  # k indices to each, and the values by an allreduce
-    lines = 64 * comm.size * (comm.size + 3) * 2
-    assert least <= sent <= least + lines + (comm.size - 1) * 128
-
-
-@pytest.mark.parametrize("culprit", ["the leader", "another rank"])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("fault", ["not finite", "another size", "no array"])
-def test_a_bad_gradient_on_one_rank(comm, culprit, wrapped, fault):
-    """Every rank raises, no residual changes, and the next step is as if nothing had happened."""
-    culprit = 0 if culprit == "the leader" else comm.size - 1
-    compressor = CyclicLeader(comm, k=3)
-    exchange = GradientExchange(
-        comm, Quantised(compressor, "float16") if wrapped else compressor, ErrorFeedback(), aligned_allreduce
-    )
-    gradient = np.random.default_rng(comm.rank).standard_normal(60)
-    for _ in range(comm.size):
-        exchange(gradient)
-    before = exchange.feedback.residual.copy()
-    bad = {"not finite": np.full(60, np.nan), "another size": np.ones(61), "no array": "gradient"}[fault]
-    with pytest.raises((ValueError, TypeError) if comm.rank == culprit else CollectiveError):
-        exchange(bad if comm.rank == culprit else gradient)
-    np.testing.assert_array_equal(exchange.feedback.residual, before)
-    assert compressor.step == comm.size
-    total = exchange(gradient)
-    assert len(set(comm.allgather(total.tobytes()))) == 1
-
-
-@pytest.mark.parametrize("culprit", ["the leader", "another rank"])
-def test_a_call_that_a_rank_did_not_complete_is_not_counted(comm, culprit):
-    culprit = 0 if culprit == "the leader" else comm.size - 1
-    leader, sound = CyclicLeader(comm, k=3), np.arange(9.0)
-    with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match="nan"):
-        leader.compress(sound * np.nan if comm.rank == culprit else sound)
-    assert comm.allgather(leader.step) == [0] * comm.size
-    leader.compress(sound)
-    assert (leader.step, deepcopy(leader).step) == (1, 1)
-
-
-def of_sum(leader, residual, gradient):
-    return leader.compress_segments(np.empty(9), [0, 9], summands=(residual, 1.0, [gradient]))
-
-
-@pytest.mark.parametrize("culprit", ["the leader", "another rank"])
-@pytest.mark.parametrize("call", ["compress", "compress_segments"])
-def test_a_leaders_call_raises_on_all_ranks_or_on_none(comm, culprit, call):
-    """Also where a rank failed before, and contributes its error."""
-    culprit = comm.rank == (0 if culprit == "the leader" else comm.size - 1)
-    leader, sound = CyclicLeader(comm, k=3), np.arange(9.0)
-    gradient = np.full(9, np.nan) if culprit else sound
-    with pytest.raises(ValueError if culprit else CollectiveError, match=r"values\[0\] is nan"):
-        leader.compress(gradient) if call == "compress" else of_sum(leader, sound, gradient)
-    with pytest.raises(OverflowError if culprit else CollectiveError, match="before this"):
-        leader.compress(OverflowError("before this") if culprit else sound)
-    assert leader.step == 0
-    vector = of_sum(leader, sound, sound)
-    assert (vector.indices.tolist(), vector.values.tolist(), leader.step) == ([6, 7, 8], [12, 14, 16], 1)
-
-
-def test_a_leader_is_a_compressor_with_a_state_and_without_a_communicator_in_its_settings(comm):
-    leader = Quantised(CyclicLeader(comm, 0.5), "float16")
-    assert leader.communicates
-    assert repr(leader.compressor) == "CyclicLeader(density=0.5)"
-    leader.compress(np.arange(9.0))
-    twin = deepcopy(leader)
-    twin.load_state_dict(leader.state_dict())
-    assert (twin.compressor.step, twin.compressor.comm) == (1, comm)
-    for bad in (-1, 0.5, [1], np.nan):
-        with pytest.raises(ValueError, match=r"as 1\.step: expected an integer from 0"):
-            twin.load_state_dict({"1.step": np.array(bad)})
-
-
-@pytest.mark.exactly(1)
-def test_a_leader_without_a_communicator_is_refused(comm):
-    with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL: expected a communicator"):
-        CyclicLeader(MPI.COMM_NULL, 0.5)
-    with pytest.raises(TypeError, match="comm is float: expected an mpi4py intracommunicator"):
-        CyclicLeader(0.5)
-
-
-@pytest.mark.parametrize("talks", ["first", "second"])
-def test_where_a_compressor_of_a_bucket_communicates_a_bad_tensor_raises_everywhere(comm, talks):
-    def choose(name, shape):
-        return CyclicLeader(comm, k=3) if name == talks else TopK(k=3)
-
-    exchange = GradientExchange(comm, choose, ErrorFeedback(), sparse_iallreduce, small=0)
-    tensors, culprit = {"first": np.arange(9.0) + comm.rank, "second": np.arange(9.0)}, comm.rank == comm.size - 1
-    exchange(tensors)
-    exchange.start("second", tensors["second"])
-    exchange.start("first", np.full(9, np.nan) if culprit else tensors["first"])
-    with pytest.raises(ValueError if culprit else CollectiveError, match="nan"):
-        exchange.finish()
-    total = exchange(tensors)
-    assert len(set(comm.allgather(total["first"].tobytes()))) == 1
-
-
-@pytest.mark.at_least(2)
-def test_lengths_that_differ_raise_everywhere(comm):
-    exchange = GradientExchange(comm, CyclicLeader(comm, k=3), ErrorFeedback(), aligned_allreduce)
-    with pytest.raises(CollectiveError, match="the same tensors: 'gradient' is float64 of 60 values on rank 0, and"):
-        exchange(np.arange(1.0, 61 if comm.rank == 0 else 51))
-
-
 def test_supports_that_differ_raise_everywhere(comm):
     if comm.size == 1:
         assert aligned_allreduce(SparseVector([0], [2.0], 9), comm).values.tolist() == [2]
         return
-    said = r"the supports differ: one on rank 0, another on rank.*; aligned supports come from CyclicLeader, and"
+    said = r"the supports differ: one on rank 0, another on rank.*; aligned supports come from RandomK with"
     with pytest.raises(CollectiveError, match=said):
         aligned_allreduce(SparseVector([int(comm.rank > 0)], [1.0], 9), comm)
 

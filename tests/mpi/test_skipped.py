@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from collectives import (
-    CyclicLeader,
     GradientExchange,
-    aligned_allreduce,
     dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
@@ -44,7 +42,6 @@ SETTINGS = {
     "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
     "random, downlink": lambda comm: {"compressor": RandomK(k=3), "downlink": TopK(k=2)},
     "averaging": lambda comm: {"feedback": StepAhead(0.5, averaging_period=1)},
-    "leader": lambda comm: {"compressor": CyclicLeader(comm, k=3), "collective": aligned_allreduce},
     "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
     "no checks": lambda comm: {"compressor": First()},
     "basis": lambda comm: {"compressor": ChunkedTopK(k=2, chunk=16), "basis": Hadamard(chunk=16), "average": "sign"},
