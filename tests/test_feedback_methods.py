@@ -13,8 +13,6 @@ from mpicomp import (
     ErrorFeedback,
     MomentumCorrection,
     NoFeedback,
-    Quantised,
-    RandomK,
     SIDCo,
     SparseVector,
     StepAhead,
@@ -240,18 +238,6 @@ def test_before_the_first_commit_a_gradient_may_be_of_another_kind(method, other
     np.testing.assert_array_equal(corrected, method().correct(gradient))
 
 
-@every_keeping_method
-def test_it_has_no_size_until_it_keeps_something(method):
-    feedback = method()
-    assert feedback.size is None
-    corrected = feedback.correct(normal(0))
-    assert feedback.size is None
-    feedback.settle(corrected, SparseVector.empty(LENGTH, np.float64), None, SparseVector.empty(LENGTH, np.float64))
-    assert feedback.size is None
-    feedback.commit()
-    assert feedback.size == LENGTH
-
-
 @pytest.mark.parametrize("method", [NoFeedback, *STATEFUL.values()], ids=["none", *STATEFUL])
 def test_rescale_scales_residuals_in_gradient_units_and_nothing_else(method):
     feedback = method()
@@ -399,14 +385,6 @@ def test_clipping_survives_squares_that_overflow():
     np.testing.assert_allclose(clipped, 0.5, rtol=1e-14)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_clipping_leaves_a_value_that_is_not_finite_where_it_is(bad):
-    g = normal(0)
-    g[17] = bad
-    with pytest.raises(ValueError, match=rf"values\[17\] is {bad}"):
-        TopK(k=3).compress(MomentumCorrection(0.9, clip=1.0, ranks=2).correct(g))
-
-
 def test_a_velocity_for_float16_gradients_is_kept_in_float32():
     """In float16, as in `half`, it would stop 2 to 5 % below its limit g / (1 - m)."""
     feedback, half = MomentumCorrection(0.99), np.float16(0)
@@ -466,76 +444,6 @@ def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gr
         assert feedback.ahead(np.zeros(LENGTH, dtype)).dtype == dtype
     with pytest.raises(ValueError, match="x has 3 values: expected 40"):
         feedback.ahead(np.zeros(3))
-
-
-def test_averaging_is_due_every_period_and_sets_the_residual():
-    feedback, due = StepAhead(1.0, averaging_period=3), []
-    for step in range(9):
-        corrected, mean = feedback.correct(integers(step)), integers(100 + step)
-        sent, before = TopK(k=5).compress(corrected), state_of(feedback)
-        feedback.settle(corrected, sent, None, sent)
-        due.append(feedback.averaging_due)
-        if feedback.averaging_due:
-            np.testing.assert_array_equal(feedback.settled_residual, corrected)
-            feedback.average(mean)
-            assert state_of(feedback) == before, "nothing changes before the commit"
-        feedback.commit()
-        if due[-1]:
-            np.testing.assert_array_equal(feedback.residual, mean)
-            mean[:] = 0
-            assert feedback.residual.any()
-            assert not feedback.averaging_due
-    assert due == [False, False, True] * 3
-
-
-def test_where_no_mean_of_the_residuals_comes_it_stays_due():
-    feedback = StepAhead(1.0, averaging_period=1)
-    corrected = feedback.correct(integers(0))
-    with pytest.raises(RuntimeError, match="average without settle"):
-        feedback.average(corrected)
-    sent = TopK(k=5).compress(corrected)
-    feedback.settle(corrected, sent, None, sent)
-    for bad in (np.zeros(3), np.full(LENGTH, np.nan)):
-        with pytest.raises(ValueError, match="expected shape"):
-            feedback.average(bad)
-    feedback.commit()
-    np.testing.assert_array_equal(feedback.residual, integers(0) - dense(sent))
-    assert feedback.averaging_due
-    assert feedback.since_averaging == 1
-
-
-def test_methods_without_an_averaging_say_so():
-    with pytest.raises(NotImplementedError, match="ErrorFeedback averages no residuals"):
-        ErrorFeedback().average(np.zeros(3))
-
-
-@pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize("period", [None, 4])
-@pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
-def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(size, period, compressor):
-    rate, momentum = 0.05, 0.9
-    ranks = [(StepAhead(rate, momentum, period), compressor()) for _ in range(size)]
-    x, velocity = normal(5), np.zeros(LENGTH)
-    virtual = x.copy()
-    for step in range(40):
-        points = [each.ahead(x) for each, _ in ranks]
-        gradients = [0.1 * (y - normal(3, rank)) + normal(step, rank) for rank, y in enumerate(points)]
-        arrived = []
-        for (each, compress), g in zip(ranks, gradients, strict=True):
-            corrected = each.correct(g)
-            sent = compress.compress(corrected)
-            each.settle(corrected, sent, None, sent)
-            arrived.append((corrected, dense(sent)))
-        kept = sum(corrected for corrected, _ in arrived) / size
-        for each, _ in ranks:
-            if each.averaging_due:
-                each.average(kept)
-            each.commit()
-        x = x - sum(sent for _, sent in arrived) / size
-        velocity = momentum * velocity + sum(gradients) / size
-        virtual = virtual - rate * velocity
-        owed = sum(each.residual for each, _ in ranks) / size
-        np.testing.assert_allclose(x - owed, virtual, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_])

@@ -56,13 +56,6 @@ def watched(comm, monkeypatch):
     duplicate.Free()
 
 
-@pytest.mark.at_least(2)
-def test_settings_of_an_exchange_that_differ_are_told(comm, watched):
-    exchange = GradientExchange(watched, TopK(1.0), NoFeedback(), sparse_allreduce, average=comm.rank == 0)
-    with pytest.raises(CollectiveError, match="same settings: 'average' is True on rank 0, and False on rank 1"):
-        exchange(np.ones(3))
-
-
 @pytest.mark.parametrize("pattern", ["random", "unequal"])
 def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
     vector, total = (

@@ -280,3 +280,23 @@ def test_averaging_the_residuals_leaves_their_sum(comm):
         np.testing.assert_allclose(over_ranks(averaging.feedback.residual, comm), kept, rtol=0, atol=tolerance)
         assert averaging.feedback.since_averaging == 1 - step
     assert len(set(comm.allgather(averaging.feedback.residual.tobytes()))) == 1
+
+
+@pytest.mark.parametrize("period", [None, 4])
+@pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
+def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(comm, period, compressor):
+    rate, momentum = 0.05, 0.9
+    exchange = GradientExchange(comm, compressor(), StepAhead(rate, momentum, period), sparse_allreduce)
+
+    def normal(*seed):
+        return np.random.default_rng(seed).standard_normal(LENGTH)
+
+    x, velocity = normal(5), np.zeros(LENGTH)
+    virtual = x.copy()
+    for step in range(20):
+        gradient = 0.1 * (exchange.ahead(x) - normal(3, comm.rank)) + normal(step, comm.rank)
+        x = x - exchange(gradient)
+        velocity = momentum * velocity + over_ranks(gradient, comm) / comm.size
+        virtual = virtual - rate * velocity
+        kept = over_ranks(exchange.feedback.residual, comm) / comm.size
+        np.testing.assert_allclose(x - kept, virtual, rtol=0, atol=1e-13)
