@@ -192,6 +192,24 @@ def test_dense_arrays_that_differ_between_ranks(comm, other):
     np.testing.assert_array_equal(dense_allreduce(np.ones(4), comm), np.full(4, comm.size))
 
 
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("collective", [sparse_allgather, sparse_allreduce, sparse_reduce_scatter, sparse_reduce])
+@pytest.mark.parametrize("other", [4, None])
+def test_widths_of_rows_that_differ_raise_everywhere(comm, collective, other):
+    """Rows of another width on one rank, and plain values."""
+    width = other if comm.rank == 1 else 3
+    vector = SparseVector([1, 5], np.ones((2, width) if width else 2, np.float32), LENGTH)
+    with pytest.raises(CollectiveError, match=rf"width must be the same on all ranks, got 3 on rank.*; {other} on"):
+        collective(vector, comm)
+
+
+@pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
+def test_gtopk_does_not_take_rows(comm, algorithm):
+    rows, culprit = SparseVector([3, 5], np.ones((2, 3), np.float32), LENGTH), comm.size - 1
+    call = partial(gtopk_allreduce, rows if comm.rank == culprit else SOUND, comm, 5, algorithm=algorithm)
+    expect(comm, culprit, ValueError, "vector has rows of 3 values", call)
+
+
 @pytest.mark.parametrize("collective", [gtopk_allreduce, sparse_allgather, dense_allreduce])
 def test_what_is_no_intracommunicator_raises_at_once(comm, collective):
     with pytest.raises(TypeError, match="comm is int: expected an mpi4py intracommunicator"):

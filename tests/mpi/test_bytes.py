@@ -208,20 +208,6 @@ def test_the_survey_is_a_small_part_of_what_travels(comm):
     assert sampled <= 1.05 * equal
 
 
-def test_gtopk_by_recursive_doubling_sends_one_message_a_round(comm):
-    k = 1000
-    length = 100 * k * comm.size  # thin enough for plain indices
-    vector = SparseVector(np.arange(k) * 100 * comm.size + comm.rank, np.ones(k, np.float32), length)
-    before = traffic(comm)
-    gtopk_allreduce(vector, comm, k, algorithm="recursive_doubling")
-    after = traffic(comm)
-    core = 1 << (comm.size.bit_length() - 1)
-    in_core, folds = comm.rank < core, comm.rank % core < comm.size - core
-    rounds = int(math.log2(core)) * in_core + folds
-    assert after.messages - before.messages == rounds
-    assert rounds * k * 8 <= after.nbytes - before.nbytes <= rounds * (k * 8 + 64 + 63)
-
-
 @pytest.mark.at_least(2)
 def test_the_exact_gtopk_of_equal_values_stays_below_the_bound_of_the_table(comm):
     """The k largest are those of the first shares, whose owners send more and more."""

@@ -117,29 +117,6 @@ def test_all_ranks_count_for_what_is_sent_dense(comm, collective):
     np.testing.assert_array_equal(means["k"], expected(vectors, float))
 
 
-@pytest.mark.exactly(1)
-@pytest.mark.exactly(3)
-@pytest.mark.exactly(4)
-@pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
-def test_the_accounts_are_balanced_before_the_division(comm, collective, monkeypatch):
-    """With residuals and a decay, in the debug mode."""
-    monkeypatch.setenv("MPICOMP_CHECK", "1")
-    watched = comm.Dup()
-    for dtype in (np.float16, np.float32):
-        exchange = GradientExchange(
-            watched,
-            TopK(k=5),
-            ErrorFeedback(decay=0.5),
-            collective,
-            average="contributors",
-            small=10,
-        )
-        for step in range(3):
-            rng = np.random.default_rng([step, comm.rank])
-            exchange({"w": rng.standard_normal(50).astype(dtype), "b": rng.standard_normal(9).astype(dtype)})
-    watched.Free()
-
-
 def test_what_is_sent_and_kept_is_what_arrives_before_the_division(comm):
     """Of integers with a decay of 1/2, by all collectives: the votes of a step are those of the entries sent."""
     for collective in COLLECTIVES.values():

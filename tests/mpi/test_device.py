@@ -26,7 +26,6 @@ from collectives import (
     sparse_reduce_scatter,
 )
 from collectives.runtime import messages
-from collectives.runtime.link import link_if_any
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.codec import CODECS
 
@@ -62,19 +61,6 @@ def test_gtopk(comm, cupy, algorithm, pattern):
     results = gtopk_allreduce(there(mine, cupy), comm, 20, algorithm=algorithm)
     for result, expected in zip(results, gtopk_allreduce(mine, comm, 20, algorithm=algorithm), strict=True):
         assert_same(result, expected)
-
-
-@pytest.mark.at_least(2)
-@pytest.mark.parametrize("entries", [30, 60_000], ids=["short", "long"])
-def test_ranks_that_name_different_algorithms_raise_and_leave_nothing_in_flight(comm, cupy, entries):
-    vector = there(SparseVector(np.arange(entries), np.arange(1.0, 1.0 + entries), entries), cupy)
-    for first in range(4):
-        name = [*gtopk_allreduce.algorithms][(comm.rank + first) % 4]
-        with pytest.raises(CollectiveError, match="algorithm must be the same"):
-            gtopk_allreduce(vector, comm, algorithm=name)
-        comm.Barrier()
-        assert not link_if_any(comm).comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-        comm.Barrier()
 
 
 def test_the_others(comm, cupy):

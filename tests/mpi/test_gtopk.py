@@ -84,16 +84,6 @@ def test_k_beyond_the_union_gives_the_exact_sum_and_rejects_nothing(comm, algori
     assert rejected.nnz == 0 or algorithm == "node_leaders", "what cancelled out stays with its ranks in that one alone"
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-@pytest.mark.parametrize(("length", "offset"), [(LENGTH, 0), (2**40, 2**39)], ids=["int32", "int64"])
-@EVERY
-def test_every_dtype(comm, algorithm, dtype, length, offset):
-    case = {"dtype": dtype, "length": length, "offset": offset}
-    dense = [window(vector, offset) for vector in contributions("random", comm.size, **case)]
-    result, _ = check(comm, contribution("random", comm.rank, comm.size, **case), 12, dense, offset, algorithm)
-    assert result.dtype == dtype
-
-
 @EVERY
 def test_two_runs_give_the_same_bits_on_real_numbers(comm, algorithm):
     values = np.random.default_rng(comm.rank).standard_normal(LENGTH)

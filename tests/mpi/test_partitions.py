@@ -15,7 +15,6 @@ from cases import (
 )
 
 from collectives import (
-    allreduce,
     gtopk_allreduce,
     reduce_scatter,
     sparse_allgather,
@@ -28,17 +27,6 @@ from collectives.collective import link_of
 from collectives.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up
-
-CUTTING = ["auto", *(name for name in allreduce.ALGORITHMS if name not in allreduce.UNSAMPLED)]
-
-
-@pytest.mark.parametrize("algorithm", CUTTING)
-@for_each(partition=PARTITIONS, pattern=["random", "one_holds_all", "blocks", "same_support", "empty"])
-def test_the_sum_does_not_depend_on_the_partition(comm, pattern, partition, algorithm):
-    vector = contribution(pattern, comm.rank, comm.size)
-    total = sparse_allreduce(vector, comm, algorithm=algorithm, partition=partition)
-    assert_same_bits(comm, total)
-    assert_equal(total, sum(window(each) for each in contributions(pattern, comm.size)))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

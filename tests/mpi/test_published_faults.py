@@ -13,7 +13,7 @@ import pytest
 from cases import assert_equal, assert_same_bits, bits, contribution, contributions, select, window
 
 import collectives
-from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce, traffic
+from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.collective import link_of
 from collectives.runtime.engine import _engine
 from mpicomp import ErrorFeedback, SparseVector, TopK
@@ -22,14 +22,6 @@ from mpicomp.vector import merge, top_k
 DENSE = ("dense", "dense_mpi")  # of a large length they have no room
 SUMS = pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
 SELECTIONS = pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
-
-
-@SELECTIONS
-def test_powers_of_two_only_and_an_index_past_a_list_at_three(comm, algorithm):
-    """Every number of ranks: this test runs for 3, 5 and 7 as for 4 and 8."""
-    result, rejected = gtopk_allreduce(contribution("random", comm.rank, comm.size), comm, 10, algorithm=algorithm)
-    whole = sum(window(vector) for vector in contributions("random", comm.size))
-    np.testing.assert_array_equal(window(result) + sum(comm.allgather(window(rejected))), whole)
 
 
 def calls_in(package, name):
@@ -60,24 +52,6 @@ def test_ranks_that_need_nothing_of_a_late_one_do_not_wait_for_it(comm):
             assert not request.test()
         comm.send(None, 0)
     request.wait()
-
-
-@SELECTIONS
-def test_equal_k_demanded_on_all_ranks(comm, algorithm):
-    """Each rank contributes another number of entries, and some none."""
-    mine = contribution("unequal", comm.rank, comm.size)
-    result, _ = gtopk_allreduce(mine, comm, algorithm=algorithm)
-    assert_same_bits(comm, result)
-    assert result.nnz <= max(comm.allgather(mine.nnz))
-
-
-@SUMS
-def test_an_empty_rank_hangs_or_crashes(comm, algorithm):
-    vectors = [
-        vector if rank % 2 else SparseVector.empty(240) for rank, vector in enumerate(contributions("ties", comm.size))
-    ]
-    total = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm)
-    assert_equal(total, sum(window(vector) for vector in vectors))
 
 
 @pytest.mark.parametrize(
@@ -207,12 +181,3 @@ def test_an_entry_dropped_half_way_is_lost_when_its_index_survives_elsewhere(com
     result, rejected = gtopk_allreduce(mine, comm, k, algorithm=algorithm)
     kept = comm.allgather(rejected.to_dense())
     np.testing.assert_array_equal(result.to_dense() + sum(kept), total)
-
-
-def test_parts_of_variable_length(comm):
-    """An allgather whose parts differ a thousandfold, without a round for the sizes."""
-    mine = SparseVector(np.arange(10 ** (comm.rank % 4)), np.ones(10 ** (comm.rank % 4), np.float32), 5000)
-    before = traffic(comm).messages
-    parts = sparse_allgather(mine, comm)
-    assert [part.nnz for part in parts] == [10 ** (rank % 4) for rank in range(comm.size)]
-    assert traffic(comm).messages - before == (comm.size - 1).bit_length()
