@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives import dense_allreduce, sparse_allreduce, warm_up
+from collectives import dense_allreduce, sparse_allreduce
 from collectives.allreduce import ALGORITHMS
 from collectives.runtime import messages
 from mpicomp_bench.bench.data import draw_sparse
@@ -53,7 +53,6 @@ def main() -> None:
     vector = draw_sparse("independent", comm.rank, comm.size, length, entries, "float32")
     calls = {name: partial(sparse_allreduce, vector, comm, algorithm=name) for name in options.algorithms}
     calls["MPI's Iallreduce"] = partial(dense_allreduce, vector.to_dense(), comm)
-    warm_up(comm, ["float32"])
     ways = {(name, way): partial(going, way, call) for name, call in calls.items() for way in WAYS}
     contestants = [Contestant(name, call, before=call, loops=loops_of(call, comm)) for name, call in ways.items()]
     times = interleave(contestants, options.repeats, comm)

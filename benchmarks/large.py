@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives import OuterLoop, traffic, warm_up
+from collectives import OuterLoop, traffic
 from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 from mpicomp_bench.files import look, new_file, write
@@ -119,7 +119,6 @@ def main() -> int:
     options.parser = parser
     comm = MPI.COMM_WORLD
     look(options, comm)
-    warm_up(comm)
     rows = []
     for method in options.methods:
         rows.append(row(method, options.length, options.turns, comm))

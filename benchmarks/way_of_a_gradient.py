@@ -44,7 +44,7 @@ from mpi4py import MPI
 
 import collectives
 import mpicomp
-from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce, warm_up
+from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
 from collectives.agreement import agree_to_keep
 from collectives.exchange.flight import Flight
 from collectives.exchange.step import Step
@@ -169,7 +169,6 @@ def report(visits: list[Visit]) -> str:
 def main() -> None:
     """Trace a step, and print the report."""
     comm = MPI.COMM_WORLD
-    warm_up(comm)
     exchange = GradientExchange(comm, TopK(density=0.001), ErrorFeedback(), gtopk_allreduce)
     gradient, tracer = np.random.default_rng(comm.rank).standard_normal(LENGTH, np.float32), Tracer()
     for _ in range(2):

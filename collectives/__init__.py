@@ -20,7 +20,6 @@ from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_sca
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
 from collectives.runtime.engine import Request, configure
 from collectives.runtime.link import Traffic, traffic
-from collectives.warming import warm_up
 
 __all__ = [
     "GradientExchange",
@@ -53,5 +52,4 @@ __all__ = [
     "sparse_reduce",
     "sparse_reduce_scatter",
     "traffic",
-    "warm_up",
 ]

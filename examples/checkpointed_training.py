@@ -33,7 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 
-from collectives import GradientExchange, gtopk_allreduce, warm_up
+from collectives import GradientExchange, gtopk_allreduce
 from mpicomp import MomentumCorrection, TopK
 
 INPUTS, HIDDEN, CLASSES, BATCH, RATE = 32, 128, 10, 32, 0.1
@@ -224,7 +224,6 @@ def checks(training, comm):
 def main():
     options, stop, comm = parse_arguments(), StopSignal(), MPI.COMM_WORLD
     say = print if comm.rank == 0 else lambda *_, **__: None
-    warm_up(comm)
     training = Training(comm, options.seed)
     source = take_up(training, options.folder, comm)
     say(f"step {training.step}: " + (f"taken up from {source}" if source else "a new run"), flush=True)

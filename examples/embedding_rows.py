@@ -25,7 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 
-from collectives import SupportPlan, dense_allreduce, sparse_allreduce, traffic, warm_up
+from collectives import SupportPlan, dense_allreduce, sparse_allreduce, traffic
 from mpicomp import SparseVector
 
 VOCABULARY, WIDTH, TEXTS, WORDS, RATE = 20_000, 16, 32, 8, 0.5
@@ -146,7 +146,6 @@ def verdicts(comm, steps):
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
-    warm_up(comm)
     checks = [*verdicts(comm, options.steps)]
     everyone = [all(holds) for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)]
     if comm.rank == 0:

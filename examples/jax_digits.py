@@ -23,7 +23,7 @@ from jax import numpy as jnp
 from mpi4py import MPI
 from sklearn.datasets import load_digits
 
-from collectives import GradientExchange, warm_up
+from collectives import GradientExchange
 from collectives.jax import exchange_pytree
 from mpicomp import TopK
 
@@ -86,7 +86,6 @@ def accuracy(parameters, images, labels):
 
 def main():
     comm, steps = MPI.COMM_WORLD, parse_arguments().steps
-    warm_up(comm)
     digits = load_digits()
     images, labels, first = (digits.data / 16).astype(np.float32), digits.target, len(digits.target) * 4 // 5
     parameters, alike = train(

@@ -24,7 +24,7 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from collectives import GradientExchange, OuterLoop, dense_allreduce, traffic, warm_up
+from collectives import GradientExchange, OuterLoop, dense_allreduce, traffic
 from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
 
 PIXELS, HIDDEN, CLASSES, BATCH = 64, 256, 10, 16
@@ -149,7 +149,6 @@ def bits(parameters):
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
-    warm_up(comm)
     shard, test = load(comm)
     sent = [traffic(comm).nbytes]
     dense = train_dense(comm, shard, options.steps)

@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
-from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, traffic, warm_up
+from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, traffic
 from mpicomp import NoFeedback, TopK
 
 DENSITY = 0.01
@@ -249,7 +249,6 @@ def plot(runs, path):
 def main():
     options = parse_arguments()
     comm = MPI.COMM_WORLD
-    warm_up(comm)
     shard, test = load(comm)
     runs = [train(name, average, shard, test, options, comm) for name, average in methods(comm)]
     checks = [*invariants(runs, comm), *(claims(runs) if options.assert_claims else ())]

@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 
-from collectives import sparse_allreduce, sparse_reduce_scatter, traffic, warm_up
+from collectives import sparse_allreduce, sparse_reduce_scatter, traffic
 from mpicomp import TopK
 
 FEATURES, CLASSES, ROWS, BATCH = 300, 10, 1000, 50
@@ -119,7 +119,6 @@ def train(task, comm, steps, density):
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
-    warm_up(comm)
     task = Task(comm.rank)
     sharded, replicated, share, whole, nbytes = train(task, comm, options.steps, options.density)
     before, after = (comm.allreduce(task.loss(each)) / comm.size for each in (np.zeros_like(sharded), sharded))

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from sklearn.datasets import load_digits
 from torch import nn
 
-from collectives import GradientExchange, dense_allreduce, traffic, warm_up
+from collectives import GradientExchange, dense_allreduce, traffic
 from collectives.torch import outer_loop
 from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
 
@@ -101,7 +101,6 @@ def main():
     parser.add_argument("--steps", type=int, default=200, help="of AdamW (default %(default)s)")
     steps, comm = parser.parse_args().steps // EVERY * EVERY, MPI.COMM_WORLD
     torch.set_num_threads(1)
-    warm_up(comm)
     data, test = load(comm)
     sent = [traffic(comm).nbytes]
     dense = train_dense(comm, data, steps)

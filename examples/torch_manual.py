@@ -33,7 +33,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from collectives import GradientExchange, traffic, warm_up
+from collectives import GradientExchange, traffic
 from mpicomp import TopK
 
 BATCH, RATE = 32, 0.2
@@ -166,7 +166,6 @@ def verdict(checks, comm):
 def main():
     comm, steps = MPI.COMM_WORLD, parse_arguments().steps
     torch.set_num_threads(1)
-    warm_up(comm)
     (data, test), checks = load(), []
     for case in CASES:
         model, early = train(case, data, comm, steps)

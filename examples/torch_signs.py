@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import GradientExchange, warm_up
+from collectives import GradientExchange
 from collectives.torch import attach, init_process_group
 from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard
 
@@ -111,7 +111,6 @@ def main():
     parser.add_argument("--steps", type=int, default=300, help="steps (default %(default)s)")
     steps, comm = parser.parse_args().steps, MPI.COMM_WORLD
     torch.set_num_threads(1)
-    warm_up(comm)
     init_process_group(comm)
     data, test = load()
     dense = train_dense(comm, data, steps)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families, magnitude_keys
 from strategies import DTYPES, finite_values
 
-from mpicomp import Cosine, ErrorFeedback, Hadamard, SparseVector, TopK, codec
+from mpicomp import SparseVector, codec
 from mpicomp.codec.indices import BITMAP
 from mpicomp.codec.values import Offsets
 from mpicomp.few_bits import BITS
@@ -29,9 +29,7 @@ from mpicomp.kernels.host import (
     streaming,
     surveying,
     transforms,
-    warming,
 )
-from mpicomp.vector import add_up, merge, top_k
 
 MODULES = [bits, coding, few_bits, fused, merging, segments, selection, statistics, streaming, surveying, transforms]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
@@ -720,34 +718,6 @@ def test_signs_are_one_minus_one_and_zero(mode, dtype):
         expected = (1.0 * (values > 0) - (values < 0)).astype(dtype)
         host.signs(values)
         assert values.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_after_warming_up_nothing_is_left_to_compile(dtype):
-    def signatures():
-        return {(module.__name__, name): len(getattr(module, name).signatures) for module, name in KERNELS}
-
-    steps = list(warming.warm_up(dtype, np.int32))
-    assert [step.done for step in steps] == list(range(1, steps[0].total + 1))
-    before = signatures()
-    for size in (100, 100_000):
-        dense = np.random.default_rng(0).standard_normal(size).astype(dtype)
-        vector = TopK(density=0.1).compress(dense)
-        vector.validate()
-        kept, dropped = top_k(add_up([merge(vector, vector), vector, vector]), 5)
-        for feedback in ErrorFeedback(), ErrorFeedback(in_place=True):
-            corrected, _ = feedback.compress(dense, TopK(density=0.1))
-            feedback.settle(corrected, kept, dropped, kept)
-            feedback.commit()
-        for choose in (codec.plain, codec.quick, codec.smallest):
-            codec.decode(codec.encode(vector, coding=choose(vector)))
-        host.survey(dense), host.survey(dense, 0.5, 0.5).exceeding(0.5), host.exceeding(dense, 0.5)
-        host.sample(np.tile(dense, 1 + (1 << 19) // dense.size))
-        host.moments(dense), host.above(dense, 0.5), host.histogram(dense), host.gather(dense, vector.indices)
-        for basis in Hadamard(64), Cosine(7):
-            basis.forward(dense, np.empty_like(dense))
-        host.signs(dense.copy())
-    assert signatures() == before
 
 
 @DTYPE

@@ -22,7 +22,6 @@ from methods import OURS_OF_GPT, exchanging, parts
 from mpi4py import MPI
 from results import PARTS, where
 
-from collectives import warm_up
 from collectives.torch import init_process_group
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
@@ -78,7 +77,6 @@ def main() -> int:
     options.parser = parser
     comm = MPI.COMM_WORLD
     look(options, comm)
-    warm_up(comm)
     init_process_group(comm)
     rows = rows_of(options.methods, options.steps, comm)
     if comm.rank:

@@ -17,7 +17,6 @@ from typing import Any
 
 from methods import exchanging, known, period, rate_of
 
-from collectives import warm_up
 from mpicomp_bench.bench.collective import COUNTERS, sent_by_host
 from mpicomp_bench.options import above_zero, add_list, positive
 
@@ -74,8 +73,19 @@ def next_stretch(done: float, limit: float, steps: int, every: int) -> int:
     return every * max(1, round(missing / done * steps / every))
 
 
+def compile_kernels(method: str, options: argparse.Namespace, comm: Any) -> None:
+    """Take a round on a model that is then dropped."""
+    trainer = new_trainer(options, comm)
+    outer = exchanging(method, options.model, trainer, comm)
+    for step in range(period(method)):
+        trainer.step(step)
+        if outer:
+            outer.step()
+
+
 def row_of(method: str, options: argparse.Namespace, comm: Any) -> dict[str, Any]:
     """Train with a method, and return the row, on all ranks."""
+    compile_kernels(method, options, comm)
     trainer, every = new_trainer(options, comm), period(method)
     outer = exchanging(method, options.model, trainer, comm)
     curve = curve_of(trainer, outer, every, options, comm)
@@ -103,7 +113,6 @@ def main() -> int:
         if not known(name, options.model):
             parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
     comm = MPI.COMM_WORLD
-    warm_up(comm)
     if options.model == "gpt":
         from collectives.torch import init_process_group
 

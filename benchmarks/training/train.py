@@ -36,7 +36,6 @@ from mpi4py import MPI
 from tasks import TASKS, Task
 from training import LATENCY, trained
 
-from collectives import warm_up
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_figure, new_file, write
 from mpicomp_bench.info import library_and_version
@@ -110,7 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.rate = options.rate or task.rates
     options.record = options.capture_steps if options.capture else ()
-    warm_up(comm)
     with one_thread(comm):
         cells = [
             cell

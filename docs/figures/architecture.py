@@ -15,7 +15,7 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
     ["collectives.outer", "collectives.exchange", "collectives.faults.ledger"],
     ["collectives.gtopk", "collectives.allreduce", "collectives.allgather", "collectives.reduce_scatter",
      "collectives.rooted", "collectives.dense", "collectives.quantised", "collectives.plan", "collectives.agreement",
-     "collectives.votes", "collectives.warming"],
+     "collectives.votes"],
     ["collectives.collective", "collectives.choice", "collectives.patterns", "collectives.faults.debug",
      "collectives.faults.notification", "collectives.faults.recovery"],
     ["collectives.runtime", "collectives.faults"],

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import collectives
-from collectives import GradientExchange, dense_allreduce, traffic, warm_up
+from collectives import GradientExchange, dense_allreduce, traffic
 from collectives.collective import Collective, link_of
 from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
@@ -125,7 +125,6 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     least_nbytes: the lower bound. wire_nbytes: at the interfaces of the busiest host, with headers; None if they were
     not counted.
     """
-    warm_up(comm, sorted(set(options.dtypes)))
     for case in cases(options):
         vector = draw_sparse(case["pattern"], comm.rank, comm.size, case["length"], case["entries"], case["dtype"])
         union = collectives.sparse_allreduce(vector, comm, algorithm="split_allgather").nnz

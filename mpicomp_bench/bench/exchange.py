@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce, warm_up
+from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
 from mpicomp import ChunkedTopK, ErrorFeedback, Quantised, TopK
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Call, Contestant, Row, compare, read_once
@@ -58,7 +58,6 @@ def length_of(tensors: str) -> int:
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield the comparisons of every density; each rank's gradient is `length` normal float32."""
-    warm_up(comm)
     gradient = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
     dense = {"MPI_Allreduce": partial(comm.Allreduce, gradient, np.empty_like(gradient))}
     for density in options.density:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import quantised_allreduce, warm_up
+from collectives import quantised_allreduce
 from mpicomp.few_bits import BITS, LONGEST_BLOCK, SHORTEST_BLOCK
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Row, compare, read_once
@@ -35,7 +35,6 @@ def algorithms() -> list[str]:
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield the comparisons; each rank's array is `length` normal float32."""
-    warm_up(comm)
     array = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
     total, rejected = np.empty_like(array), np.empty_like(array)
     calls = {
