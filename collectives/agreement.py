@@ -5,7 +5,8 @@ library's messages, and failures are counted by MPI's sum on the library's dupli
 apply to both, and the error of a rank reaches all ranks.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,23 @@ def raise_together(error: Exception | None, comm: Any, operation: str) -> None:
         _raise_together(error, comm, operation)
     finally:
         del error  # it, its traceback and this frame would hold each other
+
+
+@contextmanager
+def all_or_none(comm: Any, operation: str) -> Iterator[None]:
+    """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
+
+    A rank whose block raised raises that error, with the block's traceback (`contextmanager` restores it, so no frame
+    of the agreement holds the error); the others raise CollectiveError, or StepSkippedError if the only errors are
+    gradients that are not finite. All blocks must have started the same collectives. An interrupt is not reported.
+    operation: the name in errors. One agreement at the end, as in `agree_to_keep`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree_to_keep(error, comm, operation)
 
 
 def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:

@@ -14,7 +14,7 @@ name, and `COLLECTIVES` all collectives: benchmarks and `mpicomp explain` iterat
 `promise`.
 
 All checks of the caller's arguments run in one `try`, before any message: if one raises, the rank does not start, but
-notifies the others, and `all_or_none` raises on every rank. Only a bad `comm` raises at once, as there is nobody to
+notifies the others, and `run_or_notify` raises on every rank. Only a bad `comm` raises at once, as there is nobody to
 notify.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_orig
 
 from collectives.choice import agreed_choice
 from collectives.faults import debug
-from collectives.faults.notification import all_or_none
+from collectives.faults.notification import run_or_notify
 from collectives.runtime import engine
 from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
@@ -207,7 +207,7 @@ class Collective(Generic[P, T]):
         if link.checked:
             steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
         else:
-            steps = all_or_none(group, steps)
+            steps = run_or_notify(group, steps)
         return engine.start(steps if call.finish is None else _finished(steps, call.finish), group)
 
 

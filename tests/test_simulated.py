@@ -18,7 +18,7 @@ from collectives import (
     rooted,
     sparse_allreduce,
 )
-from collectives.faults.notification import all_or_none
+from collectives.faults.notification import run_or_notify
 from collectives.partition import likely
 from collectives.runtime.group import Group
 from mpicomp import CollectiveError, SparseVector, TopK, quantise
@@ -400,7 +400,7 @@ def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operati
                 signature = {"operation": operation, "algorithm": name, "length": 100, "dtype": "float64"}
                 own = Group(group.link, signature, error)
                 try:
-                    yield from all_or_none(own, algorithms[name](brought_to(rank, error), own))
+                    yield from run_or_notify(own, algorithms[name](brought_to(rank, error), own))
                 except (CollectiveError, ValueError) as error:
                     return type(error)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives.faults.notification import all_or_none
+from collectives.faults.notification import run_or_notify
 from collectives.faults.state import named_ranks
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
@@ -52,7 +52,7 @@ def _checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise, 
 
     with group.turn() as group.turn_reserved:  # before the first yield, as the operation itself would
         _compare_calls((yield from group.gather_objects([operation, caller])), where)
-        return (yield from all_or_none(group, audited()))
+        return (yield from run_or_notify(group, audited()))
 
 
 def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:

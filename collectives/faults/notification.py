@@ -21,7 +21,7 @@ from mpicomp.errors import StepSkippedError
 T = TypeVar("T")
 
 
-def all_or_none(group: Group, steps: Steps[T]) -> Steps[T]:
+def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     """Run an operation to its end; return its result on every rank, or raise on every rank.
 
     Raises this rank's own error if it has one, else CollectiveError that names the ranks and their arguments;
