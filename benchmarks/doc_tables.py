@@ -80,7 +80,7 @@ def gains() -> list[str]:
         cells = []
         for length, computing, ranks, density in TRAININGS:
             case = Case(ranks, int(float(length)), float(length) * density)
-            found = explained(case, ranks, NETWORKS[network], computing)
+            found = explained(case, NETWORKS[network], computing)
             cells += [f"{row['speedup']:.3g}" for row in found if row["algorithm"] == "by sparse_allreduce"]
         rows.append([name, *cells])
     return table(["link of a rank", *heads], rows)

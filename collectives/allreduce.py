@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.choice.formulas import Case
+from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Ranges, equal_ranges
@@ -100,7 +100,7 @@ def with_partition(call: Call[Any], size: int) -> SparseVector:
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
-MOST_KINDS = 1024  # of calls whose algorithm is remembered
+MOST_KINDS = 1024  # of sums that are remembered, apart by powers of two of their entries and bits
 UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
 NO_METADATA = Metadata([], [], 0)
 ALGORITHMS: dict[str, Sum] = {}
@@ -153,30 +153,26 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     the choice is the same as without. whole: the group contains all ranks of the communicator, so it can call MPI's own
     allreduce.
     """
-    nodes, coding = group.node_sizes, group.coding(vector)
+    coding = group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
-
-    def best(entries: float, bits: float, overlap: float) -> str:
-        about = vector.length, entries, overlap, vector.value_nbytes, bits, len(nodes) > 1
-        case = Case(group.size, *about)
-        return str(group.link.choice.algorithm("sparse_allreduce", case, nodes, whole=whole))
-
-    kind = vector.length, vector.value_nbytes, vector.nnz.bit_length(), math.frexp(bits)[1]  # powers of two
-    last, like = group.link.choice.last, (whole, group.size, *kind)
-    again = last.get(like) == "allgather" and not on_device(vector.indices)
-    again = again and not is_long(encoded_nbytes(vector, coding), group)
-    if len(last) >= MOST_KINDS:
-        last.clear()
-    short = is_short(vector, group)
+    best = partial(algorithm_for, "sparse_allreduce", vector, group, whole=whole)
+    kind = whole, group.size, vector.length, vector.value_nbytes, vector.nnz.bit_length(), math.frexp(bits)[1]
+    gathered, short = group.link.gathered, is_short(vector, group)
+    again = kind in gathered and not (on_device(vector.indices) or is_long(encoded_nbytes(vector, coding), group))
     # A rank sends samples where a sum of vectors like its own, with supports that overlap, would cut the index space.
-    cut = partition == "sampled" or (not short and best(vector.nnz, bits, 0.5) not in UNSAMPLED)
+    cut = partition == "sampled" or (not short and best(vector.nnz, bits=bits, overlap=0.5) not in UNSAMPLED)
     metadata = yield from exchange_metadata(vector, group, partition, sampling=cut, bits=bits, whole=short or again)
     if metadata.vectors:
         if all([is_short(each, group) for each in metadata.vectors]):
             return "allgather", metadata
-        metadata = metadata.of_vectors(digests=len(nodes) > 1)
-    last[like] = best(sum(metadata.counts) / group.size, metadata.bits, metadata.overlap)
-    return last[like], metadata
+        metadata = metadata.of_vectors(digests=len(group.node_sizes) > 1)
+    name = best(sum(metadata.counts) / group.size, bits=metadata.bits, overlap=metadata.overlap)
+    gathered.discard(kind)
+    if name == "allgather":
+        if len(gathered) >= MOST_KINDS:
+            gathered.clear()
+        gathered.add(kind)
+    return name, metadata
 
 
 @sparse_allreduce.auto

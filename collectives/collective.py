@@ -25,7 +25,7 @@ from inspect import cleandoc, signature
 from operator import index
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
 
-from collectives.choice import agreed_choice
+from collectives.choice.links import agreed_links
 from collectives.faults import debug
 from collectives.faults.notification import run_or_notify
 from collectives.runtime import engine
@@ -286,7 +286,7 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
     operation: of the caller, for the text of errors. Raises the errors of `check_communicator`.
     """
     check_communicator(comm)
-    return link_if_any(comm) or make_link(comm, operation, engine.meet, agreed_choice)
+    return link_if_any(comm) or make_link(comm, operation, engine.meet, agreed_links)
 
 
 def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.partition import equal_ranges, likely
 from collectives.patterns import Combine, add, agreed, doubling, hand_down, reduce_up
@@ -35,6 +36,8 @@ from mpicomp.vector import SparseVector, add_up, count_up, join, merge, parted, 
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+TYPICAL_DENSITY = 0.001  # where the call has no k
 
 Result = tuple[SparseVector, SparseVector]
 
@@ -110,8 +113,12 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Run the fastest algorithm for the length and k, which all ranks know: asking for more takes up to a third."""
-    name = group.link.choice.gtopk(vector.length, k, vector.value_nbytes, group.node_sizes)
+    """Run the fastest algorithm for the length and k, which all ranks know: asking for more takes up to a third.
+
+    So the supports count as independent.
+    """
+    entries = min(vector.length, max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k)
+    name = algorithm_for("gtopk_allreduce", vector, group, entries)
     result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
     return result
 

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from collectives.choice import algorithm_for
 from collectives.collective import Call, collective
 from collectives.patterns import agreed, core_doubling, folded
 from collectives.runtime.group import DisagreementError, Group, PartOf
@@ -213,7 +214,7 @@ class Rounding:
 @quantised_allreduce.auto
 def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
     """Run the algorithm that `collectives.choice` takes for length and bits."""
-    name = group.link.choice.quantised(vector.length, bits, vector.value_nbytes, group.node_sizes)
+    name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
     run = quantised_allreduce.algorithms[name]
     result: Result = yield from run(vector, group, bits=bits, block=block, array=array, out=out)
     return result

@@ -15,10 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.choice import Choice
-from collectives.choice.formulas import Case, dense_mpi, seconds
-from collectives.choice.links import NETWORKS, Links, inside
-from collectives.choice.predictions import constants_of, predicted, upper
+from collectives.choice import choose, constants_of, predicted
+from collectives.choice.formulas import Case, dense_mpi, upper
+from collectives.choice.links import NETWORKS, Links, seconds
 from mpicomp_bench import recipes
 
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
@@ -56,8 +55,12 @@ class Training(NamedTuple):
     @property
     def case(self) -> Case:
         """The dense sum."""
-        crowding = MEMORY / self.memory
-        return Case(self.ranks, self.parameters, self.parameters, coded=self.nodes > 1, crowding=crowding)
+        return Case(self.ranks, self.parameters, self.parameters, self.on_node)
+
+    @property
+    def hardware(self) -> Links:
+        """The links, for ranks with this rate of memory."""
+        return replace(self.links, crowding=MEMORY / self.memory)
 
     @property
     def is_measured(self) -> bool:
@@ -67,7 +70,7 @@ class Training(NamedTuple):
     @property
     def latency(self) -> float:
         """The seconds of a round of small messages."""
-        return constants_of(self.nodes, self.on_node, self.links, self.case.crowding)[0]
+        return constants_of(self.case, self.hardware)[0]
 
 
 class Method(NamedTuple):
@@ -99,13 +102,13 @@ def dense(training: Training) -> float:
 
     A node's link carries the messages of one rank in the first, and of all its ranks, each of its share, in the second.
     """
-    case, nodes, on_node, links = training.case, training.nodes, training.on_node, training.links
-    ring = seconds(dense_mpi(case), constants_of(nodes, 1, links, case.crowding))
+    case, nodes, on_node, links = training.case, training.nodes, training.on_node, training.hardware
+    ring = seconds(dense_mpi(case), links.inside() if nodes == 1 else links.between(1))
     if not 1 < nodes < case.ranks:
         return ring
-    node = dense_mpi(replace(case, ranks=on_node, coded=False))
-    lane = dense_mpi(replace(case, ranks=nodes, length=-(-case.length // on_node)))
-    by_lanes = seconds(node, inside(case.crowding)) + seconds(lane, links.constants(on_node, case.crowding))
+    node = dense_mpi(replace(case, ranks=on_node))
+    lane = dense_mpi(replace(case, ranks=nodes, length=-(-case.length // on_node), per_node=1))
+    by_lanes = seconds(node, links.inside()) + seconds(lane, links.between(on_node))
     return min(ring, by_lanes)
 
 
@@ -138,10 +141,9 @@ def sparse(density: float, bits: float | None = None) -> Callable[[Training], fl
 
 def by_auto(collective: str, case: Case, training: Training) -> float:
     """Return the seconds of a collective by the algorithm that "auto" takes, and of the agreement to keep the step."""
-    nodes, on_node, links = training.nodes, training.on_node, training.links
-    several = [*[on_node] * (nodes - 1), case.ranks - on_node * (nodes - 1)]
-    name = Choice(links=links, crowding=max(1.0, case.crowding)).algorithm(collective, case, several)
-    return predicted(collective, case, nodes, links)[name][0] + training.latency * upper(case.ranks)
+    links = training.hardware
+    name = choose(collective, case, replace(links, crowding=max(1.0, links.crowding)))
+    return predicted(collective, case, links)[name][0] + training.latency * upper(case.ranks)
 
 
 METHODS = (

@@ -9,10 +9,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from collectives.choice import Choice, formulas
-from collectives.choice.formulas import Case, Cost, seconds
-from collectives.choice.links import NETWORKS, Links, links_of
-from collectives.choice.predictions import Taken, constants_of, predicted, upper
+from collectives.choice import choose, constants_of, formulas, predicted
+from collectives.choice.formulas import Case, upper
+from collectives.choice.links import NETWORKS, Cost, Links, links_of, seconds
 from collectives.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench import answer
@@ -170,41 +169,39 @@ def advise(options: argparse.Namespace, out: TextIO) -> int:
 
 def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions for one sum, and for an exchange and a step with it."""
-    nodes = -(-options.ranks // options.per_node)
     entries = max(1, round(options.length * options.density))
-    about = options.overlap, options.value_bytes, options.value_bits, nodes > 1
+    about = options.per_node, options.overlap, options.value_bytes, options.value_bits
     case = Case(options.ranks, options.length, entries, *about)
-    found = list(explained(case, nodes, options.network, options.step))
+    found = list(explained(case, options.network, options.step))
     if options.json:
         union = case.union(case.ranks)
-        head = {"ranks": case.ranks, "nodes": nodes, "length": case.length, "entries": entries, "union": union}
+        head = {"ranks": case.ranks, "nodes": case.nodes, "length": case.length, "entries": entries, "union": union}
         out.write(json.dumps({**head, "rows": found}, indent=1) + "\n")
     else:
-        out.write(table(case, nodes, found))
+        out.write(table(case, found))
     return 0
 
 
 def explained(
-    case: Case, nodes: int, links: Links, step: float | None = None, *, most_counted: int = MOST_COUNTED
+    case: Case, links: Links, step: float | None = None, *, most_counted: int = MOST_COUNTED
 ) -> Iterator[Row]:
     """Yield a row for each algorithm of each collective, the fastest first, for an exchange, and for a step.
 
     most_counted: the most ranks for which algorithms without a formula are counted on the simulated network.
     """
-    per_node = -(-case.ranks // nodes)
-    constants = constants_of(nodes, per_node, links, case.crowding)
+    constants = constants_of(case, links)
     dense = seconds(dense_allreduce(case), constants)
     chosen: dict[str, float] = {}
     rows: list[Row] = []
     for collective, declared in COLLECTIVES.items():
         if collective == "quantised_allreduce":
-            found = in_few_bits(collective, case, nodes, links, dense)
+            found = in_few_bits(case, links, dense)
             chosen |= {each["algorithm"].removeprefix("auto, "): each["seconds"] for each in found if "by" in each}
             rows += found
             continue
-        taken: dict[str, Taken] = {}
+        taken: dict[str, tuple[float, Cost]] = {}
         if collective in formulas.FORMULAS:
-            taken = predicted(collective, case, nodes, links)
+            taken = predicted(collective, case, links)
         elif collective in OTHERS:
             name, formula = OTHERS[collective]
             taken[name] = seconds(cost := formula(case), constants), cost
@@ -218,7 +215,7 @@ def explained(
             least = upper(case.ranks), 0, nbytes, 0
             rows.append(row(collective, "least bytes", None, least, dense))
         if collective in formulas.FORMULAS:
-            name = chosen_by_auto(collective, case, nodes, links)
+            name = choose(collective, case, links)
             chosen[collective] = taken[name][0]
             rows.append({**row(collective, "auto", *taken[name], dense), "by": name})
     halved = seconds(cost := dense_in_16_bits(case), constants) + case.length * case.value_nbytes / MEMORY
@@ -229,21 +226,15 @@ def explained(
         yield row(f"step of {step:g} s", HALVED, step + halved, NOTHING, step + dense)
 
 
-def chosen_by_auto(collective: str, case: Case, nodes: int, links: Links) -> str:
-    """Return the algorithm that "auto" takes."""
-    per_node = -(-case.ranks // nodes)
-    several = [*[per_node] * (nodes - 1), case.ranks - per_node * (nodes - 1)]
-    return Choice(links=links, crowding=case.crowding).algorithm(collective, case, several)
-
-
-def in_few_bits(collective: str, case: Case, nodes: int, links: Links, dense: float) -> list[Row]:
+def in_few_bits(case: Case, links: Links, dense: float) -> list[Row]:
     """Return the rows of a sum of dense arrays in few bits, for each of `FEW_BITS`."""
     rows: list[Row] = []
+    collective = "quantised_allreduce"
     for bits in FEW_BITS:
         own = replace(case, entries=case.length, bits=bits)
-        taken = predicted(collective, own, nodes, links)
+        taken = predicted(collective, own, links)
         rows += ranked(collective, {f"{name}, {bits} bits": each for name, each in taken.items()}, dense)
-        name = chosen_by_auto(collective, own, nodes, links)
+        name = choose(collective, own, links)
         rows.append({**row(collective, f"auto, {bits} bits", *taken[name], dense), "by": name})
     return rows
 
@@ -255,7 +246,7 @@ def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense:
     return {"operation": collective, "algorithm": algorithm, **figures}
 
 
-def ranked(collective: str, taken: dict[str, Taken], dense: float) -> list[Row]:
+def ranked(collective: str, taken: dict[str, tuple[float, Cost]], dense: float) -> list[Row]:
     """Return the rows of a collective, the fastest first."""
     names = sorted(taken, key=lambda name: taken[name][0])
     return [row(collective, name, *taken[name], dense) for name in names]
@@ -273,11 +264,20 @@ def dense_in_16_bits(case: Case) -> Cost:
     return rounds, messages, nbytes * 2 / max(case.value_nbytes, 4), 0
 
 
+def compressed(case: Case) -> Cost:
+    """The cost of `compressed_allreduce`, for as many entries of the compressed sum as each rank has.
+
+    An owner reads its share twice, for the sum and to select from it.
+    """
+    read = 2 * formulas.FILLED * case.length / case.ranks
+    return formulas.plus(formulas.split(case), formulas.gather_shares(case, case.entries, case.entries + read))
+
+
 NOTHING: Cost = (0, 0, 0, 0)
 OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {  # collectives of one algorithm
     "sparse_reduce_scatter": ("split", formulas.split),
-    "sparse_allgather": ("dissemination", formulas.allgather),
-    "compressed_allreduce": ("split_allgather", formulas.compressed),
+    "sparse_allgather": ("dissemination", formulas.FORMULAS["sparse_allreduce"]["allgather"]),
+    "compressed_allreduce": ("split_allgather", compressed),
     "dense_allreduce": ("mpi", dense_allreduce),
 }
 
@@ -320,7 +320,7 @@ def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
     """
     scale = min(1.0, COUNTED_ENTRIES / case.entries)
     length, entries = max(1, round(case.length * scale)), max(1, round(case.entries * scale))
-    nodes = list(range(case.ranks)) if case.coded else [0] * case.ranks
+    nodes = [0] * case.ranks if case.nodes == 1 else list(range(case.ranks))
     arguments = ARGUMENTS[collective.name](entries) if collective.name in ARGUMENTS else {}
 
     def run(rank: int, group: Any) -> Any:
@@ -334,9 +334,9 @@ def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
     return rounds, rounds, max(link.traffic.nbytes for link in network.links) / scale, 0
 
 
-def table(case: Case, nodes: int, found: list[Row]) -> str:
+def table(case: Case, found: list[Row]) -> str:
     """Return the rows as a table."""
-    where = f"{case.ranks} rank{'s' * (case.ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    where = f"{case.ranks} rank{'s' * (case.ranks > 1)} on {case.nodes} node{'s' * (case.nodes > 1)}"
     union = case.union(case.ranks)
     lines = [
         f"{where}; {case.entries:.0f} of {case.length} entries each; "

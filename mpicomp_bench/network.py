@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.choice import Choice
+from collectives.choice.links import NETWORKS, Links
 from collectives.runtime.group import Group
 from collectives.runtime.link import Traffic, Turn
 from collectives.runtime.messages import LINE, Buffer, Steps
@@ -25,7 +25,7 @@ from collectives.schedule import group_sizes
 class Network:
     """Ranks and the messages between them; `links` contain the traffic of each rank.
 
-    nodes: the first rank of each rank's node, one node by default. choice: of algorithms for "auto".
+    nodes: the first rank of each rank's node, one node by default. choice: the links between nodes, for "auto".
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class Network:
         size: int,
         nodes: Iterable[int] | None = None,
         seed: int = 0,
-        choice: Choice | None = None,
+        choice: Links = NETWORKS["1gbit"],
         rendezvous: bool = False,
     ) -> None:
-        self.choice, self.rendezvous = choice or Choice(), rendezvous
+        self.choice, self.rendezvous = choice, rendezvous
         self.seen = 0  # times that a receiver saw of a message, or took it
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)  # by source, dest and tag
         self.reductions: list[list[NDArray[Any]]] = []  # for each Allreduce the arrays so far, then their sum
@@ -84,7 +84,7 @@ class Link:
         self.network, self.rank, self.size = network, rank, size
         self.nodes, self.node_sizes = nodes, group_sizes(nodes)
         self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
-        self.choice, self.checked = Choice(network.choice.links, network.choice.crowding), False
+        self.choice, self.gathered, self.checked = network.choice, set[tuple[Any, ...]](), False
         self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
 
     def end_step(self) -> None:

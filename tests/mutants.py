@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "cost: a gather sends one message too many",
         "collectives/choice/formulas.py",
-        "return rounds, rounds, (case.ranks - 1) * nbytes, merged",
-        "return rounds, rounds, case.ranks * nbytes, merged",
+        "return in_rounds(upper(case.ranks), (case.ranks - 1) * nbytes, merged)",
+        "return in_rounds(upper(case.ranks), case.ranks * nbytes, merged)",
         "tests/test_choice.py -k formulas",
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """The choice of algorithms: its formulas and its answers against bytes counted over the simulated network."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -7,11 +8,12 @@ import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.choice import Choice
-from collectives.choice.formulas import FORMULAS, Case, seconds, split
-from collectives.choice.links import NETWORKS, Links, inside, links_of
+from collectives.choice import choose
+from collectives.choice.formulas import FORMULAS, Case, split
+from collectives.choice.links import NETWORKS, Links, links_of, rounded, seconds
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.metadata import Metadata
+from collectives.runtime.group import Group
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 from mpicomp.compressors.quantised import quantise
@@ -48,7 +50,7 @@ def counted(vectors, steps_of, nodes=None):
 
     "auto" takes the links for so slow that bytes are all that counts.
     """
-    network = Network(len(vectors), nodes or range(len(vectors)), choice=Choice(links=Links(1e-6, 1e6)))
+    network = Network(len(vectors), nodes or range(len(vectors)), choice=Links(1e-6, 1e6))
     signature = {"length": vectors[0].length, "dtype": "float32", "width": None}
     _, rounds = network.run(lambda rank, group: steps_of(vectors[rank], group), **signature)
     return max(link.traffic.nbytes for link in network.links), rounds
@@ -88,7 +90,7 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             for rank in range(size)
         ]
         metadata = Metadata([entries] * size, [], length, "equal")
-        case = Case(size, length, entries, overlap=PATTERNS[pattern], coded=coded)
+        case = Case(size, length, entries, 1 if coded else size, overlap=PATTERNS[pattern])
         nodes = None if coded else [0] * size
         for name in SUMS:
             steps = partial(allreduce.ALGORITHMS[name], metadata=metadata)
@@ -126,7 +128,7 @@ def test_digests_tell_how_far_supports_overlap(pattern, size):
     supports = [support(pattern, rank, size, length, entries) for rank in range(size)]
     digests = [indices[in_digest(indices, level_of(entries))] for indices in supports]
     assert all(20 < digest.size < 130 for digest in digests)
-    found = Case(size, length, entries, overlap_of(digests, [entries] * size, length)).union(size)
+    found = Case(size, length, entries, overlap=overlap_of(digests, [entries] * size, length)).union(size)
     assert found == pytest.approx(np.unique(np.concatenate(supports)).size, rel=0.1)
 
 
@@ -145,17 +147,22 @@ def test_small_vectors_are_summed_in_the_metadata_exchange():
         assert counted(vectors, AUTO)[1] == (size - 1).bit_length()
 
 
-@pytest.mark.parametrize("nodes", [[8, 8], [7, 6, 8]])
-def test_several_ranks_on_several_nodes_take_an_algorithm_for_nodes(nodes):
-    assert Choice().algorithm("sparse_allreduce", Case(sum(nodes), 10**6, 10_000), nodes) == "node_lanes"
-    assert Choice().gtopk(10**6, 10_000, 4, nodes) == "node_leaders"
-    assert Choice().gtopk(10**6, 1, 4, nodes) == "recursive_doubling"
+NEAR = NETWORKS["1gbit"]
+
+
+def gtopk(length, k, links=NEAR, ranks=8, per_node=1):
+    return choose("gtopk_allreduce", Case(ranks, length, k, per_node), links)
+
+
+def test_several_ranks_on_several_nodes_take_an_algorithm_for_nodes():
+    assert choose("sparse_allreduce", Case(16, 10**6, 10_000, 8), NEAR) == "node_lanes"
+    assert gtopk(10**6, 10_000, NEAR, 16, 8) == "node_leaders"
+    assert gtopk(10**6, 1, NEAR, 16, 8) == "recursive_doubling"
 
 
 def test_over_fast_links_several_ranks_on_a_node_take_the_algorithms_that_ignore_nodes():
-    fast, case, nodes = Choice(links=NETWORKS["hdr"]), Case(64, 25_000_000, 25_000), [8] * 8
-    assert fast.algorithm("sparse_allreduce", case, nodes) == "split_allgather"
-    assert fast.gtopk(case.length, 25_000, 4, nodes) == "exact"
+    assert choose("sparse_allreduce", Case(64, 25_000_000, 25_000, 8), NETWORKS["hdr"]) == "split_allgather"
+    assert gtopk(25_000_000, 25_000, NETWORKS["hdr"], 64, 8) == "exact"
 
 
 @pytest.mark.parametrize("crowding", [1.0, 4.0])
@@ -164,30 +171,29 @@ def test_auto_is_predicted_within_a_tenth_of_the_fastest(network, crowding):
     """Among the rows of `mpicomp explain`, from 20 Mbit/s to 200 Gbit/s, and in one node."""
     grid = product((2, 5, 8, 64), (1, 4, 64), (1000, 10**6, 25_000_000, 10**9), (1e-4, 1e-3, 0.01, 0.1, 0.5))
     for ranks, per_node, length, density in grid:
-        nodes = -(-ranks // per_node)
-        case = Case(ranks, length, max(1, density * length), coded=nodes > 1, crowding=crowding)
-        rows = list(explained(case, nodes, links_of(network), most_counted=0))
+        case = Case(ranks, length, max(1, density * length), per_node)
+        rows = list(explained(case, replace(links_of(network), crowding=crowding), most_counted=0))
         for collective in "sparse_allreduce", "gtopk_allreduce":
             taken = {row["algorithm"]: row["seconds"] for row in rows if row["operation"] == collective}
             auto, _ = taken.pop("auto"), taken.pop("least bytes")
-            assert auto <= 1.1 * min(taken.values()), (collective, case, nodes, taken)
+            assert auto <= 1.1 * min(taken.values()), (collective, case, taken)
 
 
 def test_measured_links_are_rounded_so_that_two_runs_agree():
     near = NETWORKS["1gbit"]
     for latency, rate in (0.6, 1.6), (1.0, 1.0), (1.7, 0.6):
-        assert Links(latency * near.latency, rate * near.rate).rounded() == near
-    assert NETWORKS["hdr"].rounded() == Links(near.latency / 10, 100 * near.rate)
+        assert rounded(latency * near.latency, rate * near.rate) == near
+    assert rounded(NETWORKS["hdr"].latency, NETWORKS["hdr"].rate) == Links(near.latency / 10, 100 * near.rate)
 
 
 def test_the_extremes_have_an_answer():
-    bare = Case(7, 100, 100, value_nbytes=0)
+    bare = Case(7, 100, 100, 7, value_nbytes=0)
     for case in (Case(1, 0, 0), Case(8, 0, 0.0), Case(5, 1, 1), Case(3, 2**63 - 1, 1e6), bare):
         for collective, formulas in FORMULAS.items():
-            assert Choice().algorithm(collective, case, [case.ranks]) in formulas
-            assert all(seconds(formula(case), inside(2)) >= 0 for formula in formulas.values())
-    assert not Choice().algorithm("sparse_allreduce", bare, [7]).startswith("dense")
-    few = Choice().algorithm("sparse_allreduce", Case(2, 100, 100, coded=False), [2], whole=False)
+            assert choose(collective, case, NEAR) in formulas
+            assert all(seconds(formula(case), Links(1e-6, 1e9, 2).inside()) >= 0 for formula in formulas.values())
+    assert not choose("sparse_allreduce", bare, NEAR).startswith("dense")
+    few = choose("sparse_allreduce", Case(2, 100, 100, 2), NEAR, whole=False)
     assert few in FORMULAS["sparse_allreduce"].keys() - {"dense_mpi"}
 
 
@@ -196,48 +202,47 @@ def test_values_of_few_bits_are_gathered_from_many_ranks(bits, most):
     """Sums need the bits of a float: up to some 190 ranks the vectors take fewer bytes than the shares of their sum."""
     for ranks in 4, 8, 16, 64, 128, 256:
         case = Case(ranks, 4096 * 256, 64 * 256, bits=bits)
-        expected = "allgather" if ranks <= most else "split_allgather"
-        assert Choice().algorithm("sparse_allreduce", case, [1] * ranks) == expected
+        assert choose("sparse_allreduce", case, NEAR) == ("allgather" if ranks <= most else "split_allgather")
 
 
 def test_gtopk_takes_the_exact_one_where_bytes_count_and_fewer_rounds_for_few_entries():
-    between = [1] * 8
-    assert Choice().gtopk(25_000_000, 25_000, 4, between) == "exact"
-    assert Choice().gtopk(25_000_000, None, 4, between) == "exact"
-    assert Choice().gtopk(25_000_000, 100, 4, between) != "exact"
-    assert Choice().gtopk(0, None, 4, between) in FORMULAS["gtopk_allreduce"]
+    assert gtopk(25_000_000, 25_000) == "exact"
+    assert gtopk(25_000_000, 100) != "exact"
 
 
-def test_messages_are_coded_between_nodes_alone():
+@pytest.mark.parametrize(("nodes", "codec"), [([0, 1], "smallest"), ([0, 0], "quick")])
+def test_messages_are_coded_between_nodes_alone(nodes, codec):
     vector = SparseVector.from_dense(np.array([0, 1.0, 2.0] * 100))
-    assert Choice().coding(vector, apart=True).values.number == CODECS["smallest"](vector).values.number == 14
-    assert Choice().coding(vector, apart=False) == CODECS["quick"](vector)
+    group = Group(Network(2, nodes).links[0], {})
+    found, expected = group.coding(vector), CODECS[codec](vector)
+    assert (found.indices, found.values.number) == (expected.indices, expected.values.number)
+
+
+def quantised(length, bits, links=NEAR, ranks=8, per_node=1):
+    return choose("quantised_allreduce", Case(ranks, length, length, per_node, bits=bits), links)
 
 
 def test_sums_in_few_bits_are_halved_where_a_round_costs_little_more_than_a_message():
-    for links in NETWORKS.values():
-        by_rule = Choice(links=links).quantised
-        for nodes in [[1], [4], [8], [1] * 8]:
-            assert by_rule(25_000_000, 4, 4, nodes) == "direct"
-        assert by_rule(1000, 8, 4, [1] * 512) == by_rule(1000, 1, 4, [16]) == "halving"
-    found = [Choice(links=NETWORKS[name]).quantised(1000, 4, 4, [1] * 16) for name in ("1gbit", "hdr")]
-    assert found == ["direct", "halving"]
+    for links, (ranks, per_node) in product(NETWORKS.values(), [(1, 1), (4, 4), (8, 8), (8, 1)]):
+        assert quantised(25_000_000, 4, links, ranks, per_node) == "direct"
+    assert quantised(1000, 8, NEAR, 512) == quantised(1000, 1, NEAR, 16, 16) == "halving"
+    assert [quantised(1000, 4, NETWORKS[name], 16) for name in ("1gbit", "hdr")] == ["direct", "halving"]
 
 
 def test_sums_in_few_bits_take_lanes_on_several_nodes_where_bytes_between_nodes_count():
-    slow, fast = Choice(links=NETWORKS["1gbit"]).quantised, Choice(links=NETWORKS["hdr"]).quantised
-    for bits, nodes in product((8, 4, 2, 1), ([2, 2], [8, 3, 1], [8, 8], [4] * 8)):
-        assert slow(10**6, bits, 4, nodes) == slow(10**7, bits, 8, nodes) == "node_lanes"
-        assert fast(10**7, bits, 4, nodes) == "direct"
-    assert slow(100, 4, 4, [2, 2]) == "direct"
+    for bits, (ranks, per_node) in product((8, 4, 2, 1), [(4, 2), (12, 4), (16, 8), (32, 4)]):
+        assert quantised(10**6, bits, NEAR, ranks, per_node) == quantised(10**7, bits, NEAR, ranks, per_node)
+        assert quantised(10**6, bits, NEAR, ranks, per_node) == "node_lanes"
+        assert quantised(10**7, bits, NETWORKS["hdr"], ranks, per_node) == "direct"
+    assert quantised(100, 4, NEAR, 4, 2) == "direct"
 
 
 def test_halving_has_to_save_a_fifth():
     saved = {"little": 0, "enough": 0}
     for ranks, length in product((4, 8, 16, 32, 64), (1024, 1 << 17, 1 << 20, 1 << 22)):
-        case = Case(ranks, length, length, bits=4, coded=False)
-        direct, halving = (seconds(cost(case), inside(1)) for cost in FORMULAS["quantised_allreduce"].values())
+        case = Case(ranks, length, length, ranks, bits=4)
+        direct, halving = (seconds(cost(case), NEAR.inside()) for cost in FORMULAS["quantised_allreduce"].values())
         saved["little"] += 0.8 * direct < halving < direct
         saved["enough"] += halving < 0.8 * direct
-        assert Choice().quantised(length, 4, 4, [ranks]) == ("halving" if halving < 0.8 * direct else "direct")
+        assert quantised(length, 4, NEAR, ranks, ranks) == ("halving" if halving < 0.8 * direct else "direct")
     assert all(saved.values())

@@ -13,9 +13,8 @@ import pytest
 from commands import left
 
 from collectives import gtopk_allreduce, quantised_allreduce
-from collectives.choice.formulas import FORMULAS
+from collectives.choice.formulas import FORMULAS, ON_NODES
 from collectives.choice.links import NETWORKS, links_of
-from collectives.choice.predictions import ON_NODES
 from mpicomp import SparseVector
 from mpicomp_bench import advice, main
 from mpicomp_bench.explain import FEW_BITS, PASSES

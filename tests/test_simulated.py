@@ -298,21 +298,20 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
         results, rounds = network.run(
             lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
         )
-        kinds = [(link.choice.last, key) for link in network.links for key in link.choice.last]
-        (chosen,) = {last[key] for last, key in kinds if key[4] == entries.bit_length()}
+        (gathered,) = {any(kind[4] == entries.bit_length() for kind in link.gathered) for link in network.links}
         assert len({total.values.tobytes() for total in results}) == 1
-        return chosen, results[0].values.tobytes(), rounds, sum(link.traffic.nbytes for link in network.links)
+        return gathered, results[0].values.tobytes(), rounds, sum(link.traffic.nbytes for link in network.links)
 
     def fresh(entries, form=None):
         return summed(entries, Network(size, nodes=range(size)), form)
 
     first, again = summed(few, network), summed(few, network)
     assert first == fresh(few)
-    assert again[:3] == ("allgather", first[1], first[2] // 2)
+    assert again[:3] == (True, first[1], first[2] // 2)
     assert again[3] < first[3]
     assert summed(40_000, network) == fresh(40_000)  # another number of entries is no call like it
-    assert fresh(40_000)[0] != "allgather"
-    network.links[size - 1].choice.last.clear()  # as after an error on this rank alone
+    assert not fresh(40_000)[0]
+    network.links[size - 1].gathered.clear()  # as after an error on this rank alone
     assert summed(few, network)[:3] == first[:3]
     assert summed(few, network) == again
 

@@ -1,4 +1,4 @@
-"""The formulas of the choice: rounds, messages, bytes and merged entries of each algorithm, and the seconds they take.
+"""The formulas of the choice: rounds, messages, bytes and merged entries of each algorithm.
 
 The union of j independent supports has n (1 - (1 - k/n)^j) entries, of disjoint ones j k, of equal ones k. The number
 `overlap` interpolates: -1 is disjoint, 0 independent, 1 equal.
@@ -6,38 +6,49 @@ The union of j independent supports has n (1 - (1 - k/n)^j) entries, of disjoint
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import mul
+from dataclasses import dataclass, replace
 
+from collectives.choice.links import Cost, Links, seconds
 from collectives.choice.overlap import DIGEST
 from collectives.partition import likely
+from collectives.runtime.group import SHORT_NBYTES
+from collectives.runtime.messages import LINE
 from collectives.schedule import core_size
 from mpicomp.vector import index_dtype
 
-Cost = tuple[float, float, float, float]  # rounds, messages, bytes and merged entries of the busiest rank
-
-SHORT_NBYTES = 1 << 10  # a packet of a network: it takes longer to shorten it than to send it
-LINE = 64  # bytes: the header of a message, and what it is padded to
 LONG_NBYTES = 1 << 22  # of all other ranks' vectors, from which a round of small messages is no matter
+
+# Bits of a value as coded, over its bits in memory: of floats selected by magnitude, of their sums, of sums of values
+# quantised to half as many bits, and of quantised values of disjoint supports.
+FLOATS, SUMS, HALF_SUMS, DISJOINT_SUMS = 0.8, 0.87, 0.55, 0.62
+# Seconds of an entry over those of merging it: in a sum of many lists; added, selected and searched for.
+SUMMED, SELECTED = 1.6, 2.5
+# Seconds of a value of a dense array over those of merging an entry: read and written, and added by MPI.
+FILLED, ADDED = 0.25, 0.125
+
+OnNodes = tuple[Cost, Cost, int]  # the cost inside the nodes, and between them by so many ranks of each
 
 
 @dataclass(frozen=True)
 class Case:
     """A sum to predict: `ranks` vectors of `length` with `entries` entries each.
 
-    overlap: of the supports, see the module. value_nbytes: bytes of an entry's values in memory. bits: bits of an
-    entry's values as coded; None for float values that were selected by magnitude. coded: the codec is `smallest`, as
-    between nodes; else `quick`. crowding: ranks that share a core; below 1 in predictions of ranks of several cores.
+    per_node: ranks on a node. overlap: of the supports, see the module. value_nbytes: bytes of an entry's values in
+    memory. bits: bits of an entry's values as coded; None for float values that were selected by magnitude.
     """
 
     ranks: int
     length: int
     entries: float
+    per_node: int = 1
     overlap: float = 0.0
     value_nbytes: int = 4
     bits: float | None = None
-    coded: bool = True
-    crowding: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes; between several, the codec of messages is `smallest`, else `quick`."""
+        return -(-self.ranks // self.per_node)
 
     def union(self, ranks: float) -> float:
         """Return the expected number of entries of the sum of `ranks` vectors."""
@@ -46,33 +57,34 @@ class Case:
         extreme = self.entries if self.overlap > 0 else min(ranks * self.entries, self.length)
         return independent + abs(self.overlap) * (extreme - independent)
 
-    def value_bits(self, *, summed: bool = False) -> float:
-        """Return the bits of the values of an entry.
+    def value_bits(self, *, summed: bool) -> float:
+        """Return the bits of the values of an entry as `smallest` codes them.
 
         Sums of quantised values need a sign and a fraction, or fit a short format by chance. With disjoint supports
         they are the values of the ranks, each of which may have its own magnitude.
         """
         plain = 8.0 * self.value_nbytes
-        own = plain if not self.coded else 0.8 * plain if self.bits is None else min(plain, self.bits)
-        if not summed or not self.coded:
+        own = FLOATS * plain if self.bits is None else min(plain, self.bits)
+        if not summed:
             return own
         if self.overlap < -0.95:
-            return max(own, 0.62 * plain) if own < 0.4 * plain else own
-        return max(own, (0.55 if 0.4 * plain < own < 0.6 * plain else 0.87) * plain)
+            return max(own, DISJOINT_SUMS * plain) if own < 0.4 * plain else own
+        return max(own, (HALF_SUMS if 0.4 * plain < own < 0.6 * plain else SUMS) * plain)
 
     def message(self, entries: float, share: float = 1.0, *, summed: bool = False) -> float:
         """Return the bytes of a message with `entries` entries in a share of the index space."""
         span, indices = share * self.length, index_dtype(self.length).itemsize * entries
-        coded = self.coded and indices + entries * self.value_nbytes > SHORT_NBYTES
-        values = entries * (self.value_bits(summed=summed) / 8 if coded else self.value_nbytes)
+        values = entries * self.value_nbytes
+        is_coded = self.nodes > 1 and indices + values > SHORT_NBYTES
+        if is_coded:
+            values = entries * self.value_bits(summed=summed) / 8
         if entries > span - 0.5 and self.value_nbytes:
             indices, values = 8, span * self.value_nbytes
         elif entries >= 1:
             found = span * (entries - 1) / (entries + 1) + 1  # from the first entry to the last one
             bitmap, low = 16 + found / 8, max(0, int(found / entries).bit_length() - 1)
-            if coded:
-                elias_fano = 28 + (entries * (low + 1) + found / 2**low) / 8
-                indices = min(indices, bitmap, elias_fano)
+            if is_coded:
+                indices = min(indices, bitmap, 28 + (entries * (low + 1) + found / 2**low) / 8)  # Elias-Fano
             elif 4 * bitmap <= indices:
                 indices = bitmap
         return LINE * math.ceil((LINE + indices + values) / LINE)
@@ -84,130 +96,123 @@ class Case:
         return self.length * (bits / 8 + scales / 256)
 
 
-def both(first: Cost, second: Cost) -> Cost:
-    """Return the summed cost of two steps."""
-    return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]
+def plus(*costs: Cost) -> Cost:
+    """Return the summed cost of several steps."""
+    rounds, messages, nbytes, merged = map(sum, zip(*costs, strict=True))
+    return rounds, messages, nbytes, merged
 
 
-def gather(case: Case, nbytes: float, merged: float) -> Cost:
+def in_rounds(rounds: float, nbytes: float = 0.0, merged: float = 0.0) -> Cost:
+    """Return the cost of rounds of one message each."""
+    return rounds, rounds, nbytes, merged
+
+
+def upper(ranks: int) -> int:
+    """Return ceil(lg ranks)."""
+    return (ranks - 1).bit_length()
+
+
+def gather(case: Case, nbytes: float, merged: float = 0.0) -> Cost:
     """Return the cost of gathering `nbytes` of each rank, and of merging the messages."""
-    rounds = (case.ranks - 1).bit_length()
-    return rounds, rounds, (case.ranks - 1) * nbytes, merged
+    return in_rounds(upper(case.ranks), (case.ranks - 1) * nbytes, merged)
 
 
-def allgather(case: Case) -> Cost:
-    """See `collectives.allreduce.allgather`; merging many lists takes longer than merging two."""
-    return gather(case, case.message(case.entries), 1.6 * case.ranks * case.entries)
+def _allgather(case: Case) -> Cost:
+    return gather(case, case.message(case.entries), SUMMED * case.ranks * case.entries)
 
 
-def recursive_doubling(case: Case, most: float = math.inf) -> Cost:
-    """See `collectives.allreduce.recursive_doubling`; `most` bounds the entries of a vector for gTop-k.
-
-    Rank 0 is the busiest: one of the ranks beyond the core ranks, the largest power of two, folds into it.
-    """
+def _recursive_doubling(case: Case, most: float = math.inf) -> Cost:
+    # Rank 0 is the busiest: one of the ranks beyond the core ranks, the largest power of two, folds into it.
     core = core_size(case.ranks)
     beyond, rounds, nbytes, merged = case.ranks - core, core.bit_length() - 1, 0.0, 0.0
     for block in [1 << step for step in range(rounds)]:
         held = min(most, case.union(block + min(block, beyond)))
         nbytes, merged = nbytes + case.message(held, summed=block + beyond > 1), merged + 2 * held
-    if beyond:
-        nbytes += case.message(min(most, case.union(case.ranks)), summed=True)
-        return rounds + 2, rounds + 2, nbytes, merged + 2 * case.entries
-    return rounds, rounds, nbytes, merged
+    if not beyond:
+        return in_rounds(rounds, nbytes, merged)
+    unfolded = case.message(min(most, case.union(case.ranks)), summed=True)
+    return in_rounds(rounds + 2, nbytes + unfolded, merged + 2 * case.entries)
 
 
 def split(case: Case) -> Cost:
-    """See `collectives.reduce_scatter.split`."""
+    """Return the cost of summing every share on its owner."""
     others, part = case.ranks - 1, case.message(case.entries / case.ranks, 1 / case.ranks)
     return min(1, others), others, others * part, case.entries
 
 
-def split_allgather(case: Case) -> Cost:
-    """See `collectives.allreduce.split_allgather`."""
+def gather_shares(case: Case, entries: float, merged: float) -> Cost:
+    """Return the cost of gathering the sums of the shares, which have so many entries together."""
+    return gather(case, case.message(entries / case.ranks, 1 / case.ranks, summed=True), merged)
+
+
+def _split_allgather(case: Case) -> Cost:
     union = case.union(case.ranks)
-    return both(split(case), gather(case, case.message(union / case.ranks, 1 / case.ranks, summed=True), union))
+    return plus(split(case), gather_shares(case, union, union))
 
 
-def recursive_halving(case: Case) -> Cost:
-    """See `collectives.allreduce.recursive_halving`; rank 0 is the busiest."""
+def _recursive_halving(case: Case) -> Cost:
     core, union = core_size(case.ranks), case.union(case.ranks)
     beyond = case.ranks - core
-    cost: Cost = (2, 2, case.message(union, summed=True), 2 * case.entries) if beyond else (0, 0, 0, 0)
+    costs = [in_rounds(2, case.message(union, summed=True), 2 * case.entries)] if beyond else []
     for parts in [1 << step for step in range(core.bit_length() - 1)]:
         held = case.union(parts + min(parts, -(-beyond * parts // core))) / parts
         half = case.message(held / 2, 1 / (2 * parts), summed=parts + beyond > 1)
         doubled = case.message(union * parts / core, parts / core, summed=True)
-        cost = both(cost, (2, 2, half + doubled, held + 2 * union * parts / core))
-    return cost
+        costs.append(in_rounds(2, half + doubled, held + 2 * union * parts / core))
+    return plus(in_rounds(0), *costs)
 
 
-def dense(case: Case) -> Cost:
-    """See `collectives.allreduce.dense`."""
-    return both(split(case), gather(case, case.message(case.length / case.ranks, 1 / case.ranks), case.length / 4))
+def _dense(case: Case) -> Cost:
+    piece = case.message(case.length / case.ranks, 1 / case.ranks)
+    return plus(split(case), gather(case, piece, FILLED * case.length))
 
 
 def dense_mpi(case: Case) -> Cost:
-    """See `collectives.allreduce.dense_mpi`: the least bytes that MPI's own allreduce can send.
+    """Return the cost of MPI's own allreduce: the least bytes that it can send.
 
     Inside a node one call takes half as long as a round of messages.
     """
-    rounds, _, nbytes, merged = gather(case, 2 * case.length / case.ranks * max(case.value_nbytes, 4), case.length / 8)
-    rounds = 2 * rounds if case.coded else 0.5
-    return rounds, rounds, nbytes, merged
+    nbytes = 2 * (case.ranks - 1) * case.length / case.ranks * max(case.value_nbytes, 4)
+    return in_rounds(2 * upper(case.ranks) if case.nodes > 1 else 0.5, nbytes, ADDED * case.length)
 
 
-def gtopk_exact(case: Case) -> Cost:
-    """See `collectives.gtopk.exact`, which gathers once if the largest entries are spread evenly.
-
-    An entry is added up, selected from and searched for, which takes two and a half times as long as merging.
-    """
+def _gtopk_exact(case: Case) -> Cost:
     share = case.union(case.ranks) / case.ranks
     sent = min(likely(case.entries / case.ranks, case.ranks), share)
-    message = case.message(sent, 1 / case.ranks, summed=True)
-    merged = 2.5 * (case.entries + share + 2 * case.ranks * sent)
-    return both(split(case), gather(case, message, merged - case.entries))
+    merged = SELECTED * (case.entries + share + 2 * case.ranks * sent)
+    return plus(split(case), gather_shares(case, case.ranks * sent, merged - case.entries))
 
 
-def compressed(case: Case) -> Cost:
-    """See `collectives.compressed.split_allgather`, for a sum compressed to as many entries as each rank has.
-
-    An owner reads its share twice, for the sum and to select from it.
-    """
-    message = case.message(case.entries / case.ranks, 1 / case.ranks, summed=True)
-    return both(split(case), gather(case, message, case.entries + case.length / (2 * case.ranks)))
-
-
-def gtopk_doubling(case: Case) -> Cost:
-    """See `collectives.gtopk.recursive_doubling`; selecting from a sum takes as long as merging."""
-    rounds, messages, nbytes, merged = recursive_doubling(case, case.entries)
-    return rounds, messages, nbytes, 2 * merged
+def _gtopk_doubling(case: Case) -> Cost:
+    rounds, messages, nbytes, merged = _recursive_doubling(case, case.entries)
+    return rounds, messages, nbytes, 2 * merged  # selecting from a sum takes as long as merging
 
 
 def quantised_direct(case: Case) -> Cost:
-    """See `collectives.quantised.direct`; a value takes `case.bits` bits, and merging is coding and decoding."""
+    """Return the cost of a sum in few bits by its owners; merging is coding and decoding."""
     others = case.ranks - 1
-    return 2 * min(1, others), 2 * others, 2 * others * case.few_bits() / case.ranks, case.length / 4
+    return 2 * min(1, others), 2 * others, 2 * others * case.few_bits() / case.ranks, FILLED * case.length
 
 
-def quantised_halving(case: Case) -> Cost:
-    """See `collectives.quantised.halving`; rank 0 is the busiest."""
+def _quantised_halving(case: Case) -> Cost:
     core, nbytes = core_size(case.ranks), case.few_bits()
     beyond = case.ranks > core
     rounds, sent = 2 * (core.bit_length() - 1 + beyond), 2 * (core - 1) / core * nbytes + beyond * nbytes
     agreed = core.bit_length() - 1 + 2 * beyond
-    return agreed + rounds, agreed + rounds, agreed * LINE + sent, case.length / 4
+    return in_rounds(agreed + rounds, agreed * LINE + sent, FILLED * case.length)
 
 
-FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
+FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {  # of equally fast algorithms the first is taken
     "sparse_allreduce": {
-        each.__name__: each
-        for each in (recursive_doubling, allgather, split_allgather, recursive_halving, dense, dense_mpi)
+        "recursive_doubling": _recursive_doubling,
+        "allgather": _allgather,
+        "split_allgather": _split_allgather,
+        "recursive_halving": _recursive_halving,
+        "dense": _dense,
+        "dense_mpi": dense_mpi,
     },
-    "gtopk_allreduce": {  # of equally fast ones the first
-        "exact": gtopk_exact,
-        "recursive_doubling": gtopk_doubling,
-    },
-    "quantised_allreduce": {"direct": quantised_direct, "halving": quantised_halving},
+    "gtopk_allreduce": {"exact": _gtopk_exact, "recursive_doubling": _gtopk_doubling},
+    "quantised_allreduce": {"direct": quantised_direct, "halving": _quantised_halving},
 }
 
 
@@ -218,10 +223,60 @@ def metadata_cost(case: Case, algorithm: str) -> Cost:
     """
     entry = index_dtype(case.length).itemsize + case.value_nbytes
     if case.ranks <= 2 or (algorithm == "allgather" and (case.ranks - 1) * case.entries * entry <= LONG_NBYTES):
-        return 0, 0, 0, 0
-    return gather(case, case.message(min(case.entries, DIGEST)) if case.coded else LINE, 0)
+        return in_rounds(0)
+    return gather(case, case.message(min(case.entries, DIGEST)) if case.nodes > 1 else LINE)
 
 
-def seconds(cost: Cost, constants: Cost) -> float:
-    """Return the seconds of a cost. constants: seconds of a round, of a further message of it, a byte, an entry."""
-    return float(sum(map(mul, constants, (cost[0], cost[1] - cost[0], *cost[2:]))))
+def _node_leaders(case: Case, links: Links) -> OnNodes:
+    rounds, node = upper(case.per_node), replace(case, ranks=case.per_node)
+    inner = in_rounds(2 * rounds, rounds * node.message(case.union(case.ranks)), 2 * rounds * case.union(case.per_node))
+    return inner, _sum_between(case, 1, links), 1
+
+
+def _node_lanes(case: Case, links: Links) -> OnNodes:
+    lanes, union, node = case.per_node, case.union(case.ranks), replace(case, ranks=case.per_node)
+    inner = plus(split(node), gather(node, node.message(union / lanes, 1 / lanes), union))
+    return inner, _sum_between(case, lanes, links), lanes
+
+
+def _sum_between(case: Case, lanes: int, links: Links) -> Cost:
+    """Return the cost of the fastest exact sum between the nodes, in each of several lanes."""
+    length = max(1, case.length // lanes)
+    entries = min(length, case.union(case.per_node) / lanes)
+    between = replace(case, ranks=case.nodes, per_node=1, length=length, entries=entries, bits=None)
+    sums = FORMULAS["sparse_allreduce"].items()
+    costs = [plus(metadata_cost(between, name), sum_of(between)) for name, sum_of in sums if name != "dense_mpi"]
+    return min(costs, key=lambda cost: seconds(cost, links.between(lanes)))
+
+
+def _gtopk_node_leaders(case: Case, links: Links) -> OnNodes:
+    # The first ranks of the nodes gather once.
+    nodes, union, rounds = case.nodes, case.union(case.per_node), upper(case.per_node)
+    between = replace(case, ranks=nodes, per_node=1, entries=union, bits=None)
+    several = union + between.union(nodes - 1) - between.union(nodes)  # entries of a node that others have as well
+    sent = min(likely(case.entries / nodes, nodes), between.union(nodes) / nodes)
+    exchanged = [(union, 0.0), (several, 0.0), (several, None)]  # the indices, those asked for, and their values
+    splits = [split(replace(between, entries=entries, bits=bits)) for entries, bits in exchanged]
+    gathered = gather(between, between.message(sent, summed=True), 2 * nodes * sent)
+    inner = in_rounds(2 * rounds, rounds * replace(case, ranks=case.per_node).message(case.entries), 2 * rounds * union)
+    return inner, plus(gathered, *splits, _compared(case)), 1
+
+
+def _quantised_node_lanes(case: Case, links: Links) -> OnNodes:
+    lanes = case.per_node
+    sent = (lanes - 1) * (case.length * max(case.value_nbytes, 4) + case.few_bits()) / lanes
+    inner: Cost = (2, 2 * (lanes - 1), sent, FILLED * case.length)
+    between = replace(case, ranks=case.nodes, per_node=1, length=max(1, case.length // lanes))
+    return inner, plus(quantised_direct(between), _compared(case)), lanes
+
+
+def _compared(case: Case) -> Cost:
+    """Return the cost of comparing the call signatures of all ranks."""
+    return in_rounds(upper(case.ranks), LINE * upper(case.ranks))
+
+
+ON_NODES: dict[str, dict[str, Callable[[Case, Links], OnNodes]]] = {
+    "sparse_allreduce": {"node_lanes": _node_lanes, "node_leaders": _node_leaders},
+    "gtopk_allreduce": {"node_leaders": _gtopk_node_leaders},
+    "quantised_allreduce": {"node_lanes": _quantised_node_lanes},
+}

@@ -1,9 +1,8 @@
 """The links between nodes, as the choice takes them: latency and rate, named, given or measured.
 
-`measured` sends a few messages between the first ranks of neighbouring nodes, one pair beside the other, and takes the
-slowest pair. It takes milliseconds. Both figures are rounded to powers of 10 times those of 1 Gbit/s, about as coarsely
-as formulas are right: two runs over the same links get the same figures, hence the same algorithms and bits, unless a
-link is close to the middle between two powers. MPICOMP_NETWORK, read on rank 0, determines the figures instead.
+`measured` sends messages between the first ranks of neighbouring nodes, all pairs at once, and takes the slowest pair,
+in milliseconds. Both figures are rounded to powers of 10 times those of 1 Gbit/s: two runs over the same links choose
+the same algorithms, and get the same bits, unless a link is close to the middle between two powers.
 """
 
 import math
@@ -11,15 +10,17 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.choice.formulas import Cost
-
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+Cost = tuple[float, float, float, float]  # rounds, messages, bytes and merged entries of the busiest rank
+Constants = tuple[float, float, float, float]  # seconds of a round, of a further message of it, a byte, an entry
 
 VARIABLE = "MPICOMP_NETWORK"
 OWN_LATENCY = 10e-6  # seconds that this library spends on a message
@@ -38,19 +39,26 @@ TAG = 0  # nothing else has been sent on the library's duplicate by then
 
 @dataclass(frozen=True)
 class Links:
-    """Links between nodes. latency: seconds of a short message. rate: bytes a second of the link of a node."""
+    """Links between nodes. latency: seconds of a short message. rate: bytes a second of the link of a node.
+
+    crowding: ranks that share a core, on the node with the most; in predictions of ranks that copy and add faster than
+    one core, as a GPU does, below 1.
+    """
 
     latency: float
     rate: float
+    crowding: float = 1.0
 
-    def constants(self, ranks: int, crowding: float = 1.0) -> Cost:
-        """Return the constants (see `formulas.seconds`) of messages that `ranks` ranks of a node send at once."""
-        return self.latency + OWN_LATENCY, MESSAGE, ranks / self.rate, MERGED * crowding
+    def between(self, ranks: int) -> Constants:
+        """Return the constants of messages that `ranks` ranks of each node send at once."""
+        return self.latency + OWN_LATENCY, MESSAGE, ranks / self.rate, MERGED * self.crowding
 
-    def rounded(self) -> "Links":
-        """Return the links with both figures at powers of `STEP` times those of 1 Gbit/s."""
-        near = NETWORKS["1gbit"]
-        return Links(near.latency * _power(self.latency / near.latency), near.rate * _power(self.rate / near.rate))
+    def inside(self) -> Constants:
+        """Return the constants of messages inside a node."""
+        if self.crowding <= 1:
+            return OWN_LATENCY + LATENCY_INSIDE, MESSAGE, BYTE_INSIDE * self.crowding, MERGED * self.crowding
+        switch = SWITCH * self.crowding
+        return switch, switch / 2, BYTE_INSIDE * self.crowding, MERGED * self.crowding
 
 
 NETWORKS = {
@@ -63,14 +71,10 @@ NETWORKS = {
 }
 
 
-def inside(crowding: float) -> Cost:
-    """Return the constants (see `formulas.seconds`) of messages inside a node.
-
-    crowding: ranks that share a core; below 1 a rank copies and adds so much faster than one core, as a GPU does.
-    """
-    if crowding <= 1:
-        return OWN_LATENCY + LATENCY_INSIDE, MESSAGE, BYTE_INSIDE * crowding, MERGED * crowding
-    return SWITCH * crowding, SWITCH / 2 * crowding, BYTE_INSIDE * crowding, MERGED * crowding
+def seconds(cost: Cost, constants: Constants) -> float:
+    """Return the seconds of a cost."""
+    rounds, messages, nbytes, merged = cost
+    return float(sum(map(mul, constants, (rounds, messages - rounds, nbytes, merged))))
 
 
 def links_of(text: str) -> Links:
@@ -96,18 +100,20 @@ def links_of(text: str) -> Links:
     return Links(next((each.latency for each in reversed(known) if each.rate <= rate), known[0].latency), rate)
 
 
-def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
-    """Return the links between the nodes: those that MPICOMP_NETWORK names on rank 0, else `measured`. Collective.
+def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 1.0) -> Links:
+    """Return the links between the nodes, the same on all ranks. Collective, blocks.
 
-    nodes: the first rank of each rank's node. Raises ValueError on all ranks for a bad MPICOMP_NETWORK.
+    These are the links that MPICOMP_NETWORK names on rank 0, else `measured` ones. nodes: the first rank of each rank's
+    node. crowding: see `Links`. Raises ValueError on all ranks for a bad MPICOMP_NETWORK.
     """
     text = comm.bcast(os.environ.get(VARIABLE, ""))
-    if not text:
-        return measured(comm, nodes) if len(set(nodes)) > 1 else NETWORKS["1gbit"]
     try:
-        return links_of(text)
+        found = links_of(text or "1gbit")
     except ValueError as error:
         raise ValueError(f"the environment variable {VARIABLE} is not a network: {error}") from None
+    if not text and len(set(nodes)) > 1:
+        found = measured(comm, nodes)
+    return replace(found, crowding=crowding)
 
 
 def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
@@ -125,7 +131,14 @@ def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
         elif place + 1 < len(firsts):
             mine[:] = _timed(comm, firsts[place + 1])
     comm.Allreduce(mine, slowest, MPI.MAX)
-    return Links(float(slowest[0]), 1 / float(slowest[1])).rounded()
+    return rounded(float(slowest[0]), 1 / float(slowest[1]))
+
+
+def rounded(latency: float, rate: float) -> Links:
+    """Return links with both figures at powers of `STEP` times those of 1 Gbit/s."""
+    near = NETWORKS["1gbit"]
+    pairs = (latency, near.latency), (rate, near.rate)
+    return Links(*[known * STEP ** round(math.log(figure / known, STEP)) for figure, known in pairs])
 
 
 def _timed(comm: "MPI.Intracomm", partner: int) -> tuple[float, float]:
@@ -160,8 +173,3 @@ def _echo(comm: "MPI.Intracomm", partner: int) -> None:
         comm.Recv(buffer, partner, TAG)
         if nbytes:
             comm.Send(buffer, partner, TAG)
-
-
-def _power(ratio: float) -> float:
-    """Return the power of `STEP` that is nearest to a positive ratio."""
-    return float(STEP ** round(math.log(ratio, STEP)))

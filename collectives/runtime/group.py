@@ -42,7 +42,10 @@ from mpicomp.codec import (
     encode,
     encode_few_bits,
     fill_text,
+    plain,
+    quick,
     read_header,
+    smallest,
 )
 from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.few_bits import FewBits
@@ -56,6 +59,9 @@ _PAUSE = 2e-5  # seconds
 
 class DisagreementError(Exception):
     """Raised inside an operation if the call signatures differ, or a rank has an error."""
+
+
+SHORT_NBYTES = 1 << 10  # a packet of a network: it takes longer to shorten it than to send it
 
 
 class Group:
@@ -94,9 +100,11 @@ class Group:
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
-        if self.codec == "auto":
-            return self.link.choice.coding(vector, apart=len(self.node_sizes) > 1)  # type: ignore[no-any-return]
-        return CODECS[self.codec](vector)
+        if self.codec != "auto":
+            return CODECS[self.codec](vector)
+        if vector.indices.nbytes + vector.values.nbytes <= SHORT_NBYTES:
+            return plain(vector)
+        return smallest(vector) if len(self.node_sizes) > 1 else quick(vector)
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""

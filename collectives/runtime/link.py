@@ -69,7 +69,8 @@ class Traffic:
 class Link:
     """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it.
 
-    choice: the result of `agree` when the link was created; its meaning is the caller's.
+    choice: the result of `agree` when the link was created; its meaning is the caller's. gathered: the kinds of sums
+    whose last call on this rank gathered all vectors; ranks may differ in it, after an error on one of them.
     """
 
     def __init__(self, comm: "MPI.Intracomm", duplicate: "MPI.Intracomm", agree: Agree) -> None:
@@ -84,6 +85,7 @@ class Link:
         threads.share(sharers)
         self.direct = cuda_aware.agreed(duplicate)
         self.choice = agree(duplicate, self.nodes, crowding)
+        self.gathered: set[tuple[Any, ...]] = set()
         self.checked = _checked(duplicate)  # the debug mode: see `collectives.faults.debug`
         self.rank, self.size = comm.rank, comm.size
         self.traffic = Traffic()

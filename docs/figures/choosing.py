@@ -143,7 +143,7 @@ def predicted(links: Links, ranks: int) -> dict[str, float]:
     """Return the predicted seconds of each method for links and ranks."""
     found: dict[str, float] = {}
     for density in {density for _, _, density in METHODS.values()}:
-        rows = explain.explained(Case(ranks, LENGTH, LENGTH * density), ranks, links, most_counted=0)
+        rows = explain.explained(Case(ranks, LENGTH, LENGTH * density), links, most_counted=0)
         seconds = {(row["operation"], row["algorithm"]): row["seconds"] for row in rows}
         found |= {name: seconds[key] for name, (*key, own) in METHODS.items() if own == density for key in [tuple(key)]}
     return found

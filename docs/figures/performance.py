@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from style import save
 
-from collectives.choice import Choice
+from collectives.choice import choose
 from collectives.choice.formulas import Case
-from collectives.choice.links import Links
+from collectives.choice.links import NETWORKS, Links
 from collectives.metadata import WHOLE_NBYTES
 from mpicomp_bench import explain
 
@@ -135,7 +135,7 @@ def draw_gain() -> None:
 def gain(ranks: int, density: float, collective: str, rate: float) -> float:
     """Return the seconds of a dense allreduce over those of an exchange, or of one in 16 bits, as predicted."""
     links = Links(LATENCY, rate / 8 / FRAMES)
-    rows = explain.explained(Case(ranks, LENGTH, density * LENGTH), ranks, links)
+    rows = explain.explained(Case(ranks, LENGTH, density * LENGTH), links)
     sought = (collective, "mpi") if collective == explain.HALVED else ("GradientExchange", collective)
     return next(row["speedup"] for row in rows if (row["operation"], row["algorithm"]) == sought)
 
@@ -172,8 +172,7 @@ def algorithm(collective: str, ranks: int, density: float, apart: bool) -> str:
             return "recursive_doubling"
         if (ranks - 1) * 8 * entries <= WHOLE_NBYTES:
             return "allgather"
-    case = Case(ranks, 1_000_000, entries, coded=apart)
-    return Choice().algorithm(collective, case, [1] * ranks if apart else [ranks])
+    return choose(collective, Case(ranks, 1_000_000, entries, 1 if apart else ranks), NETWORKS["1gbit"])
 
 
 def draw_rounds() -> None:

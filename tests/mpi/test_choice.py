@@ -1,12 +1,15 @@
 """All ranks choose alike, whatever they remember and whoever names the links, and never at the price of a hang."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.allreduce import ALGORITHMS
-from collectives.choice import agreed_choice, links
+from collectives.choice import links
+from collectives.choice.links import agreed_links
 from collectives.collective import link_of
 from mpicomp import CollectiveError, SparseVector
 
@@ -52,7 +55,7 @@ def test_ranks_that_remember_different_calls_sum_all_the_same(fresh):
     for turn in range(fresh.size):
         for forget in fresh.rank != turn, fresh.rank == turn:
             if forget:
-                link_of(fresh).choice.last.clear()
+                link_of(fresh).gathered.clear()
             assert sparse_allreduce(vector, fresh).values.tobytes() == before.values.tobytes()
     assert sparse_allreduce(vector, fresh, algorithm="allgather").values.tobytes() == before.values.tobytes()
     assert messages_of(fresh, vector) == (fresh.size - 1).bit_length()
@@ -72,19 +75,19 @@ def test_links_between_nodes_are_measured_and_all_ranks_get_the_same_figures(fre
     for nodes in list(range(fresh.size)), [rank // 2 * 2 for rank in range(fresh.size)]:
         if len(set(nodes)) > 1:
             found = links.measured(fresh, nodes)
-            assert found == found.rounded()
+            assert found == links.rounded(found.latency, found.rate)
             assert set(fresh.allgather(found)) == {found}
-            assert agreed_choice(fresh, nodes).links.rate > 0
+            assert agreed_links(fresh, nodes).rate > 0
     fresh.Barrier()
     assert not fresh.Iprobe()
 
 
 def test_in_one_node_and_where_a_variable_names_the_links_nothing_is_measured(fresh, monkeypatch):
     monkeypatch.setattr(links, "_trip", None)
-    assert agreed_choice(fresh, [0] * fresh.size).links == links.NETWORKS["1gbit"]
+    assert agreed_links(fresh, [0] * fresh.size) == links.NETWORKS["1gbit"]
     if fresh.rank == 0:
         monkeypatch.setenv(links.VARIABLE, "hdr")
-    assert agreed_choice(fresh, range(fresh.size), 2.0).links == links.NETWORKS["hdr"]
+    assert agreed_links(fresh, range(fresh.size), 2.0) == replace(links.NETWORKS["hdr"], crowding=2.0)
 
 
 def test_a_bad_name_of_the_links_on_rank_0_raises_on_all_ranks(fresh, monkeypatch):
