@@ -7,7 +7,6 @@ seconds of the ranks, and the operations with other bits. The exit status is 1 w
 asked for did not happen.
 """
 
-import argparse
 import hashlib
 import json
 import pathlib
@@ -18,6 +17,7 @@ from functools import partial
 
 import numpy as np
 from hosts import on_hosts, refusal
+from jobs import parser
 
 LENGTH, STEPS = 50_000, 3
 PATIENCE = 300  # seconds for the ranks, over the worst links
@@ -163,15 +163,7 @@ def work(folder, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rate", default="100mbit", help="of each link")
-    parser.add_argument("--length", type=int, default=LENGTH, help="of the gradients")
-    parser.add_argument("--seed", type=int, default=1, help="of the faults")
-    parser.add_argument("--runs", type=int, default=1, help="with as many seeds, from --seed on")
-    parser.add_argument("--name", default="links", help="of the testbed")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = parser(__doc__, ranks=4, rate="100mbit", length=LENGTH, seed=1, runs=1, name="links").parse_args()
     if asked.worker:
         work(*asked.worker)
         return 0

@@ -12,23 +12,21 @@ What a run did is printed as a line, and at the end how often each outcome came.
 something else; a rank that waits for longer then has said where, in what is printed of the job.
 """
 
-import argparse
 import faulthandler
 import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+from jobs import ROOT, START, parser, tally, watched
 
 DEADLINE, MORE = 2.0, 5.0  # seconds: what the ranks are configured to, and what a job may take beyond it
-START, PATIENCE = 120.0, 60.0  # seconds until all ranks exchange, and until a job that does not end is ended
+PATIENCE = 60.0  # seconds until a job that does not end is ended
 LENGTH, STEPS_AFTER = 400, 20
 DOCUMENTED = {
     "kill, ulfm": "the others went on",
@@ -87,61 +85,6 @@ def run(case):
         return took, status, len(list(pathlib.Path(folder).glob("*.saved"))), said
 
 
-def watched(command, folder, ranks, moment, strike, patience):
-    """Start a job, and strike `moment` seconds after all ranks have begun to exchange.
-
-    Returns how long it took to end then, infinity where it had to be ended, its exit status, and what it said.
-    """
-    log = pathlib.Path(folder, "log")
-    with log.open("w") as out:
-        job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), start_new_session=True)
-        try:
-            wait_for(lambda: len(list(pathlib.Path(folder).glob("*.pid"))) == ranks, job, log)
-            time.sleep(moment)
-            began = time.monotonic()
-            strike()
-            job.wait(patience)
-            took = time.monotonic() - began
-        except subprocess.TimeoutExpired:
-            took = float("inf")
-        finally:
-            end(job)
-    return took, job.returncode, log.read_text(errors="replace")
-
-
-def wait_for(reached, job, log):
-    began = time.monotonic()
-    while not reached():
-        if job.poll() is not None or time.monotonic() - began > START:
-            raise RuntimeError(f"the job did not begin: {log.read_text(errors='replace')}")
-        time.sleep(5e-3)
-
-
-def end(job):
-    """End what is left of a job: its launcher, and by it the ranks."""
-    if job.poll() is None:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-
-
-def environment():
-    here = pathlib.Path(__file__).parent
-    lines = [line for line in (here / "openmpi.env").read_text().splitlines() if line and line[0] != "#"]
-    paths = [str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    more["PATH"] = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | dict(line.split("=", 1) for line in lines) | more
-
-
-def launcher():
-    """Return what the launcher says that it is."""
-    try:
-        asked = subprocess.run(["mpirun", "--version"], env=environment(), capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return asked.stdout
-
-
 def fault(case, took, status, saved, said, limit=DEADLINE + MORE):
     """Return what is wrong with how a job ended, after `limit` seconds at most; None where nothing is."""
     others = case.ranks - 1
@@ -167,7 +110,7 @@ def work(folder, name):
 
     import collectives
 
-    sys.path.append(str(pathlib.Path(__file__).parent.parent / "examples"))
+    sys.path.append(str(ROOT / "examples"))
     from save_on_failure import saving
 
     comm = MPI.COMM_WORLD.Dup()
@@ -260,34 +203,17 @@ def named(collectives, name):
     return partial(collectives.sparse_allreduce, algorithm=name)
 
 
+def tried(case):
+    took, status, saved, said = run(case)
+    return took, fault(case, took, status, saved, said), said
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first run")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = parser(__doc__, runs=200, seed=0, first=0).parse_args()
     if asked.worker:
         work(*asked.worker)
-    ends, slowest = Counter(), Counter()
-    for number in range(asked.first, asked.first + asked.runs):
-        case = Case.drawn(asked.seed, number)
-        try:
-            took, status, saved, said = run(case)
-            wrong = fault(case, took, status, saved, said)
-        except RuntimeError as error:
-            took, wrong, said = 0.0, "did not begin", str(error)
-        outcome = wrong or DOCUMENTED[case.kind]
-        ends[case.kind, outcome] += 1
-        slowest[case.kind] = max(slowest[case.kind], took)
-        print(f"{case}: {took:.2f} s, {outcome}", flush=True)
-        if wrong is not None:
-            print(said, flush=True)
-    for (kind, outcome), times in sorted(ends.items()):
-        print(f"{kind}: {times} times {outcome}")
-    for kind, most in sorted(slowest.items()):
-        print(f"{kind}: slowest {most:.2f} s")
-    return int(any(outcome != DOCUMENTED[kind] for kind, outcome in ends))
+    numbers = range(asked.first, asked.first + asked.runs)
+    return tally((Case.drawn(asked.seed, number) for number in numbers), tried, DOCUMENTED)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ In no run may two groups go on. What a run did is printed as a line, and at the 
 long it took at most. The exit status is 1 when one did something else.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -25,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 from hosts import TESTBED, on_hosts, refusal
-from kills import COLLECTIVES, Worker, watched
+from jobs import parser, tally, watched
+from kills import COLLECTIVES, Worker
 
 DEADLINE, BUSY = 5.0, 25.0  # seconds
 PATIENCE = {"cut 60": 240.0, "cut 30": 150.0, "cut, split": 150.0}  # seconds from the fault to the end; else 60
@@ -223,50 +222,27 @@ def work(folder, name, deadline, busy=None):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=1, help="of each kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=DOCUMENTED, action="append", help="kinds; may be given again")
-    parser.add_argument("--name", default="lost-hosts", help="of the testbed")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    options = parser(__doc__, hosts=4, runs=1, seed=0, name="lost-hosts")
+    options.add_argument("--only", choices=DOCUMENTED, action="append", help="kinds; may be given again")
+    asked = options.parse_args()
     if asked.worker:
         work(*asked.worker)
     if reason := refusal():
         sys.exit(reason)
     assert on_hosts("up", str(asked.hosts), "1gbit", name=asked.name) == (0, "")
+    kinds = [(number, kind) for number in range(asked.runs) for kind in asked.only or DOCUMENTED]
     try:
-        return several(asked)
+        cases = (Case.drawn(kind, asked.hosts, asked.seed, number) for number, kind in kinds)
+        return tally(cases, lambda case: tried(case, asked.name), DOCUMENTED)
     finally:
         on_hosts("down", name=asked.name)
 
 
-def several(asked):
-    ends, slowest = Counter(), Counter()
-    for number in range(asked.runs):
-        for kind in asked.only or DOCUMENTED:
-            case = Case.drawn(kind, asked.hosts, asked.seed, number)
-            took, wrong, how, said = tried(case, asked.name)
-            outcome = wrong or DOCUMENTED[kind]
-            ends[kind, outcome] += 1
-            slowest[kind] = max(slowest[kind], took)
-            print(f"{case}: {took:.2f} s, {outcome}: {how}", flush=True)
-            if wrong:
-                print(said, flush=True)
-    for (kind, outcome), times in sorted(ends.items()):
-        print(f"{kind}: {times} times {outcome}; slowest {slowest[kind]:.2f} s")
-    return int(any(outcome != DOCUMENTED[kind] for kind, outcome in ends))
-
-
 def tried(case, name):
-    """Run a case; return the seconds, what is wrong, how the ranks ended, and what the job said."""
-    try:
-        took, status, ends, said = run(case, name)
-    except RuntimeError as error:
-        return 0.0, "did not begin", "", str(error)
+    """Run a case; return the seconds, what is wrong, and how the ranks ended with what the job said."""
+    took, status, ends, said = run(case, name)
     outcomes = {rank: each["outcome"] for rank, each in sorted(ends.items())}
-    return took, fault(case, took, ends, said), f"exit status {status}, {outcomes}", said
+    return took, fault(case, took, ends, said), f"exit status {status}, {outcomes}\n{said}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ way: resident memory, open descriptors, the operations that the library holds, a
 memory grows by over 1 % after the first tenth, or one of the others at all.
 """
 
-import argparse
 import gc
 import os
 import pathlib
@@ -17,6 +16,7 @@ import resource
 import sys
 
 import numpy as np
+from jobs import parser
 from mpi4py import MPI
 
 from collectives import (
@@ -100,9 +100,7 @@ def grown(seen):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--exchanges", type=int, default=100_000)
-    asked, comm = parser.parse_args(), MPI.COMM_WORLD
+    asked, comm = parser(__doc__, exchanges=100_000).parse_args(), MPI.COMM_WORLD
     began = MPI.Wtime()
     faults, before, after = grown(soak(comm, asked.exchanges))
     for rank, (mine, first, last) in enumerate(comm.allgather((faults, before, after))):

@@ -1,4 +1,4 @@
-"""Ranks that hear of a fault in different operations, or late, and shrink together all the same; nobody dies here.
+"""Ranks that learn of a fault in different operations, or late, or differ on the quorum, and shrink together.
 
     mpirun --with-ft ulfm -n 4 python -m mpi4py tests/stragglers.py
 
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import GradientExchange
-from mpicomp import CollectiveTimeoutError, ErrorFeedback, TopK
+from mpicomp import CollectiveError, CollectiveTimeoutError, ErrorFeedback, TopK
 
 WORLD, DEADLINE = MPI.COMM_WORLD, 0.5
 
@@ -61,6 +61,15 @@ def given_up_in_a_step(comm):
     return collectives.shrink(comm)
 
 
+def different_quorums(comm):
+    """All are refused, and nothing has changed: they call again."""
+    mine = 3 if comm.rank == 1 else 2
+    said = f"quorum must be the same on all ranks, got {mine} on rank {comm.rank} and another on others"
+    with pytest.raises(CollectiveError, match=said):
+        collectives.shrink(comm, quorum=mine)
+    return collectives.shrink(comm, quorum=2)
+
+
 def gives_up(comm, call):
     collectives.configure(timeout=DEADLINE)
     with pytest.raises(CollectiveTimeoutError, match="not all live ranks called"):
@@ -69,7 +78,7 @@ def gives_up(comm, call):
 
 
 def main():
-    for scene in (apart, twice, late, late_from_a_step, given_up_in_a_step):
+    for scene in (apart, twice, late, late_from_a_step, given_up_in_a_step, different_quorums):
         comm = WORLD.Dup()
         exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collectives.gtopk_allreduce, average=False)
         exchange(np.ones(20))

@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
-from test_examples import LAUNCH
+from jobs import mpirun
 
 from mpicomp_bench.bounds import index_bits
 
@@ -35,10 +33,7 @@ def ran(tmp_path_factory):
     """The folder, and what the commands printed."""
     folder = tmp_path_factory.mktemp("ranks") / "there"
     folder.mkdir()
-    arguments = [sys.executable, "-m", "mpi4py", "-c", EACH, str(folder), json.dumps(COMMANDS)]
-    environment = {**os.environ, **LAUNCH, "OMP_NUM_THREADS": "1"}
-    how = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
-    done = subprocess.run(["mpirun", "-n", "2", *arguments], **how)
+    done = mpirun(2, "-c", EACH, folder, json.dumps(COMMANDS))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done
 

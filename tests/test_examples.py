@@ -1,27 +1,15 @@
 """The examples run on 2 ranks, check themselves, and leave the plot where they say."""
 
-import os
-import pathlib
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
-
-ROOT = pathlib.Path(__file__).parent.parent
-LINES = (ROOT / "tests" / "openmpi.env").read_text().splitlines()
-LAUNCH = {
-    **dict(line.split("=") for line in LINES if not line.startswith("#")),
-    "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-}
+from jobs import ROOT, mpirun, python
 
 
 def run(size, example, *arguments, cwd):
-    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", str(ROOT / "examples" / example), *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **LAUNCH}, capture_output=True, text=True, timeout=120, check=False
-    )
+    return mpirun(size, ROOT / "examples" / example, *arguments, cwd=cwd)
 
 
 def test_numpy_digits(tmp_path):
@@ -44,14 +32,7 @@ def test_numpy_digits_ends_with_status_1_when_a_claim_does_not_hold(tmp_path):
 
 @pytest.mark.slow
 def test_step_ahead():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "step_ahead.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(ROOT / "examples" / "step_ahead.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": ok") == 4
 
@@ -210,8 +191,7 @@ def test_saving_on_sigterm_and_on_nothing_else(monkeypatch):
     ],
 )
 def test_a_number_that_cannot_be_is_an_error_in_words(example, option):
-    command = [sys.executable, str(ROOT / "examples" / example), option, "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = python(ROOT / "examples" / example, option, "0")
     assert done.returncode == 2
     assert f"{option} 0" in done.stderr
     assert "expected at least 1" in done.stderr

@@ -1,12 +1,9 @@
 """`python -m collectives.torch`: the environment of a script for torchrun, on ranks of MPI; needs no PyTorch."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from test_examples import LAUNCH
+from jobs import environment, mpirun, python
 
 from collectives.launcher import torchrun_variables
 
@@ -20,17 +17,9 @@ print(json.dumps([sys.argv[1:], "torch" in sys.modules, variables]))
 
 def start(folder, script, *arguments, ranks=3, **variables):
     (folder / "train.py").write_text(script)
-    alone = [sys.executable, "-m", "collectives.torch", "train.py", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    return subprocess.run(
-        ["mpirun", "-n", str(ranks), *alone] if ranks else alone,
-        cwd=folder,
-        env={**environment, **LAUNCH, **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    if ranks:
+        return mpirun(ranks, "train.py", *arguments, module="collectives.torch", cwd=folder, **variables)
+    return python("-m", "collectives.torch", "train.py", *arguments, cwd=folder, env=environment(**variables))
 
 
 def test_local_ranks_count_the_ranks_of_a_node_wherever_they_are():

@@ -2,12 +2,11 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from hosts import environment
+from jobs import mpirun
 
 BY_FEW = "few-bits-4", "in-basis-8", "in-basis-8-two-bit"
 RACE = pathlib.Path(__file__).parent.parent / "benchmarks" / "race"
@@ -21,8 +20,7 @@ def beside(monkeypatch):
 
 def trained(tmp_path, *arguments):
     file = tmp_path / "rows.json"
-    command = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", str(RACE / "rank.py"), f"--json={file}", *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = mpirun(2, RACE / "rank.py", f"--json={file}", *arguments, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return {
         row["method"]: [list(column) for column in zip(*row["curve"], strict=True)] for row in json.load(file.open())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from devices import real_cupy
+from jobs import mpirun
 
 from collectives.runtime import cuda_aware
 from mpicomp_bench import info
@@ -71,18 +72,8 @@ print("sound" if (arrival.copy.get() == message).all() else "overwritten")
 
 def child(prepare, *, size=2, program=CHILD, **environment):
     """Return the finished run of a child job; what it is told to prepare makes it right or wrong."""
-    settings = dict(line.split("=", 1) for line in (TESTS / "openmpi.env").read_text().split() if "=" in line)
-    launcher = ("OMPI_", "PMI", "PRTE_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    command = ["mpirun", "-n", str(size), sys.executable, "-m", "mpi4py", "-c", program.format(prepare=prepare)]
-    return subprocess.run(
-        command,
-        env={**inherited, **settings, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    return mpirun(size, "-c", program.format(prepare=prepare), PYTHONPATH=path, **environment)
 
 
 @ON_THE_STAND_IN

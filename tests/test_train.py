@@ -3,7 +3,6 @@
 import argparse
 import builtins
 import json
-import subprocess
 import sys
 from itertools import product
 
@@ -21,7 +20,7 @@ from descents import (
     entries,
     with_settings,
 )
-from hosts import environment
+from jobs import mpirun
 from mpi4py import MPI
 from tasks import TASKS, WINDOW
 from train import dense_bytes, main
@@ -328,10 +327,7 @@ def test_the_sum_is_compressed_as_the_gradients_are(trained):
 
 def test_the_bytes_of_a_training_on_two_ranks_are_counted(tmp_path):
     file, steps = tmp_path / "train.json", ["--rate", "0.1", "--density", "0.01", "--every", "3"]
-    command = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", train_script.__file__, *SHORT, *steps]
-    done = subprocess.run(
-        [*command, f"--json={file}"], env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = mpirun(2, train_script.__file__, *SHORT, *steps, f"--json={file}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("method, density") == 1, "rank 0 alone prints"
     about = json.loads(file.read_text())

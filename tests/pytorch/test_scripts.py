@@ -1,19 +1,14 @@
 """Scripts with PyTorch, in processes of their own: the page's, with and without compression, and one under torchrun."""
 
-import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from jobs import ROOT, environment
 
 pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
 
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
-LINES = (ROOT / "tests" / "openmpi.env").read_text().splitlines()
-LAUNCH = dict(line.split("=") for line in LINES if not line.startswith("#"))
 MPIRUN = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
 LAUNCHED = ["mpirun", "-n", "2", sys.executable, "-m", "collectives.torch", "train.py"]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
@@ -21,9 +16,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "
 
 
 def run(command, folder):
-    environment = {**os.environ, **LAUNCH, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200, check=False
     )
 
 
