@@ -18,11 +18,10 @@ notifies the others, and `run_or_notify` raises on every rank. Only a bad `comm`
 notify.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from inspect import cleandoc, signature
-from operator import index
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
 
 from collectives.choice.links import agreed_links
@@ -35,6 +34,7 @@ from collectives.runtime.link import Link, check_communicator, link_if_any, make
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import DTYPE_NAMES, is_array, sparse_remedy
 from mpicomp.codec import CODECS
+from mpicomp.settings import LARGEST, to_bool, to_choice, to_integer
 from mpicomp.vector import SparseVector
 
 P = ParamSpec("P")
@@ -186,8 +186,8 @@ class Collective(Generic[P, T]):
         vector, error = NOTHING, call.contribution if isinstance(call.contribution, Exception) else None
         name, codec = call.algorithm, call.codec
         try:
-            _check_known("algorithm", name, self.algorithms)
-            _check_known("codec", codec, CODECS)
+            to_choice("algorithm", name, ["auto", *self.algorithms])
+            to_choice("codec", codec, ["auto", *CODECS])
             _check_arguments(call.arguments, link.size, call.least_k)
             if error is None and not (call.follow and link.rank != call.arguments["root"]):
                 vector = call.prepare(call, link.size)
@@ -307,28 +307,10 @@ def _no_steps() -> Steps[Any]:
     yield from ()
 
 
-def _check_known(what: str, name: Any, names: Mapping[str, Any]) -> None:
-    if not (isinstance(name, str) and (name == "auto" or name in names)):
-        raise ValueError(f"{what} is {name!r}: expected one of {['auto', *names]}")
-
-
 def _check_arguments(arguments: dict[str, Any], size: int, least_k: int) -> None:
     """Convert integer arguments to Python's; TypeError or ValueError for other or out-of-range values."""
-    if not isinstance(arguments.get("votes", False), bool):
-        raise TypeError(f"votes is {arguments['votes']!r}: expected True or False")
-    for name, least, end in (("k", least_k, 2**63), ("root", 0, size), ("seed", 0, 2**63)):
+    arguments |= {name: to_bool(name, arguments[name]) for name in arguments.keys() & {"votes"}}
+    for name, least, most in (("k", least_k, LARGEST), ("root", 0, size - 1), ("seed", 0, LARGEST)):
         if name in arguments:
-            arguments[name] = _integer(name, arguments[name], least, end)
-
-
-def _integer(name: str, value: Any, least: int, end: int) -> int:
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if not least <= number < end:
-        remedy = "; from a density take max(1, round(density * length))" if least else ""
-        raise ValueError(f"{name} is {number}: expected {least} <= {name} < {end}{remedy}")
-    return number
+            remedy = "; from a density take max(1, round(density * length))" if least else ""
+            arguments[name] = to_integer(name, arguments[name], least, most, remedy=remedy)

@@ -25,7 +25,6 @@ outer step; a round at rate 0 discards its progress, and the residuals.
 """
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,10 +37,9 @@ from collectives.exchange import GradientExchange
 from collectives.runtime import staging
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy, to_values
-from mpicomp.compressors.common import check_number
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy, untied
-from mpicomp.settings import refuse_bools
+from mpicomp.settings import to_bool, to_choice, to_integer, to_number
 from mpicomp.tensors import by_name, in_form
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
@@ -96,15 +94,17 @@ class OuterLoop:
         if not isinstance(exchange, GradientExchange):
             raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
         self.exchange = exchange
-        self.every, self.momentum, self.nesterov, self.delay, self.clip = every, momentum, nesterov, delay, clip
         self.count = 0  # of steps
         self.rounds = 0  # that were kept
         self._in_flight = False  # an exchange was started, and is not finished
         self._checked = checking.asked()
         contribution: Any
         try:
-            self.rate = rate
-            self._check_settings(anchor)
+            self.every, self.delay = to_integer("every", every), to_integer("delay", delay, 0)
+            self.rate, self.momentum = rate, to_number("momentum", momentum, least=0, below=1)
+            self.nesterov, self.clip = to_bool("nesterov", nesterov), to_choice("clip", clip, ["median", None])
+            to_choice("anchor", anchor, ["beside", "host"])
+            self._check_settings()
             self._form, given = by_name(parameters)
             self._first = untied(given)  # tied ones count once
             mine = {name: given[name] for name, first in self._first.items() if name == first}
@@ -137,10 +137,7 @@ class OuterLoop:
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        refuse_bools(rate=rate)
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"rate is {rate!r}: expected a learning rate of at least 0")
-        self._rate = float(rate)
+        self._rate = to_number("rate", rate, least=0)
 
     @property
     def anchor(self) -> Any:
@@ -258,7 +255,7 @@ class OuterLoop:
 
     def _between_rounds(self, ranks: int, load: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank, one of those that `ranks` ranks saved at the end of a round."""
-        check_number("ranks", ranks)
+        ranks = to_integer("ranks", ranks)
         own = dict(load(self.exchange.comm.rank % ranks))
         count = int(own.get("count", 0))
         within = count % self.every or any(name.startswith("delta/") for name in own)
@@ -269,21 +266,12 @@ class OuterLoop:
             )
         return own
 
-    def _check_settings(self, anchor: str) -> None:
-        """Raise ValueError for a setting out of range."""
-        check_number("every", self.every)
-        check_number("delay", self.delay, least=0)
+    def _check_settings(self) -> None:
+        """Raise ValueError for settings that exclude each other."""
         if self.delay >= self.every:
             raise ValueError(f"delay is {self.delay} and every {self.every}: expected 0 <= delay < every")
-        refuse_bools(momentum=self.momentum)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum!r}: expected 0 <= momentum < 1")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov is set and momentum is 0: expected a momentum above 0")
-        if self.clip not in (None, "median"):
-            raise ValueError(f'clip is {self.clip!r}: expected "median" or None')
-        if anchor not in ("beside", "host"):
-            raise ValueError(f'anchor is {anchor!r}: expected "beside" or "host"')
         feedback, exchange = self.exchange.feedback, self.exchange
         if exchange.basis is not None or exchange.average == "sign":
             raise ValueError(

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -49,8 +48,7 @@ from mpicomp.arrays import (
 )
 from mpicomp.few_bits import (
     BITS,
-    LONGEST_BLOCK,
-    SHORTEST_BLOCK,
+    BLOCKS,
     FewBits,
     as_they_are,
     block_bounds,
@@ -58,6 +56,7 @@ from mpicomp.few_bits import (
     quantise,
     quantise_sum,
 )
+from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
 Result = tuple[Array, Array]
@@ -115,8 +114,8 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     """
     given = call.contribution
     call.arguments |= {
-        "bits": _checked("bits", call.arguments["bits"]),
-        "block": _checked("block", call.arguments["block"]),
+        "bits": to_choice("bits", call.arguments["bits"], BITS),
+        "block": to_choice("block", call.arguments["block"], BLOCKS),
     }
     values = to_values(given)
     flat, out = contiguous(values).reshape(-1), call.own["out"]
@@ -144,21 +143,6 @@ def _outputs(out: Any, values: Array) -> Result:
     check_apart([total, rejected])
     check_apart([total, values])
     return total, rejected
-
-
-def _checked(name: str, given: Any) -> int:
-    """Return bits or block as Python's integer; TypeError or ValueError for others."""
-    try:
-        number = index(given) if not isinstance(given, bool) else None
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{name} is {given!r}: expected an integer")
-    if name == "bits" and number not in BITS:
-        raise ValueError(f"bits is {number}: expected one of {BITS}")
-    if name == "block" and not (SHORTEST_BLOCK <= number <= LONGEST_BLOCK and not number & (number - 1)):
-        raise ValueError(f"block is {number}: expected a power of two from {SHORTEST_BLOCK} to {LONGEST_BLOCK}")
-    return number
 
 
 @dataclass

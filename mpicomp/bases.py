@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Array, address, kernels_for, namespace, on_device, to_vector, writable_vector
-from mpicomp.settings import Configured, refuse_bools
+from mpicomp.settings import Configured, to_integer
 
 LONGEST = 4096  # values of a chunk, which fit the memory that a block of threads shares on a GPU
 
@@ -33,10 +33,7 @@ class Basis(Configured):
     """
 
     def __init__(self, chunk: int) -> None:
-        refuse_bools(chunk=chunk)
-        if chunk != int(chunk) or not 1 <= chunk <= LONGEST:
-            raise ValueError(f"chunk is {chunk!r}: expected an integer from 1 to {LONGEST}")
-        self.chunk = int(chunk)
+        self.chunk = to_integer("chunk", chunk, 1, LONGEST)
 
     def forward(self, vector: Any, out: Any) -> None:
         """Write the coefficients of a vector to `out`.

@@ -11,7 +11,7 @@ from mpicomp.arrays import Array, kernels_for, namespace, on_device
 from mpicomp.threads import in_pieces
 
 BITS = (8, 4, 2, 1)
-SHORTEST_BLOCK, LONGEST_BLOCK = 32, 1 << 16
+BLOCKS = tuple(1 << power for power in range(5, 17))  # values that share a scale
 SCALES: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.uint16),
     np.dtype(np.float64): np.dtype(np.uint32),

@@ -16,9 +16,8 @@ import numpy as np
 
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import SHARED
-from mpicomp.compressors.common import check_number
 from mpicomp.feedback.base import wide
-from mpicomp.settings import check_table, from_table, to_table
+from mpicomp.settings import check_table, from_table, to_choice, to_integer, to_table
 
 CONSERVED = "sum", "mean"
 _BY_RANK = "compressor", "holds", "settings"  # parts that may differ by rank: a seed
@@ -38,9 +37,8 @@ def redistributed(
     Raises ValueError for states of other ranks than requested, or of different steps, and OverflowError if a sum leaves
     the range of its dtype.
     """
-    check_number("ranks", ranks)
-    if conserve not in CONSERVED:
-        raise ValueError(f"conserve is {conserve!r}: expected one of {CONSERVED}")
+    ranks = to_integer("ranks", ranks)
+    to_choice("conserve", conserve, CONSERVED)
     rank, size = settings["rank"], settings["ranks"]
     state = _loaded(load, rank % ranks, ranks)
     dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}

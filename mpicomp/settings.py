@@ -1,12 +1,20 @@
-"""Settings: the constructor's arguments of a part, as text; compared between ranks and with saved states."""
+"""Settings: checked arguments as plain Python values, and as text that is compared with that of saved states.
 
-from collections.abc import Mapping
+A setting of another kind raises TypeError, and one out of range ValueError; both name it. Scalars of NumPy become
+Python's, so that settings are the same text on all ranks and are computed with in float64.
+"""
+
+from collections.abc import Iterable, Mapping
 from inspect import Parameter, signature
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+LARGEST = 2**63 - 1  # in messages and arrays integers have 64 bits
+NO_NUMBERS = bool, np.timedelta64  # though Python and NumPy register them as integers
 OTHER_SETTINGS = "make the exchange with the settings that were saved, or load with same_settings=False"
 
 
@@ -25,6 +33,53 @@ class Configured:
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self._settings().items() if value is not None)
         return f"{type(self).__name__}({shown})"
+
+
+def to_integer(name: str, value: Any, least: int = 1, most: int = LARGEST, *, remedy: str = "") -> int:
+    """Return a setting as an int from `least` to `most`; bools and floats are refused."""
+    if isinstance(value, NO_NUMBERS) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}: expected an integer{remedy}")
+    if not least <= (number := int(value)) <= most:
+        bounds = f"of at least {least}, below 2^63" if most == LARGEST else f"from {least} to {most}"
+        raise ValueError(f"{name} is {value!r}: expected an integer {bounds}{remedy}")
+    return number
+
+
+def to_number(
+    name: str,
+    value: Any,
+    *,
+    above: float = -inf,
+    least: float = -inf,
+    below: float = inf,
+    most: float = inf,
+    remedy: str = "",
+) -> float:
+    """Return a setting as a finite float with above < value < below and least <= value <= most; bools are refused."""
+    if isinstance(value, NO_NUMBERS) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}: expected a number{remedy}")
+    number = float(value)
+    if not (above < number < below and least <= number <= most):
+        lower = f"{above} <" if above > -inf else f"{least} <=" if least > -inf else "-infinity <"
+        upper = f"< {below}" if below < inf else f"<= {most}" if most < inf else "< infinity"
+        raise ValueError(f"{name} is {value!r}: expected {lower} {name} {upper}{remedy}")
+    return number
+
+
+def to_bool(name: str, value: Any) -> bool:
+    """Return a setting as a bool; 1 and 0 are refused."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}: expected True or False")
+    return bool(value)
+
+
+def to_choice(name: str, value: Any, choices: Iterable[Any], *, remedy: str = "") -> Any:
+    """Return the one of `choices` (str, int, bool or None) that equals a setting of its type: 1 is not True."""
+    plain, known = value.item() if isinstance(value, np.generic) else value, list(choices)
+    for choice in known:
+        if type(plain) is type(choice) and plain == choice:
+            return choice
+    raise ValueError(f"{name} is {value!r}: expected one of {known}{remedy}")
 
 
 def refuse_bools(**numbers: Any) -> None:

@@ -31,6 +31,7 @@ from mpicomp.arrays import (
     to_vector,
     writable_vector,
 )
+from mpicomp.settings import to_integer, to_number
 
 MAX_LENGTH = 2**63 - 1
 _FEW = 4096  # entries: up to here merging a few vectors in pairs takes less than preparing to add all at once
@@ -71,7 +72,7 @@ class SparseVector:
         places: Any = indices
         numbers: Any = values
         if not _is_canonical(places, numbers, length):
-            length, numbers = _checked_length(length), _checked_values(numbers)
+            length, numbers = to_integer("length", length, 0), _checked_values(numbers)
             places = _checked_indices(places, length)
             if on_device(places) != on_device(numbers):
                 raise TypeError("indices and values are on different devices; move both to the host or both to the GPU")
@@ -176,10 +177,9 @@ class SparseVector:
         if dense.size != math.prod(wanted) or (self.width is not None and shape != wanted):
             expected = f"{self.length} values" if self.width is None else f"shape {wanted}"
             raise ValueError(f"the array has shape {shape}: expected {expected}")
-        if not (isinstance(scale, int | float | np.number) and math.isfinite(scale)):
-            raise ValueError(f"scale is {scale!r}: expected a finite number")
+        scale = to_number("scale", scale)
         self.check_order(self.length)
-        values = self.values if scale == 1 else self.values.astype(np.float64) * float(scale)
+        values = self.values if scale == 1 else self.values.astype(np.float64) * scale
         if self.width is None:
             kernels_for(values).scatter_add(dense, self.indices, values)
             return
@@ -428,7 +428,7 @@ def parted(vector: SparseVector, other: SparseVector) -> tuple[SparseVector, Spa
 
 
 def _new_nothing(length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None) -> SparseVector:
-    xp, length = namespace(beside), _checked_length(length)
+    xp, length = namespace(beside), to_integer("length", length, 0)
     values = xp.empty(0 if width is None else (0, width), dtype)
     return SparseVector.trusted(xp.empty(0, index_dtype(length)), _checked_values(values), length)
 
@@ -448,14 +448,6 @@ def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
         and indices.flags.c_contiguous
         and values.flags.c_contiguous
     )
-
-
-def _checked_length(length: Any) -> int:
-    if isinstance(length, bool) or not isinstance(length, int | np.integer):
-        raise TypeError(f"length is {length!r}: expected an integer")
-    if not 0 <= length <= MAX_LENGTH:
-        raise ValueError(f"length is {length}: expected 0 to 2^63 - 1")
-    return int(length)
 
 
 def _array(given: Any) -> Array:

@@ -148,7 +148,7 @@ def test_settings_are_shown():
 @pytest.mark.parametrize("kind", [Hadamard, Cosine])
 @pytest.mark.parametrize("chunk", [0, -4, 8192, 2.5, True])
 def test_a_chunk_that_cannot_be_is_an_error(kind, chunk):
-    with pytest.raises(ValueError, match=r"chunk is .*: expected (an integer from 1 to 4096|a number)"):
+    with pytest.raises((TypeError, ValueError), match=r"chunk is .*: expected an integer"):
         kind(chunk)
 
 

@@ -358,7 +358,7 @@ def test_gamma_says_what_to_install_and_keeps_its_state(monkeypatch):
     ],
 )
 def test_bad_settings_raise(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         SIDCo(*arguments)
 
 

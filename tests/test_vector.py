@@ -42,8 +42,8 @@ ONE = np.ones(1)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([0], ONE, -1), ValueError, "length is -1: expected 0 to 2^63 - 1"),
-        (([0], ONE, 2**63), ValueError, "expected 0 to 2^63 - 1"),
+        (([0], ONE, -1), ValueError, "length is -1: expected an integer of at least 0, below 2^63"),
+        (([0], ONE, 2**63), ValueError, "expected an integer of at least 0, below 2^63"),
         (([0], ONE, 2.0), TypeError, "length is 2.0: expected an integer"),
         (([0], ONE, True), TypeError, "length is True: expected an integer"),
         (([0, 1], ONE, 4), ValueError, "got 2 indices and 1 values"),
@@ -337,7 +337,9 @@ def test_add_to_looks_at_rows_scale_and_order():
     with pytest.raises(ValueError, match=r"the array has shape \(6,\): expected shape \(3, 2\)"):
         rows.add_to(np.zeros(6))
     for scale in (np.nan, np.inf, "2", None):
-        with pytest.raises(ValueError, match=r"scale is .*: expected a finite number"):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"scale is .*: expected (a number|-infinity < scale < infinity)"
+        ):
             rows.add_to(np.zeros((3, 2)), scale)
     array = np.zeros(9)
     with pytest.raises(ValueError, match=r"indices\[2\] is 2 and follows 3"):

@@ -37,6 +37,7 @@ from collectives.faults.state import different_quorum, too_few
 from collectives.runtime.engine import end_all, wait_for
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
+from mpicomp.settings import to_integer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -87,11 +88,8 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
 
 
 def _checked_quorum(quorum: int | None, size: int) -> int:
-    """Return the least number of ranks that continue, of `size`; ValueError for a bad one."""
-    needed = size // 2 + 1 if quorum is None else quorum
-    if isinstance(needed, bool) or not isinstance(needed, int | np.integer) or not 1 <= needed <= size:
-        raise ValueError(f"quorum is {quorum!r}: expected a number of ranks from 1 to {size}, or None")
-    return int(needed)
+    """Return the least number of ranks that continue, of `size`; TypeError or ValueError for a bad one."""
+    return size // 2 + 1 if quorum is None else to_integer("quorum", quorum, 1, size, remedy=" (ranks), or None")
 
 
 def _missing(comm: "MPI.Intracomm", survivors: "MPI.Intracomm") -> list[int]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.settings import refuse_bools
+from mpicomp.settings import to_number
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,15 +49,12 @@ def asked_timeout() -> float | None:
 
 
 def seconds(value: Any, name: str) -> float | None:
-    """Return a timeout in seconds, or None; ValueError for other values."""
+    """Return a timeout in seconds, given as a number or a text, or None; ValueError for other values."""
     try:
-        refuse_bools(value=value)
-        timeout = None if value is None else float(value)
+        number = float(value) if isinstance(value, str) else value
+        return None if number is None else to_number(name, number, above=0)
     except (TypeError, ValueError):
-        timeout = 0.0
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None")
-    return timeout
+        raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None") from None
 
 
 def gives_the_core_away() -> bool:

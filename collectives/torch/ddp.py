@@ -27,8 +27,7 @@ from collectives.exchange import GradientExchange
 from collectives.exchange.flight import SIGN
 from collectives.torch.common import Handle, after_backward, check_scaler, on_all_ranks, trainable
 from collectives.torch.start import check_launcher
-from mpicomp.compressors.common import check_number
-from mpicomp.settings import refuse_bools
+from mpicomp.settings import to_integer, to_number
 
 
 def attach(
@@ -67,10 +66,9 @@ def attach(
     """
     with on_all_ranks(exchange, "attach"):
         _check_ddp(model, exchange.comm)
-        check_number("warmup_steps", warmup_steps, least=0)
-        refuse_bools(clip=clip)
-        if clip is not None and not 0 < clip < math.inf:
-            raise ValueError(f"clip is {clip!r}: expected the largest norm of a gradient, a number above 0, or None")
+        warmup_steps = to_integer("warmup_steps", warmup_steps, 0)
+        remedy = ", the largest norm of a gradient, or None"
+        clip = None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
         check_scaler(scaler)
     handle = DDPHandle(model, exchange, warmup_steps, clip, scaler)
     model.register_comm_hook(handle, _bucket_hook)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.errors import CodecError
-from mpicomp.few_bits import BITS, LONGEST_BLOCK, SCALES, SHORTEST_BLOCK, FewBits, sizes
+from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits, sizes
 from mpicomp.vector import MAX_LENGTH
 
 Buffer = NDArray[np.uint8]
@@ -46,8 +46,8 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
     """Return the values in a payload, as views; CodecError if the fields of the header do not fit it."""
     if form not in _FORMS:
         raise CodecError(f"got {form} for the bits of a value: expected a known number")
-    if not SHORTEST_BLOCK <= block <= LONGEST_BLOCK or block & (block - 1):
-        raise CodecError(f"got blocks of {block} values: expected a power of two, {SHORTEST_BLOCK} to {LONGEST_BLOCK}")
+    if block not in BLOCKS:
+        raise CodecError(f"got blocks of {block} values: expected one of {BLOCKS}")
     bits, dtype = _FORMS[form]
     if not 0 <= size <= MAX_LENGTH or entries != size:
         raise CodecError(f"got {entries} of {size} values: expected all of them")

@@ -19,6 +19,7 @@ import numpy as np
 from mpicomp.arrays import kernels_for, namespace
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.common import finite_vector, mean_and_largest, placed
+from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
 
@@ -38,9 +39,7 @@ class AdaComp(Compressor):
     needs_gradient = True
 
     def __init__(self, bin_size: int = 50) -> None:
-        if isinstance(bin_size, bool) or not isinstance(bin_size, int | np.integer) or not 1 <= bin_size <= 16384:
-            raise ValueError(f"bin_size is {bin_size!r}: expected an integer from 1 to 16384")
-        self.bin_size = int(bin_size)
+        self.bin_size = to_integer("bin_size", bin_size, 1, 16384)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the selected entries, all of one magnitude; see `Compressor.compress`.

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, beside, kernels_for, namespace
 from mpicomp.compressors.common import Density, at_positions, finite_vector
-from mpicomp.settings import refuse_bools
+from mpicomp.settings import to_choice, to_number
 from mpicomp.vector import SparseVector
 
 METRICS = ("support", "recency", "votes", "magnitude", "quota")
@@ -69,13 +69,10 @@ class AggregationAware(Density):
         quota: float = 0.75,
     ) -> None:
         super().__init__(density, k=k)
-        if metric not in METRICS:
-            raise ValueError(f"metric is {metric!r}: expected one of {list(METRICS)}")
-        refuse_bools(weight=weight, decay=decay, quota=quota)
-        if not (0 <= weight < np.inf and 0 <= decay <= 1 and 0 <= quota <= 1):
-            raise ValueError(f"got weight={weight}, decay={decay}, quota={quota}: expected >= 0, 0 to 1, and 0 to 1")
         self.needs_votes = metric == "votes"
-        self.metric, self.weight, self.decay, self.quota = metric, float(weight), float(decay), float(quota)
+        self.metric = to_choice("metric", metric, METRICS)
+        self.weight = to_number("weight", weight, least=0)
+        self.decay, self.quota = to_number("decay", decay, least=0, most=1), to_number("quota", quota, least=0, most=1)
         self._bonus: Array | None = None  # of each position, before the weight
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:

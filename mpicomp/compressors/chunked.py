@@ -19,7 +19,8 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, to_vector
 from mpicomp.compressors.base import Summands
-from mpicomp.compressors.common import Density, check_number, selected
+from mpicomp.compressors.common import Density, selected
+from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
 
@@ -39,12 +40,11 @@ class ChunkedTopK(Density):
     selects_segments = True
 
     def __init__(self, k: int = 64, chunk: int = 4096) -> None:
-        check_number("chunk", chunk)
         super().__init__(k=k)
+        self.k: int = to_integer("k", k)
+        self.chunk = to_integer("chunk", chunk)
         if k > chunk:
             raise ValueError(f"k is {k} and chunk is {chunk}: expected k <= chunk; k=chunk sends every entry")
-        self.k: int = int(k)
-        self.chunk = int(chunk)
 
     def count(self, length: int) -> int:
         """Return the number of entries to select from a vector of `length`."""

@@ -7,24 +7,23 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, nonzero, to_vector
 from mpicomp.compressors.base import Compressor
+from mpicomp.settings import to_integer, to_number
 from mpicomp.vector import SparseVector, index_dtype
 
 
-def check_density(density: Any, remedy: str = "") -> None:
-    """Raise ValueError unless this is a fraction of the entries: a float, 0 < density <= 1."""
-    if isinstance(density, bool | np.bool_) or (isinstance(density, int | np.integer) and density == 1):
+def to_density(density: Any, remedy: str = "") -> float:
+    """Return a fraction of the entries as a float, 0 < density <= 1; the integer 1, perhaps meant as k, is refused."""
+    if isinstance(density, int | np.integer | np.bool_) and density == 1:
         raise ValueError(
             f"density is {density!r} of type {type(density).__name__}: expected a float, 0 < density <= 1; write "
             "density=1.0 to send every entry, or k=1 to send one"
         )
-    if not (isinstance(density, int | float | np.number) and 0 < density <= 1):
-        raise ValueError(f"density is {density!r}: expected 0 < density <= 1 (0.001 sends about a thousandth{remedy})")
+    return to_number("density", density, above=0, most=1, remedy=f" (0.001 sends about a thousandth{remedy})")
 
 
 def check_number(name: str, number: Any, least: int = 1) -> None:
-    """Raise ValueError unless this is an integer of at least `least`."""
-    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not least <= number < 2**63:
-        raise ValueError(f"{name} is {number!r}: expected an integer of at least {least}, below 2^63")
+    """Raise TypeError or ValueError unless this is an integer of at least `least`."""
+    to_integer(name, number, least)
 
 
 class Density(Compressor):
@@ -37,12 +36,8 @@ class Density(Compressor):
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
         if (density is None) == (k is None):
             raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
-        if k is None:
-            check_density(density, "; or give k=")
-        else:
-            check_number("k", k)
-        self.density = None if density is None else float(density)
-        self.k = None if k is None else int(k)
+        self.density = None if density is None else to_density(density, "; or give k=")
+        self.k = None if k is None else to_integer("k", k)
 
     def count(self, length: int) -> int:
         """Return the number of entries to select from a vector of `length`."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from mpicomp.arrays import beside
 from mpicomp.compressors.base import expect_integer
-from mpicomp.compressors.common import Density, all_at, at_positions, check_number, finite_vector
+from mpicomp.compressors.common import Density, all_at, at_positions, finite_vector
+from mpicomp.settings import to_bool, to_integer
 from mpicomp.vector import SparseVector, without_zeros
 
 
@@ -44,8 +45,8 @@ class RandomK(Density):
         aligned: bool = False,
     ) -> None:
         super().__init__(density, k=k)
-        check_number("seed", seed, 0)
-        self.seed, self.unbiased, self.aligned, self.step = int(seed), bool(unbiased), bool(aligned), 0
+        self.seed, self.step = to_integer("seed", seed, 0), 0
+        self.unbiased, self.aligned = to_bool("unbiased", unbiased), to_bool("aligned", aligned)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries at this step's positions; see `Compressor.compress`."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor, Summands, Wrapper, expect_integer
-from mpicomp.compressors.common import Density, at_or_above, check_density, check_number, entries_found, finite_vector
+from mpicomp.compressors.common import Density, at_or_above, entries_found, finite_vector, to_density
+from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector, top_k
 
 _STRIDE = 100
@@ -39,8 +40,7 @@ class SampledTopK(Density):
 
     def __init__(self, density: float | None = None, *, k: int | None = None, seed: int = 0) -> None:
         super().__init__(density, k=k)
-        check_number("seed", seed, 0)
-        self.seed, self.step = int(seed), 0
+        self.seed, self.step = to_integer("seed", seed, 0), 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that reach the threshold of a sample; see `Compressor.compress`."""
@@ -116,10 +116,7 @@ class WarmUp(Wrapper):
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
                 "compressor made with density="
             )
-        check_number("calls", calls)
-        for density in densities:
-            check_density(density)
-        self.densities, self.calls, self.step = list(map(float, densities)), int(calls), 0
+        self.densities, self.calls, self.step = list(map(to_density, densities)), to_integer("calls", calls), 0
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Compress at the density of this step; see `Compressor.compress`."""

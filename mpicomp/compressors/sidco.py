@@ -32,7 +32,8 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, namespace, to_vector
 from mpicomp.compressors.base import Compressor, expect_integer, expect_number
-from mpicomp.compressors.common import check_density, check_number, placed
+from mpicomp.compressors.common import placed, to_density
+from mpicomp.settings import to_choice, to_integer
 from mpicomp.vector import SparseVector
 
 Quantile = Callable[[float], float]  # the threshold that a share, 0 < share <= 1, is expected to exceed
@@ -108,14 +109,8 @@ class SIDCo(Compressor):
         stages: int = 4,
         adaptation: str | None = "control",
     ) -> None:
-        check_density(density)
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution is {distribution!r}: expected one of {DISTRIBUTIONS}")
-        check_number("stages", stages)
-        if adaptation not in ADAPTATIONS:
-            raise ValueError(f"adaptation is {adaptation!r}: expected one of {ADAPTATIONS}")
-        self.density, self.distribution = float(density), distribution
-        self.stages, self.adaptation = int(stages), adaptation
+        self.density, self.distribution = to_density(density), to_choice("distribution", distribution, DISTRIBUTIONS)
+        self.stages, self.adaptation = to_integer("stages", stages), to_choice("adaptation", adaptation, ADAPTATIONS)
         self.current_stages, self.correction = self.stages, 1.0
         self._ratios: list[float] = []  # achieved over target, since the last change of stages
 

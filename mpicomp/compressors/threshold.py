@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor, Summands, write_sum
 from mpicomp.compressors.common import all_at, at_or_above, entries_found, finite_vector
-from mpicomp.settings import refuse_bools
+from mpicomp.settings import to_number
 from mpicomp.vector import SparseVector, concatenate, split, without_zeros
 
 
@@ -30,10 +28,7 @@ class Threshold(Compressor):
     selects_segments = True
 
     def __init__(self, threshold: float) -> None:
-        refuse_bools(threshold=threshold)
-        if not (isinstance(threshold, int | float | np.number) and 0 < threshold < np.inf):
-            raise ValueError(f"threshold is {threshold!r}: expected a number above 0")
-        self.threshold = threshold
+        self.threshold = to_number("threshold", threshold, above=0)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that reach the threshold, or the largest one; see `Compressor.compress`."""

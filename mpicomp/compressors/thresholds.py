@@ -19,11 +19,11 @@ from mpicomp.compressors.common import (
     Density,
     at_or_above,
     at_positions,
-    check_number,
     finite_vector,
     mean_and_largest,
     placed,
 )
+from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector, top_k
 
 _ROUNDS = 30  # halvings: then the bracket is narrower than the spacing of float32
@@ -76,8 +76,7 @@ class MSTopK(Density):
 
     def __init__(self, density: float | None = None, *, k: int | None = None, rounds: int = 25) -> None:
         super().__init__(density, k=k)
-        check_number("rounds", rounds)
-        self.rounds = int(rounds)
+        self.rounds = to_integer("rounds", rounds)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return k entries, or all non-zero ones if there are fewer; see `Compressor.compress`."""

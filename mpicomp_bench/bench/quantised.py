@@ -1,6 +1,5 @@
 """`mpicomp bench quantised`: the dense sum in few bits, compared with dense sums in 32 and 16 bits in the same run."""
 
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -10,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import quantised_allreduce
-from mpicomp.few_bits import BITS, LONGEST_BLOCK, SHORTEST_BLOCK
+from mpicomp.few_bits import BITS, BLOCKS
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Row, compare, read_once
-from mpicomp_bench.options import add_list, positive
+from mpicomp_bench.options import add_list
 
 ABOUT = """\
 Results are written to existing arrays, as those of MPI's dense sum are. All calls are interleaved;
@@ -61,19 +60,13 @@ def sum_in_16_bits(array: NDArray[np.float32], comm: Any, total: NDArray[np.floa
     total[...] = halves.view(np.float16)
 
 
-def block(text: str) -> int:
-    """Return the number of values in an option's text."""
-    number = positive(text, LONGEST_BLOCK)
-    if number < SHORTEST_BLOCK or number & (number - 1):
-        raise ArgumentTypeError(f"got {text!r}: expected a power of two from {SHORTEST_BLOCK} to {LONGEST_BLOCK}")
-    return number
-
-
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     add_list(parser, "--bits", ["8", "4"], "bits of a value: ", choices=[str(bits) for bits in BITS])
     add_list(parser, "--algorithms", ["auto"], "algorithms: ", choices=algorithms())
-    parser.add_argument("--block", type=block, default=256, metavar="B", help="values with one scale (%(default)s)")
+    parser.add_argument(
+        "--block", type=int, choices=BLOCKS, default=256, metavar="B", help="values with one scale (%(default)s)"
+    )
 
 
 SUITE = Suite(

@@ -62,11 +62,11 @@ BAD_VECTORS = {
 }
 # keyword arguments of one rank that are bad in themselves
 BAD_KEYWORDS = {
-    "k below 0": ({"k": -1}, ValueError, "k is -1: expected 1 <= k < "),
+    "k below 0": ({"k": -1}, ValueError, "k is -1: expected an integer of at least 1, below 2^63"),
     "k of 0": (
         {"k": 0},
         ValueError,
-        "k is 0: expected 1 <= k < 9223372036854775808; from a density take max(1, round(",
+        "k is 0: expected an integer of at least 1, below 2^63; from a density take max(1, round(",
     ),
     "k no integer": ({"k": 2.5}, TypeError, "k is 2.5: expected an integer"),
     "codec": ({"codec": "zip"}, ValueError, "codec is 'zip': expected one of ['auto', 'plain', 'quick', 'smallest']"),

@@ -176,10 +176,10 @@ def test_subnormal_numbers_are_conserved(comm, algorithm, bits):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"bits": 3}, ValueError, r"bits is 3: expected one of \(8, 4, 2, 1\)"),
-        ({"bits": True}, TypeError, "bits is True: expected an integer"),
-        ({"bits": 4.0}, TypeError, "bits is 4.0: expected an integer"),
-        ({"block": 100}, ValueError, "block is 100: expected a power of two from 32 to 65536"),
+        ({"bits": 3}, ValueError, r"bits is 3: expected one of \[8, 4, 2, 1\]"),
+        ({"bits": True}, ValueError, "bits is True: expected one of"),
+        ({"bits": 4.0}, ValueError, "bits is 4.0: expected one of"),
+        ({"block": 100}, ValueError, r"block is 100: expected one of \[32, 64, 128"),
         ({"block": 16}, ValueError, "block is 16: expected"),
         ({"block": 1 << 17}, ValueError, "block is 131072: expected"),
         ({"array": np.arange(9)}, TypeError, "values are int64: expected float16, float32 or float64"),

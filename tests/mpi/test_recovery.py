@@ -27,7 +27,7 @@ def test_without_ulfm_the_error_says_what_would_help_and_nothing_is_revoked(comm
     with pytest.raises(RuntimeError, match=r"cannot continue after the death of a rank.*Open MPI 5 under.*ulfm"):
         shrink(comm)
     for quorum in (0, comm.size + 1, True, 1.5, "all"):
-        with pytest.raises(ValueError, match=r"quorum is .*: expected a number of ranks from 1 to 2, or None"):
+        with pytest.raises((TypeError, ValueError), match=r"quorum is .*: expected an integer.*, or None"):
             shrink(comm, quorum=quorum)
     assert agree(True, comm)
     assert not agree(False, comm)
