@@ -25,6 +25,7 @@ from typing import Any
 from collectives.choice.formulas import Case
 from collectives.choice.links import NETWORKS
 from mpicomp_bench.explain import explained
+from mpicomp_bench.methods import METHODS
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -168,6 +169,16 @@ def large() -> list[str]:
     return table(["method", "values", "MB sent", "8 hosts at 1 Gbit/s, s", "8 ranks in shared memory, s"], lines)
 
 
+def methods() -> list[str]:
+    """Return the table of all methods."""
+    cells = [
+        [f"`{name}`" + f", by `{each.number}`" * bool(each.number), each.text]
+        + [f"`{line}`" if line else "" for line in (each.line, each.outer)]
+        for name, each in METHODS.items()
+    ]
+    return table(["method", "what is sent", "exchange, or hook", "`OuterLoop`"], cells)
+
+
 def hook() -> list[str]:
     """Return the table of where the time of a step goes."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
@@ -209,7 +220,7 @@ TABLES = {
     "docs/compressors.md": {"quantisers": quantisers},
     "docs/feedback.md": {"every_step": partial(every_step, "summary")},
     "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9"), "E10": partial(paper, "E10")},
-    "benchmarks/every_step/README.md": {"every_step": partial(every_step, "table")},
+    "benchmarks/every_step/README.md": {"methods": methods, "every_step": partial(every_step, "table")},
     "benchmarks/papers/README.md": {
         name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
     },

@@ -19,14 +19,15 @@ from collectives.choice import choose, constants_of, predicted
 from collectives.choice.formulas import Case, dense_mpi, upper
 from collectives.choice.links import NETWORKS, Links, seconds
 from mpicomp_bench import recipes
+from mpicomp_bench.methods import outer_settings
 
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 GPU = 3e11  # bytes a second from which a memory is that of a GPU
 FASTEST = NETWORKS["1gbit"].rate  # of the links on which methods were measured
 PAYS = 1.1  # times as fast as what is simpler: the least gain for which a method is recommended
 CASTS = 2.0  # reads of the vector for a copy to 16 bits and back; not measured
-DENSE, SIXTEEN, POWERSGD, ALONE = "dense", "16 bits", "PyTorch's PowerSGD, rank 8", "one node alone"
-IN_BASIS = "in a basis, two bits, signs"
+DENSE, SIXTEEN, POWERSGD, IN_BASIS = "dense", "fp16", "powersgd-8", "in-basis-two-bit-8"
+ALONE = "one node alone"
 THEIRS = DENSE, SIXTEEN, POWERSGD  # PyTorch's own
 
 Row = dict[str, Any]
@@ -73,23 +74,6 @@ class Training(NamedTuple):
         return constants_of(self.case, self.hardware)[0]
 
 
-class Method(NamedTuple):
-    """A method. measured: its name in measured.json. messages: seconds. every: steps between exchanges."""
-
-    about: str
-    measured: str
-    messages: Callable[[Training], float]
-    lines: str
-    every: int = 1
-
-    @property
-    def reads(self) -> float:
-        """The reads of the vector that a step computes beside the training."""
-        known = {DENSE: 0.0, SIXTEEN: CASTS}
-        name = self.measured.replace(f"-{self.every}", "")  # of a round, however many steps it has
-        return (known[self.about] if self.about in known else float(measured()["reads"][name])) / self.every
-
-
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
     """Return what was measured, as benchmarks/every_step/condense.py wrote it."""
@@ -119,7 +103,7 @@ def sixteen_bits(training: Training) -> float:
 
 def powersgd(training: Training) -> float:
     """Return the seconds of the sums of PowerSGD: two of factors, and one of what is no matrix."""
-    sent = measured()["methods"]["powersgd"]["bits"] / measured()["methods"]["dense"]["bits"]
+    sent = trained(POWERSGD)["bits"] / trained(DENSE)["bits"]
     factors = max(1, round(sent * training.parameters))
     return dense(training._replace(parameters=factors)) + 2 * dense(training._replace(parameters=1))
 
@@ -146,18 +130,31 @@ def by_auto(collective: str, case: Case, training: Training) -> float:
     return predicted(collective, case, links)[name][0] + training.latency * upper(case.ranks)
 
 
-METHODS = (
-    Method(DENSE, "dense", dense, recipes.DENSE),
-    Method(SIXTEEN, "dense", sixteen_bits, recipes.SIXTEEN),
-    Method(POWERSGD, "powersgd", powersgd, recipes.POWERSGD),
-    Method("8 bits", "few-bits-8", few_bits(8), recipes.FEW_BITS),
-    Method("4 bits", "few-bits-4", few_bits(4), recipes.FEW_BITS),
-    Method(IN_BASIS, "in-basis", sparse(8 / 256, 2), recipes.IN_BASIS),
-    Method("Top-k, 1 %", "topk", sparse(0.01), recipes.TOPK),
-    Method("local steps, H = 5, two bits", "local-5", sparse(128 / 4096, 2), recipes.LOCAL, 5),
-    Method("local steps, H = 10, two bits", "local-10", sparse(128 / 4096, 2), recipes.LOCAL, 10),
-    Method("local steps, H = 10, 4 bits", "local-10-few-bits", few_bits(4), recipes.LOCAL_BITS, 10),
-)
+METHODS: dict[str, Callable[[Training], float]] = {  # the seconds of the messages of an exchange
+    DENSE: dense,
+    SIXTEEN: sixteen_bits,
+    POWERSGD: powersgd,
+    "few-bits-8": few_bits(8),
+    "few-bits-4": few_bits(4),
+    IN_BASIS: sparse(8 / 256, 2),
+    "topk-0.01": sparse(0.01),
+    "local-sparse-5": sparse(128 / 4096, 2),
+    "local-sparse-10": sparse(128 / 4096, 2),
+    "local-few-bits-10": few_bits(4),
+}
+
+
+def reads_of(name: str, every: int) -> float:
+    """Return the reads of the vector that a step computes beside the training; every: steps between exchanges."""
+    of_round = f"{name.removesuffix(f'-{every}')}-1" if every > 1 else name
+    known = {DENSE: 0.0, SIXTEEN: CASTS} | measured()["reads"]
+    return float(known[of_round]) / every
+
+
+def trained(name: str) -> Row:
+    """Return what was measured of a method; sums of 16 bits take the steps of dense ones."""
+    found: Row = measured()["methods"][DENSE if name == SIXTEEN else name]
+    return found
 
 
 def ranked(training: Training) -> list[Row]:
@@ -165,32 +162,32 @@ def ranked(training: Training) -> list[Row]:
 
     One node alone accumulates the batches of all nodes.
     """
-    rows = [row(method, training) for method in METHODS]
+    rows = [row(name, training) for name in METHODS]
     baseline = rows[0]["seconds"]
     if training.nodes > 1:
         batches = training.nodes * training.computing
-        alone = row(METHODS[0], training._replace(ranks=training.on_node, computing=batches))
+        alone = row(DENSE, training._replace(ranks=training.on_node, computing=batches))
         rows.append({**alone, "method": ALONE, "overlapped": None})
     return sorted(({**each, "gain": baseline / each["seconds"]} for each in rows), key=lambda each: each["seconds"])
 
 
-def row(method: Method, training: Training) -> Row:
+def row(name: str, training: Training) -> Row:
     """Return the row of a method. overlapped: None where it is not one of PyTorch's."""
-    messages = method.messages(training) / method.every if training.ranks > 1 else 0.0
-    compression = method.reads * 4 * training.parameters / training.memory
+    every = outer_settings(name).get("every", 1)
+    messages = METHODS[name](training) / every if training.ranks > 1 else 0.0
+    compression = reads_of(name, every) * 4 * training.parameters / training.memory
     alone = training.computing + compression
     parts = {"step": alone + messages, "computing": training.computing, "compression": compression}
-    found = {name: measured()["methods"][method.measured][name] for name in ("steps", "trials", "seeds")}
+    found = {each: trained(name)[each] for each in ("steps", "trials", "seeds")}
     counted = max(1.0, found["steps"])
-    overlapped = counted * max(alone, messages) if method.about in THEIRS else None
+    overlapped = counted * max(alone, messages) if name in THEIRS else None
     taken = {"messages": messages, "seconds": counted * (alone + messages), "overlapped": overlapped}
-    return {"method": method.about, **parts, **taken, **found, "rate": rate_of(method)}
+    return {"method": name, **parts, **taken, **found, "rate": rate_of(name)}
 
 
-def rate_of(method: Method) -> float:
+def rate_of(name: str) -> float:
     """Return the best learning rate of a method over that of dense."""
-    rates = [measured()["methods"][name]["learning_rate"] for name in (method.measured, METHODS[0].measured)]
-    return float(rates[0] / rates[1])
+    return float(trained(name)["learning_rate"] / trained(DENSE)["learning_rate"])
 
 
 def recommended(rows: list[Row], training: Training) -> str:
@@ -215,7 +212,4 @@ def fastest(rows: list[Row], *but: str) -> str:
 
 def lines_of(name: str) -> str:
     """Return the lines of Python of a method."""
-    if name == ALONE:
-        return recipes.ALONE
-    method = next(method for method in METHODS if method.about == name)
-    return method.lines.format(rate=rate_of(method), every=method.every, bits=method.measured[-1])
+    return recipes.ALONE if name == ALONE else recipes.recipe(name, rate_of(name))

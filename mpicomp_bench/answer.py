@@ -21,6 +21,7 @@ from mpicomp_bench.advice import (
     ranked,
     recommended,
 )
+from mpicomp_bench.methods import method
 from mpicomp_bench.output import Column, figure, show, text
 
 WIDTH = 118  # of lines
@@ -36,10 +37,10 @@ OVERLAPS = (
     "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
     "behind the backward pass as far as possible, {take} {seconds:.3g} s. Time both."
 )
-ON_IMAGES = "In the basis small image models end 2 to 3 points behind (docs/accuracy.md): take bits=4 there."
+ON_IMAGES = "In a basis small image models end 2 to 3 points behind (docs/accuracy.md): take few-bits-4 there."
 START = "Start: mpirun -n RANKS python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch\n"
 COLUMNS: list[Column] = [
-    ("", "<29", text("method")),
+    ("", "<19", text("method")),
     ("seconds a step", ">14", figure("step", ".3f")),
     ("compression", ">11", figure("compression", ".3f")),
     ("messages", ">8", figure("messages", ".3f")),
@@ -83,11 +84,12 @@ def answer(rows: list[Row], training: Training) -> str:
     if take == ALONE:
         return f"Train on one machine: {ALONE} accumulates {training.nodes} batches in each step, exactly dense"
     if take in (DENSE, SIXTEEN):
-        return f"Keep: {take}" + f" (nothing measured is {PAYS:g} times as fast)" * training.is_measured
+        why = f"; nothing measured is {PAYS:g} times as fast" * training.is_measured
+        return f"Keep: {take} ({method(take).text}{why})"
     other, times = over_others(rows, take)
     own = next(each["seconds"] for each in rows if each["method"] == take)
     hidden = f"{least_overlapped(rows)['overlapped'] / own:.2g} times if PyTorch's sums overlap"
-    return f"Take: {take}; as predicted {times:.2g} times as fast as {other} ({hidden})"
+    return f"Take: {take} ({method(take).text}); as predicted {times:.2g} times as fast as {other} ({hidden})"
 
 
 def least_overlapped(rows: list[Row]) -> Row:

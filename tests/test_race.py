@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jobs import mpirun
 
-BY_FEW = "few-bits-4", "in-basis-8", "in-basis-8-two-bit"
 RACE = pathlib.Path(__file__).parent.parent / "benchmarks" / "race"
 
 
@@ -36,7 +35,7 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
         "topk-0.05",
         "few-bits-4",
         "in-basis-8",
-        "in-basis-8-two-bit",
+        "in-basis-two-bit-8",
         "lion",
         "local-sparse-7",
         "local-few-bits-7",
@@ -50,27 +49,21 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
     assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
 
 
-def test_names_of_methods():
-    from methods import known, parts
+def test_methods_have_the_best_rate_of_the_simulation():
+    from taking_part import known, rate_of
 
-    assert parts("in-basis-8-two-bit") == ("in-basis-two-bit", 8)
-    assert parts("fp16") == ("fp16", 1)
-    for name, there in {"few-bits-3": False, "topk-0.01": True, "in-basis-0": False, "powersgd-x": False}.items():
-        assert known(name, "gpt") == there
+    assert known("alone", "gpt")
+    assert known("topk-0.01", "characters")
     assert not known("in-basis-8", "characters")
-
-
-def test_rates_are_the_best_of_those_tried_in_the_simulation(monkeypatch):
-    monkeypatch.syspath_prepend(str(RACE.parent / "every_step"))
-    from losses import SEED, STEPS
-    from methods import GIVEN, RATES, TUNED, Rate
-
-    rows = json.loads((RACE.parents[1] / "docs" / "results" / "every_step.json").read_text())["rows"]
-    for kind, method in TUNED.items():
-        about = method, "constant", STEPS, SEED
-        own = [row for row in rows if (row["method"], row["schedule"], row["steps"], row["seed"]) == about]
-        expected = Rate(min(own, key=lambda row: row["loss"])["rate"], len(own)) if own else GIVEN
-        assert RATES.get(kind, GIVEN) == expected, kind
+    assert not known("powersgd-x", "gpt")
+    tried = {name: rate_of(name, "gpt") for name in ("fp16", "lion", "local-sparse-10", "diloco-10", "topk-0.05")}
+    assert tried == {
+        "fp16": (2e-3, 3),
+        "lion": (5e-4, 4),
+        "local-sparse-10": (1e-3, 3),
+        "diloco-10": (1e-3, 1),
+        "topk-0.05": (1e-3, 1),
+    }
 
 
 @pytest.mark.slow

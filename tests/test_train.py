@@ -4,26 +4,15 @@ import argparse
 import builtins
 import json
 import sys
-from itertools import product
 
 import numpy as np
 import pytest
 import train as train_script
-from descents import (
-    COLLECTIVES,
-    FEEDBACKS,
-    METHODS,
-    TRAINED,
-    Descent,
-    LocalDescent,
-    Method,
-    entries,
-    with_settings,
-)
+from descents import Descent, LocalDescent, Terms, at_density, entries, exchange_of
 from jobs import mpirun
 from mpi4py import MPI
 from tasks import TASKS, WINDOW
-from train import dense_bytes, main
+from train import TRAINED, dense_bytes, main
 from training import LATENCY, train
 
 SHORT = ["--task", "text", "--steps", "3", "--batch", "4"]
@@ -54,8 +43,8 @@ def lasting(rows):
 def test_every_method_trains_and_the_numbers_of_a_seed_are_the_same_again(capsys, trained):
     rows = lasting(trained("--seeds", "2", "--density", "0.1", "0.01", "--every", "2"))
     printed = capsys.readouterr().out
-    assert len(rows) == 2 * len(METHODS) - 6  # dense, local-dense, few bits and AdaComp ask for no density
-    assert {row["name"] for row in rows} == METHODS.keys()
+    without = "dense", "few-bits", "local-dense", "local-few-bits", "diloco", "adacomp"  # a density
+    assert [row["name"] for row in rows] == [name for name in TRAINED for _ in range(2 - (name in without))]
     for row in rows:
         assert len(row["trainings"]) == 2
         assert row["figure"] == pytest.approx(np.mean([each["figure"] for each in row["trainings"]]))
@@ -97,49 +86,33 @@ def test_a_rate_that_is_too_high_ends_the_training_and_not_the_run(method, capsy
     assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
 
 
-def test_combinations_of_ones_own_are_beside_dense(trained):
-    own = ["--compressor", "RandomK", "MSTopK", "--feedback", "none", "error-feedback", "--collective", "allreduce"]
-    names = [(row["compressor"], row["feedback"], row["collective"]) for row in trained(*own, "--density", "0.1")]
-    assert names == [("dense",) * 3, *product(("RandomK", "MSTopK"), ("none", "error-feedback"), ("allreduce",))]
+EXCHANGES = [name for name in TRAINED if name != "dense"]
 
 
-WITH_A_STATE = {"SampledTopK", "RandomK", "AggregationAware"}
-WITH_A_STATE |= {name for name in TRAINED if name.startswith("SIDCo")}
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if not name.startswith(("local", "diloco"))])
+def test_every_name_makes_an_update(name):
+    gradient = np.random.default_rng(0).standard_normal(2048, np.float32)
+    descent = Descent(MPI.COMM_SELF, at_density(name, 0.1) or name, Terms(0.5))
+    assert np.isfinite(descent.update(gradient)).all()
+    assert all(0 < share <= 1 for share in entries(descent)["both-ways" in name :]), "one rank owns all of the sum"
 
 
-@pytest.mark.parametrize("compressor", TRAINED)
-@pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_every_name_makes_an_update(compressor, feedback):
-    gradient = np.random.default_rng(0).standard_normal(2000, np.float32)
-    for collective in COLLECTIVES:
-        method = Method("own", compressor, feedback, collective)
-        if collective == "compressed" and compressor in WITH_A_STATE:
-            with pytest.raises(TypeError, match="keeps a state between calls"):
-                Descent(MPI.COMM_SELF, method, 0.1, 0.5, 0.9).update(gradient)
-            continue
-        descent = Descent(MPI.COMM_SELF, method, 0.1, 0.5, 0.9)
-        update = descent.update(gradient)
-        assert 0 < np.count_nonzero(update) < gradient.size
-        assert all(0 < share < 1 for share in entries(descent)[collective == "compressed" :]), "one rank owns all"
-
-
-@pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_where_everything_is_sent_every_feedback_is_the_same_descent(feedback):
+@pytest.mark.parametrize("name", ["topk", "topk-no-feedback", "dgc", "step-ahead"])
+def test_where_everything_is_sent_every_feedback_is_the_same_descent(name):
     """Momentum SGD, then, up to rounding: wherever a method has its momentum and its rate."""
-    rng = np.random.default_rng(1)
-    gradients = rng.standard_normal((4, 300)).astype(np.float32)
-    descent = Descent(MPI.COMM_SELF, Method("own", "TopK", feedback, "allreduce"), 1.0, 0.25, 0.5)
-    dense = Descent(MPI.COMM_SELF, METHODS["dense"], 1.0, 0.25, 0.5)
-    velocity = heavy = np.zeros(300)
+    gradients = np.random.default_rng(1).standard_normal((4, 300)).astype(np.float32)
+    terms, heavy = Terms(0.25, 0.5), np.zeros(300)
+    descent = Descent(MPI.COMM_SELF, at_density(name, 1.0), terms)
+    dense = Descent(MPI.COMM_SELF, "dense", terms)
     for gradient in gradients:
-        velocity, heavy = 0.5 * velocity + gradient, 0.5 * heavy + gradient
+        heavy = 0.5 * heavy + gradient
         np.testing.assert_allclose(dense.update(gradient), 0.25 * heavy, atol=1e-5)
-        np.testing.assert_allclose(descent.update(gradient), 0.25 * velocity, atol=1e-5)
+        np.testing.assert_allclose(descent.update(gradient), 0.25 * heavy, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["in-basis", "in-basis-two-bit"])
 def test_a_step_by_signs_has_a_hundredth_of_the_rate_and_no_momentum(name):
-    descent = Descent(MPI.COMM_SELF, METHODS[name], 0.03, 0.5, 0.9)
+    descent = Descent(MPI.COMM_SELF, at_density(name, 0.03), Terms(0.5))
     for step in range(2):
         update = descent.update(np.random.default_rng(step).standard_normal(1024, np.float32))
         assert set(np.unique(update)) <= {np.float32(-0.005), 0, np.float32(0.005)}
@@ -148,11 +121,8 @@ def test_a_step_by_signs_has_a_hundredth_of_the_rate_and_no_momentum(name):
 
 def test_local_steps_with_dense_messages_on_one_rank_are_plain_descent():
     rng = np.random.default_rng(2)
-    gradients, dense = (
-        rng.standard_normal((6, 300)).astype(np.float32),
-        Descent(MPI.COMM_SELF, METHODS["dense"], 1, 0.25, 0.5),
-    )
-    local = LocalDescent(MPI.COMM_SELF, METHODS["local-dense"], 1.0, 0.25, 0.5, every=2)
+    gradients, terms = rng.standard_normal((6, 300)).astype(np.float32), Terms(0.25, 0.5)
+    dense, local = Descent(MPI.COMM_SELF, "dense", terms), LocalDescent(MPI.COMM_SELF, "local-dense-2", terms)
     x, y = np.zeros(300, np.float32), np.zeros(300, np.float32)
     for gradient in gradients:
         dense.step(x, gradient)
@@ -164,8 +134,8 @@ def test_local_steps_with_dense_messages_on_one_rank_are_plain_descent():
 
 def test_step_ahead_takes_its_gradient_ahead_and_the_others_where_they_are():
     x, gradient = np.ones(100, np.float32), np.arange(1, 101, dtype=np.float32)
-    for name, method in METHODS.items():
-        descent = Descent(MPI.COMM_SELF, method, 0.1, 0.5, 0.9)
+    for name in "dense", "dgc", "topk", "step-ahead":
+        descent = Descent(MPI.COMM_SELF, name, Terms(0.5))
         descent.update(gradient)
         assert (descent.point(x) == x).all() == (name != "step-ahead")
 
@@ -216,7 +186,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 def test_a_training_on_one_rank():
     figures, task = [], TASKS["text"]()
-    descent = Descent(MPI.COMM_SELF, METHODS["gtopk"], 0.1, 0.1, 0.9)
+    descent = Descent(MPI.COMM_SELF, at_density("gtopk", 0.1), Terms(0.1))
     options = argparse.Namespace(steps=4, batch=2, points=2)
     outcome = train(task, task.network(3), descent, 3, "test", options, figures.append)
     assert len(figures) == 4
@@ -235,42 +205,24 @@ def test_a_warm_up_has_its_densities_for_an_epoch_each(trained):
     assert row["sent"] == pytest.approx((2 * 0.04 + 0.01) / 3, rel=0.01)
 
 
-def test_tensors_have_compressors_of_their_own_and_are_captured(tmp_path, trained):
+def test_gradients_are_captured(tmp_path, trained):
     file = tmp_path / "gradients.npz"
     capture = ["--capture", str(file), "--capture-steps", "2"]
-    (row,) = trained("--methods", "topk-allgather", "--density", "0.01", "--per-tensor", *capture)
-    shares = row["trainings"][0]["tensors"]
-    shapes = TASKS["text"]().network(0).shapes
-    assert shares.keys() == shapes.keys()
-    for name, share in shares.items():
-        if name.endswith("bias"):
-            assert share > 0.5  # dense but for what is zero, such as a unit that no example of the text excites
-        else:
-            assert share == pytest.approx(0.01, rel=0.1)
-    captured = np.load(file)
-    assert {name.split()[-1]: captured[name].size for name in captured} == {
-        name: np.prod(shape) for name, shape in shapes.items()
-    }
+    trained("--methods", "topk-allgather", "--density", "0.01", *capture)
+    (captured,) = np.load(file).items()
+    assert captured[0] == "topk-allgather 0.01, step 2 gradient"
+    assert captured[1].size == TASKS["text"]().parameters
 
 
 def test_adacomp_has_the_bins_of_the_paper_by_kind_of_layer():
-    from descents import exchange_of
-
     tensors = {"conv": np.ones((4, 3, 5, 5), "f4"), "full": np.ones((40, 30), "f4"), "bias": np.ones(30, "f4")}
-    exchange = exchange_of(MPI.COMM_SELF, METHODS["adacomp"], 1.0, 0.1, 0.9)
+    exchange = exchange_of(MPI.COMM_SELF, "adacomp", Terms(0.1))
     exchange(tensors)
     assert [repr(exchange.compressors[name]) for name in tensors] == [
         "AdaComp(bin_size=50)",
         "AdaComp(bin_size=500)",
         "Dense()",
     ]
-
-
-def test_settings_are_behind_a_colon():
-    assert with_settings("TopK") == ("TopK", {})
-    assert with_settings("a:b=1,c=None,d=published") == ("a", {"b": 1, "c": None, "d": "published"})
-    with pytest.raises(ValueError, match="a:name=value"):
-        with_settings("a:b")
 
 
 OWN = """
@@ -285,44 +237,37 @@ class Half(TopK):
 def test_a_compressor_of_ones_own_is_compared_with_the_others(tmp_path, monkeypatch, trained):
     (tmp_path / "my_own_module.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    names = "TopK", "my_own_module:Half", "my_own_module:Half:share=0.5"
-    rows = trained("--density", "0.1", "--without-dense", "--compressor", *names)
+    lines = [f"GradientExchange(comm, my_own_module.Half({given}))" for given in ("0.1", "0.1, share=0.5")]
+    rows = trained("--density", "0.1", "--methods", "topk", "--lines", *lines)
     same, mine, half = (row["trainings"][0]["curve"] for row in rows)
-    assert [row["name"].split(",")[0] for row in rows] == [*names]
+    assert [row["name"] for row in rows] == ["topk", *lines]
     assert [point[:2] for point in mine] == [point[:2] for point in same] != [point[:2] for point in half]
 
 
 @pytest.mark.parametrize(
-    ("compressor", "reason"),
+    ("given", "reason"),
     [
-        ("SIDCo-pareto:phases=1", "phases"),
-        ("TopX", "SIDCo-pareto"),
-        ("SIDCo-pareto:1", "="),
-        ("no_such_module:Class", "no_such_module"),
-        ("mpicomp:NoSuchClass", "has no 'NoSuchClass'"),
-        ("mpicomp:WarmUp", "mpicomp:WarmUp cannot be constructed"),
-        ("mpicomp:SparseVector", "cannot be constructed"),
+        (["--methods", "sidco:phases=1"], "expected settings"),
+        (["--methods", "topx"], "step-ahead"),
+        (["--methods", "fp16"], "step-ahead"),
+        (["--lines", "GradientExchange(comm, no_such_module.Class(0.1))"], "no_such_module"),
+        (["--lines", "GradientExchange(comm, TopX(0.1))"], "TopX"),
+        (["--lines", "GradientExchange(comm, TopK())"], "density"),
+        (["--lines", "GradientExchange(comm, TopK(0.1)"], "never closed"),
     ],
 )
-def test_unknown_names_and_settings_are_refused(compressor, reason, capsys):
+def test_unknown_names_and_settings_are_refused(given, reason, capsys):
     try:
-        status = main([*SHORT, "--compressor", compressor])
+        status = main([*SHORT, *given])
     except SystemExit as ended:
         status = ended.code
     assert status == 2
     assert reason in capsys.readouterr().err
 
 
-def test_methods_and_parts_of_a_method_do_not_go_together(capsys):
-    assert main([*SHORT, "--methods", "dense", "--feedback", "none"]) == 2
-    assert "expected --methods, or --compressor" in capsys.readouterr().err
-
-
 def test_the_sum_is_compressed_as_the_gradients_are(trained):
-    own = ["--without-dense", "--compressor", "TopK", "Quantised-sign", "--collective", "compressed"]
-    rows = trained(*own, "--density", "0.1")
-    assert [row["compressor"] for row in rows] == ["TopK", "Quantised-sign"]
-    assert rows[0]["received"] == pytest.approx(0.1, rel=0.01)
+    (row,) = trained("--methods", "topk-both-ways", "--density", "0.1")
+    assert row["received"] == pytest.approx(0.1, rel=0.01)
 
 
 def test_the_bytes_of_a_training_on_two_ranks_are_counted(tmp_path):

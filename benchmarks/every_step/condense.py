@@ -14,20 +14,10 @@ from typing import Any
 import numpy as np
 from losses import SEED, STEPS, rows_at_best_rate
 
+from mpicomp_bench import advice
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILE = ROOT / "docs" / "results", ROOT / "mpicomp_bench" / "measured.json"
-DENSE = "dense"
-TRAININGS = {  # methods of `mpicomp explain --train`, and their trainings in the simulation
-    DENSE: "adamw",
-    "few-bits-8": "bits:bits=8",
-    "few-bits-4": "bits:bits=4",
-    "in-basis": "coefficients:form=two_bit",
-    "topk": "topk:density=0.01",
-    "powersgd": "powersgd:rank=8",
-    "local-5": "local:every=5,message=two_bit",
-    "local-10": "local:every=10,message=two_bit",
-    "local-10-few-bits": "local:every=10,message=bits4",
-}
 
 
 def steps_to(loss: float, curve: Sequence[Sequence[float]]) -> float:
@@ -62,8 +52,9 @@ def condensed() -> dict[str, Any]:
     """Return the content of the file."""
     every, passes = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("every_step", "passes"))
     constant = [row for row in every["rows"] if (row["schedule"], row["steps"]) == ("constant", STEPS)]
-    by_method = {name: [row for row in constant if row["method"] == each] for name, each in TRAININGS.items()}
-    dense = rows_at_best_rate(by_method[DENSE])
+    names = [name for name in advice.METHODS if name != advice.SIXTEEN]  # takes the steps of dense sums
+    by_method = {name: [row for row in constant if row["method"] == name] for name in names}
+    dense = rows_at_best_rate(by_method[advice.DENSE])
     methods = {}
     for name, own in by_method.items():
         best = rows_at_best_rate(own)

@@ -8,34 +8,33 @@ import numpy as np
 SEED = 0  # with which rates are tried
 STEPS, LONG_STEPS = 300, 2000
 MAIN = (  # of the summary
-    "adamw",
+    "dense",
     "lion",
-    "coefficients:basis=none",
-    "coefficients",
-    "coefficients:form=two_bit",
-    "coefficients:k=4",
-    "coefficients:k=4,form=two_bit",
-    "bits:bits=8",
-    "bits:bits=4",
-    "bits:bits=2",
-    "topk:density=0.01",
-    "powersgd:rank=8",
-    "local:every=5,message=two_bit",
-    "local:every=10,message=two_bit",
-    "local:every=10,message=bits4",
-    "diloco:every=10",
+    "in-basis-8:basis=none",
+    "in-basis-8",
+    "in-basis-two-bit-8",
+    "in-basis-4",
+    "in-basis-two-bit-4",
+    "few-bits-8",
+    "few-bits-4",
+    "few-bits-2",
+    "topk-0.01",
+    "powersgd-8",
+    "local-sparse-5",
+    "local-sparse-10",
+    "local-few-bits-10",
+    "diloco-10",
 )
 
 
 def name(row: Any) -> str:
-    """Return a method's name for a reader: its kind, the settings that are not the defaults, and the schedule."""
-    kind, _, settings = row["method"].partition(":")
-    parts = [f"`{kind}`", *settings.replace("=", " = ").split(",")]
+    """Return a method's name for a reader, with schedule and steps where they are not the defaults."""
+    parts = [f"`{row['method']}`"]
     if row["schedule"] != "constant":
         parts.append(f"{row['schedule']} schedule")
     if row["steps"] != STEPS:
         parts.append(f"{row['steps']} steps")
-    return ", ".join(filter(None, parts))
+    return ", ".join(parts)
 
 
 def rows_at_best_rate(rows: Sequence[Any]) -> list[Any]:

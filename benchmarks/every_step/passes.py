@@ -19,43 +19,27 @@ import numpy as np
 from means import Floats, PowerSgd
 from mpi4py import MPI
 
-from collectives import GradientExchange, OuterLoop
-from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard, Quantised, TopK
+from collectives import OuterLoop
 from mpicomp_bench.advice import MEMORY
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Call, Row, compare, read_once
+from mpicomp_bench.methods import constructed, outer_settings
 from mpicomp_bench.options import positive
 from mpicomp_bench.output import as_json
 
 COMM = MPI.COMM_SELF
 
 
-def exchanges() -> dict[str, GradientExchange]:
-    """Return the exchanges in every step."""
-    in_basis = Quantised(ChunkedTopK(k=8, chunk=256), "two_bit"), ErrorFeedback(decay=0.999)
-    return {
-        "few-bits-8": GradientExchange(COMM, bits=8),
-        "few-bits-4": GradientExchange(COMM, bits=4),
-        "in-basis": GradientExchange(COMM, *in_basis, basis=Hadamard(chunk=256), average="sign"),
-        "topk": GradientExchange(COMM, TopK(density=0.01)),
-    }
+EXCHANGES = "few-bits-8", "few-bits-4", "in-basis-two-bit-8", "topk-0.01"
+ROUNDS = "local-sparse-1", "local-few-bits-1"  # of local steps
 
 
-def outer_exchanges() -> dict[str, GradientExchange]:
-    """Return the exchanges of local steps."""
-    few = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit"), ErrorFeedback(decay=0.95)
-    return {
-        "local": GradientExchange(COMM, *few, average="contributors"),
-        "local-few-bits": GradientExchange(COMM, bits=4),
-    }
-
-
-def round_of_local_steps(exchange: GradientExchange, length: int) -> Call:
+def round_of_local_steps(name: str, length: int) -> Call:
     """Return a round without its steps."""
     parameters = np.zeros(length, np.float32)
     change = np.random.default_rng(1).standard_normal(length, np.float32)
-    outer = OuterLoop(exchange, {"all": parameters}, every=1)
+    outer = OuterLoop(constructed(name, COMM), {"all": parameters}, **outer_settings(name))
 
     def call() -> None:
         parameters[...] = change
@@ -84,9 +68,9 @@ def main() -> int:
     look(options)
     gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
     out = np.empty_like(gradient)
-    calls: dict[str, Call] = {name: partial(each, gradient, out=out) for name, each in exchanges().items()}
-    calls |= {name: round_of_local_steps(each, options.length) for name, each in outer_exchanges().items()}
-    calls |= {"powersgd": powersgd(gradient)}
+    calls: dict[str, Call] = {name: partial(constructed(name, COMM), gradient, out=out) for name in EXCHANGES}
+    calls |= {name: round_of_local_steps(name, options.length) for name in ROUNDS}
+    calls |= {"powersgd-8": powersgd(gradient)}
     done = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     calls = {name: call for name, call in calls.items() if name not in {row["method"] for row in done}}
     read = read_once(gradient)
@@ -94,7 +78,7 @@ def main() -> int:
     unit = gradient.nbytes / MEMORY
     rows = [{"method": row["name"], "reads": row["seconds"] / unit, **row} for row in found]
     for row in rows:
-        print(f"{row['method']:12} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
+        print(f"{row['method']:18} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
     about = {**machine(), "length": options.length}
     return write(options, json=lambda file: file.write_text(as_json([*done, *rows], about)))
 

@@ -10,54 +10,54 @@ SCHEDULES = "constant", "linear"  # of the rate; linear: to zero at the last ste
 Training = tuple[str, float, str, int, int]  # method, rate, schedule, seed, steps
 RATES = 1e-3, 2e-3, 4e-3
 OUTER = 0.3, 0.5, 0.7
-IN_BASIS = "coefficients:form=two_bit"
+IN_BASIS = "in-basis-two-bit-8"
 TRIED: dict[str, tuple[float, ...]] = {  # three rates for each method
-    "adamw": RATES,
+    "dense": RATES,
     "lion": (2.5e-4, 5e-4, 1e-3),
-    **dict.fromkeys(("coefficients", IN_BASIS, "coefficients:k=4"), RATES),
-    **dict.fromkeys(("bits:bits=4", "local:every=10,message=two_bit", "topk:density=0.01", "powersgd:rank=8"), RATES),
+    **dict.fromkeys(("in-basis-8", IN_BASIS, "in-basis-4"), RATES),
+    **dict.fromkeys(("few-bits-4", "local-sparse-10", "topk-0.01", "powersgd-8"), RATES),
 }
 TRIED_LATER = {
-    "diloco:every=10": OUTER,
-    "local:every=10,message=bits4": RATES,
-    "local:every=10,message=basis": RATES,
-    "coefficients:basis=none": RATES,
-    "coefficients:basis=Cosine": RATES,
+    "diloco-10": OUTER,
+    "local-few-bits-10": RATES,
+    "local-in-basis-10": RATES,
+    "in-basis-8:basis=none": RATES,
+    "in-basis-8:basis=Cosine": RATES,
 }
 SEEDS = {  # the rate of a method for the second seed: the best for the first
-    "adamw": 2e-3,
+    "dense": 2e-3,
     "lion": 5e-4,
-    **dict.fromkeys(("coefficients", IN_BASIS, "coefficients:k=4", "bits:bits=8", "bits:bits=4", "bits:bits=2"), 2e-3),
+    **dict.fromkeys(("in-basis-8", IN_BASIS, "in-basis-4", "few-bits-8", "few-bits-4", "few-bits-2"), 2e-3),
 }
 CHANGES = (  # settings that are tried at one rate
-    "adamw:beta2=0.95",
-    "coefficients:k=4,form=two_bit",
-    "coefficients:k=16,form=two_bit",
-    "coefficients:k=2,chunk=64",
-    "coefficients:k=32,chunk=1024",
-    "coefficients:tile=True",
-    "coefficients:form=sign",
-    "coefficients:form=two_bit,mean=contributors",
-    "coefficients:form=two_bit,decay=0.99",
-    "coefficients:form=two_bit,decay=0.995",
-    "bits:bits=8",
-    "bits:bits=2",
+    "dense:beta2=0.95",
+    "in-basis-two-bit-4",
+    "in-basis-two-bit-16",
+    "in-basis-2:chunk=64",
+    "in-basis-32:chunk=1024",
+    "in-basis-8:tile=True",
+    "in-basis-two-bit-8:form=sign",
+    "in-basis-two-bit-8:mean=contributors",
+    "in-basis-two-bit-8:decay=0.99",
+    "in-basis-two-bit-8:decay=0.995",
+    "few-bits-8",
+    "few-bits-2",
 )
 CHANGES_LATER = (
-    "local:every=2,message=two_bit",
-    "bits:bits=1",
+    "local-sparse-2",
+    "few-bits-1",
 )
 FIRST = (
-    ("topk:density=0.01", 2e-3),
-    ("bits:bits=8", 2e-3),
-    ("local:every=10,message=two_bit", 1e-3),
-    ("local:every=5,message=two_bit", 1e-3),
-    ("powersgd:rank=8", 2e-3),
-    ("powersgd:rank=8", 1e-3),
-    ("bits:bits=4", 1e-3),
-    ("topk:density=0.01", 1e-3),
+    ("topk-0.01", 2e-3),
+    ("few-bits-8", 2e-3),
+    ("local-sparse-10", 1e-3),
+    ("local-sparse-5", 1e-3),
+    ("powersgd-8", 2e-3),
+    ("powersgd-8", 1e-3),
+    ("few-bits-4", 1e-3),
+    ("topk-0.01", 1e-3),
 )
-LONG = IN_BASIS, "bits:bits=4", "adamw", "lion"
+LONG = IN_BASIS, "few-bits-4", "dense", "lion"
 
 
 def plan() -> list[Training]:
@@ -79,13 +79,13 @@ def trainings() -> Iterator[Training]:
         yield from at(method, *rates)
     for method, rate in SEEDS.items():
         yield from at(method, rate, seed=SEED + 1)
-    yield from ((method, rate, "linear", SEED, STEPS) for method, rate in product(("adamw", IN_BASIS), (2e-3, 4e-3)))
+    yield from ((method, rate, "linear", SEED, STEPS) for method, rate in product(("dense", IN_BASIS), (2e-3, 4e-3)))
     for method in LONG:
         yield from at(method, SEEDS[method], steps=LONG_STEPS)
     for method, rates in TRIED_LATER.items():
         yield from at(method, *rates)
     for method in CHANGES_LATER:
         yield from at(method, 2e-3)
-    for method in "adamw", IN_BASIS, "bits:bits=4":
+    for method in "dense", IN_BASIS, "few-bits-4":
         yield from at(method, 2e-3, seed=SEED + 2)
     yield from at("lion", 2e-3)  # a fourth rate

@@ -1,11 +1,12 @@
-"""The methods of the simulation by name, such as "coefficients:basis=Cosine,k=4": how P gradients become a step.
+"""The methods of `mpicomp_bench.methods` in the simulation: how P gradients become a step.
 
 A method is a class with the constructor's arguments as its settings. It is called with the parameters, the gradient of
 each rank (both float32; parameters flat and written in place) and the rate.
 """
 
-from collections.abc import Callable, Sequence
-from inspect import signature
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 import mpicomp
-from mpicomp import ChunkedTopK, Compressor, Quantised, TopK
+from mpicomp import Basis, Compressor, ErrorFeedback, Feedback
+from mpicomp_bench.methods import add, constructed, method, outer_settings
 
 WEIGHT_DECAY = np.float32(0.01)
+INNER = 1e-3  # the rate of DiLoCo's local steps
 
 
 class AdamW:
@@ -61,27 +64,6 @@ def adamw(
         parameters[i] = parameters[i] * (one - rate * WEIGHT_DECAY) - rate / correction1 * first[i] / scale
 
 
-class AdamWOfFewBits(AdamW):
-    """AdamW of the mean gradient in few bits of every value, both ways."""
-
-    def __init__(self, bits: int = 4) -> None:
-        super().__init__(mean=FewBits(bits))
-
-
-class AdamWOfTopK(AdamW):
-    """AdamW of the mean of the largest entries of each gradient."""
-
-    def __init__(self, density: float = 0.01) -> None:
-        super().__init__(mean=Sparse(TopK(density=density)))
-
-
-class AdamWOfPowerSgd(AdamW):
-    """AdamW of the mean gradient by PowerSGD."""
-
-    def __init__(self, rank: int = 8) -> None:
-        super().__init__(mean=PowerSgd(rank))
-
-
 class Lion:
     """Dense training by Lion (arXiv 2302.06675), which takes the sign of a momentum, as coefficients do."""
 
@@ -104,29 +86,17 @@ class Lion:
         return 32.0
 
 
-class Coefficients:
-    """The k largest coefficients of each chunk in a basis, and the sign of their mean: DeMo (arXiv 2411.19870).
+class Signs:
+    """A step by the sign of the mean in a basis: DeMo (arXiv 2411.19870).
 
-    basis: "Hadamard", "Cosine", or "none" for the values themselves. decay: of the residual. form: of `Quantised`, or
-    "full". mean: over all "ranks" or over the "contributors" of each coefficient. tile: the chunk is a square tile of
-    a two-dimensional tensor, not consecutive values of the flat vector.
+    mean: as a `means.Sparse`. side: chunks are square tiles of two-dimensional tensors of this side, not consecutive
+    values of the flat vector.
     """
 
     pooled = False
 
-    def __init__(
-        self,
-        basis: str = "Hadamard",
-        k: int = 8,
-        chunk: int = 256,
-        decay: float = 0.999,
-        form: str = "full",
-        mean: str = "ranks",
-        tile: bool = False,
-    ) -> None:
-        of_values = None if basis == "none" else getattr(mpicomp, basis)(chunk=chunk)
-        self.exchange = Sparse(chunks(k, chunk, form), decay, of_values, over=mean)
-        self.side = round(chunk**0.5) if tile else None
+    def __init__(self, mean: Sparse, side: int | None = None) -> None:
+        self.exchange, self.side = mean, side
 
     def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
         """Make the state for parameters of these shapes."""
@@ -151,16 +121,14 @@ class Coefficients:
 class Local:
     """Local steps of AdamW on each rank, then the outer step of `OuterLoop` by the mean of the pseudo-gradients.
 
-    every: local steps. message: "dense"; "two_bit", 3.1 % of chunks in two bits, a mean over contributors; "bits4",
-    four bits of every value; "basis", 8 of 256 coefficients in two bits. outer, momentum: of the outer step; with a
-    momentum it is Nesterov's.
+    every: local steps. outer, momentum: of the outer step; with a momentum it is Nesterov's.
     """
 
     pooled = False
 
-    def __init__(self, every: int = 10, message: str = "two_bit", outer: float = 1.0, momentum: float = 0.0) -> None:
+    def __init__(self, exchange: Any, every: int, outer: float = 1.0, momentum: float = 0.0) -> None:
         self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
-        self.exchange = MESSAGES[message]()
+        self.exchange = exchange
 
     def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
         """Make the state for parameters of these shapes."""
@@ -189,30 +157,12 @@ class Local:
 
 
 class DiLoCo(Local):
-    """Local steps of AdamW at `inner`, a dense mean, and an outer step at the rate with a Nesterov momentum of 0.9."""
-
-    def __init__(self, every: int = 10, inner: float = 1e-3) -> None:
-        super().__init__(every, "dense", momentum=0.9)
-        self.inner = inner
+    """Local steps of AdamW at `INNER`; the rate is that of the outer step."""
 
     def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
         """Update the replicas, and after a round the parameters; rate: of the outer step."""
         self.outer = rate
-        return super().step(parameters, gradients, self.inner)
-
-
-def chunks(k: int, chunk: int, form: str) -> Compressor:
-    """Return the selection of the k largest of each chunk, in a form of `Quantised` or "full"."""
-    largest = ChunkedTopK(k=k, chunk=chunk)
-    return largest if form == "full" else Quantised(largest, form)
-
-
-MESSAGES: dict[str, Callable[[], Any]] = {  # of `Local`
-    "dense": Dense,
-    "two_bit": lambda: Sparse(chunks(128, 4096, "two_bit"), 0.95, over="contributors"),
-    "bits4": lambda: FewBits(4),
-    "basis": lambda: Sparse(chunks(8, 256, "two_bit"), 0.95, mpicomp.Hadamard(chunk=256), over="contributors"),
-}
+        return super().step(parameters, gradients, INNER)
 
 
 def tiled(shapes: Sequence[tuple[int, ...]], side: int) -> NDArray[np.intp]:
@@ -234,28 +184,61 @@ def tiled(shapes: Sequence[tuple[int, ...]], side: int) -> NDArray[np.intp]:
     return np.concatenate([*whole, *rest])
 
 
-KINDS: dict[str, Any] = {
-    "adamw": AdamW,
-    "lion": Lion,
-    "bits": AdamWOfFewBits,
-    "topk": AdamWOfTopK,
-    "powersgd": AdamWOfPowerSgd,
-    "coefficients": Coefficients,
-    "local": Local,
-    "diloco": DiLoCo,
-}
+def mean_of(
+    comm: None,
+    compressor: Compressor | None = None,
+    feedback: Feedback | None = None,
+    *,
+    bits: int | None = None,
+    basis: Basis | None = None,
+    average: bool | str = True,
+) -> Any:
+    """Return the mean of `means` that a GradientExchange with these arguments computes."""
+    if bits:
+        return FewBits(bits)
+    if isinstance(compressor, mpicomp.Dense):
+        return Dense()
+    decay = feedback.decay if isinstance(feedback, ErrorFeedback) else 1.0
+    return Sparse(compressor, decay, basis, over="contributors" if average == "contributors" else "ranks")
+
+
+def powersgd(state: None, matrix_approximation_rank: int, start_powerSGD_iter: int) -> PowerSgd:  # noqa: N803
+    """Return the mean of PyTorch's hook with these arguments."""
+    return PowerSgd(matrix_approximation_rank, start_powerSGD_iter)
+
+
+HOOKS = SimpleNamespace(PowerSGDState=powersgd, powerSGD_hook=None)
+NAMES = {"GradientExchange": mean_of, "powerSGD_hook": HOOKS, "none": lambda chunk: None}  # none: no basis
+OWN = "beta2", "tile", "mean"  # settings that the library does not have
+
+
+add(  # which the library refuses: nothing is gained
+    "local-in-basis",
+    "local steps, the largest coefficients of each chunk in a basis, in two bits",
+    'GradientExchange(comm, Quantised(ChunkedTopK(k=8, chunk=256), form="two_bit"), ErrorFeedback(decay=0.95), '
+    'basis=Hadamard(chunk=256), average="contributors")',
+    "every",
+    "every=10",
+)
 
 
 def made(name: str) -> Any:
-    """Return a new method by its name; raises ValueError if there is none."""
-    kind, _, given = name.partition(":")
-    known = signature(KINDS[kind]).parameters if kind in KINDS else {}
-    settings = dict(each.split("=") for each in given.split(",")) if given else {}
-    if kind not in KINDS or not settings.keys() <= known.keys():
-        raise ValueError(f"method is {name!r}: expected one of {list(KINDS)}, with settings such as :k=4,chunk=256")
-    return KINDS[kind](**{key: type_of(known[key].default)(text) for key, text in settings.items()})
+    """Return a new method of the simulation by its name; raises ValueError if there is none.
 
-
-def type_of(default: Any) -> Any:
-    """Return what turns the text of a setting into its value."""
-    return "True".__eq__ if isinstance(default, bool) else type(default)
+    Beside the settings of the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`.
+    """
+    stem, _, given = name.partition(":")
+    settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
+    own = {key: settings.pop(key) for key in OWN if key in settings}
+    name = ":".join(filter(None, [stem, ",".join(f"{key}={value}" for key, value in settings.items())]))
+    found, outer = method(name), outer_settings(name)
+    if stem == "lion":
+        return Lion()
+    mean = constructed(name, None, **NAMES) if found.line else Dense()
+    if outer:
+        return (DiLoCo if stem.startswith("diloco") else Local)(mean, outer["every"], momentum=outer.get("momentum", 0))
+    if 'average="sign"' in found.line:
+        mean.over = own.get("mean", mean.over)
+        chunk = re.search(r"chunk=(\d+)", found.line)
+        return Signs(mean, round(int(chunk[1]) ** 0.5) if "tile" in own else None)
+    return AdamW(float(own.get("beta2", 0.999)), mean[0] if isinstance(mean, tuple) else mean)

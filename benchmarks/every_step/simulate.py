@@ -3,7 +3,7 @@
 
     pip install -e ".[examples]" torch
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json        # the rows that are missing
-    python benchmarks/every_step/simulate.py --methods lion coefficients:k=4 --rates 0.001 --json build/rows.json
+    python benchmarks/every_step/simulate.py --methods lion in-basis-4 --rates 0.001 --json build/rows.json
 
 The rank's gradients are those of the race: the same start, and batches of each rank and step by the seed. One model
 computes the gradients of all ranks, one after the other: replicas are equal, but for local steps. A row is one
@@ -92,7 +92,7 @@ def trained(row: Row) -> Row:
 def parsed() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_list(parser, "--methods", [], "with settings, such as coefficients:k=4; all of the plan by default ")
+    add_list(parser, "--methods", [], "such as in-basis-8:chunk=64; all of the plan by default ")
     add_list(parser, "--rates", [], "of the optimiser, with --methods ", type=above_zero)
     about = "linear: to 0 at the last step; with --methods (%(default)s)"
     parser.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help=about)

@@ -17,14 +17,19 @@ LONG = 4000  # steps; the rates are those that 1,000 steps took
 OF_DENSE = {"digits": 0.1, "images": 0.05, "shakespeare": 1.0}  # what a dense training of 300 steps takes
 WARM_UP = "0.25", "0.0725", "0.015", "0.004"  # of the gTop-k paper, an epoch each; on images 50 steps each
 METRICS = "support", "recency", "votes", "magnitude", "quota"
-FITS = (  # of E3, and the compressor that they are compared with
-    "SIDCo-exponential",
-    "SIDCo-pareto",
-    "SIDCo-exponential:stages=2",
-    "SIDCo-exponential:stages=1,adaptation=published",
-    "SIDCo-pareto:stages=1,adaptation=published",
-    "SampledTopK",
+FITS = (  # of E3, and the method that they are compared with
+    "sidco",
+    "sidco:distribution=pareto",
+    "sidco:stages=2",
+    "sidco:stages=1,adaptation=published",
+    "sidco:distribution=pareto,stages=1,adaptation=published",
+    "sampled-topk",
 )
+AHEAD = "step-ahead-both-ways", "step-ahead-both-ways:averaging_period=20"
+BOTH_WAYS = {  # of E5, by their density
+    "0.01": ("topk-both-ways", *AHEAD),
+    "1.0": ("sign-both-ways", *(f"sign-{name}" for name in AHEAD)),
+}
 CAPTURED = "build/papers/{}.npz"
 TIMED = "SIDCo-exponential", "SIDCo-pareto", "SampledTopK", "RedSync", "GaussianK", "torch.topk"
 TRAIN = "benchmarks/training/train.py"
@@ -59,11 +64,6 @@ def training(
     return Run(options, ranks, trains=True)
 
 
-def custom(compressor: str, density: str) -> tuple[str, ...]:
-    """Return the options of a method of its own."""
-    return ("--without-dense", "--compressor", compressor, "--density", density)
-
-
 def e1() -> Iterator[Run]:
     """AdaComp on a convolutional network: the rate of compression by layer, and the accuracy."""
     for method in "dense", "adacomp":
@@ -82,7 +82,8 @@ def e3() -> Iterator[Run]:
     """SIDCo's density over its target on three networks in training, steps 51 to 300."""
     for fit, task in product(FITS, RATES):
         for density in "0.01", "0.001":
-            yield training(2, task, *custom(fit, density), steps=300, seeds=3, rates=(OF_DENSE[task],), points=1)
+            options = "--methods", fit, "--density", density
+            yield training(2, task, *options, steps=300, seeds=3, rates=(OF_DENSE[task],), points=1)
 
 
 def e4() -> Iterator[Run]:
@@ -104,12 +105,12 @@ def e4() -> Iterator[Run]:
 
 def e5() -> Iterator[Run]:
     """Step-ahead against error feedback and no compression, both ways; the loss on the training part by step."""
-    feedbacks = "error-feedback", "step-ahead", "step-ahead:averaging_period=20"
     for task, seeds in ("digits", 5), ("images", 2):
         yield training(4, task, "--methods", "dense", steps=300, seeds=seeds, points=12)
-        for (compressor, density), feedback in product((("TopK", "0.01"), ("Quantised-sign", "1.0")), feedbacks):
-            options = "--feedback", feedback, "--collective", "compressed", *custom(compressor, density)
-            yield training(4, task, *options, steps=300, seeds=seeds, points=12)
+        for density, names in BOTH_WAYS.items():
+            for name in names:
+                options = "--methods", name, "--density", density
+                yield training(4, task, *options, steps=300, seeds=seeds, points=12)
 
 
 def e6() -> Iterator[Run]:
@@ -133,10 +134,9 @@ def e7() -> Iterator[Run]:
 
 def e8() -> Iterator[Run]:
     """Aggregation-aware selection: the size of the sum, the bytes of the busiest rank, and the loss."""
-    selections = ["TopK", *(f"AggregationAware:metric={metric}" for metric in METRICS)]
+    selections = ["topk", *(f"aggregation-aware:metric={metric}" for metric in METRICS)]
     for (task, ranks, seeds), selection in product((("digits", 4, 3), ("digits", 16, 2), ("images", 4, 2)), selections):
-        collective = "allreduce-votes" if "votes" in selection else "allreduce"
-        options = *custom(selection, "0.01"), "--collective", collective
+        options = "--methods", selection, "--density", "0.01"
         yield training(ranks, task, *options, steps=300, seeds=seeds, rates=(OF_DENSE[task],))
 
 

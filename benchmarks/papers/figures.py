@@ -11,10 +11,13 @@ from mpicomp_bench.measuring import Row
 from mpicomp_bench.output import Panel, draw
 
 STEP, FIGURE, LOSS, SECONDS = range(4)  # of a point of a curve
-FEEDBACKS = {
-    "error-feedback": "error feedback",
-    "step-ahead": "step-ahead",
-    "step-ahead:averaging_period=20": "step-ahead, averaging every 20 steps",
+FEEDBACKS = {  # of methods both ways
+    "topk-both-ways": "error feedback",
+    "step-ahead-both-ways": "step-ahead",
+    "step-ahead-both-ways:averaging_period=20": "step-ahead, averaging every 20 steps",
+    "sign-both-ways": "error feedback",
+    "sign-step-ahead-both-ways": "step-ahead",
+    "sign-step-ahead-both-ways:averaging_period=20": "step-ahead, averaging every 20 steps",
 }
 CODED_BITS = {"conv": 8}  # of an entry in AdaComp's own format, by the kind of layer: a bin of 50; of 500
 WIDE_BITS = 16
@@ -67,14 +70,14 @@ def adacomp(rows: Sequence[Row], path: Path) -> None:
 
 def densities(rows: Sequence[Row], path: Path) -> None:
     """Draw achieved over target density: mean and 5 to 95 % of the steps, for each network and density."""
-    names, grid = different(rows, "compressor"), []
+    names, grid = different(rows, "name"), []
     for density in different(rows, "density"):
         panels = []
         for task in different(rows, "task"):
             lines = []
             for place, name in enumerate(names):
                 for row in rows:
-                    if (row["task"], row["density"], row["compressor"]) == (task, density, name):
+                    if (row["task"], row["density"], row["name"]) == (task, density, name):
                         mean, low, high = np.mean([each["achieved"] for each in row["trainings"]], axis=0) / density
                         error = [[mean - low], [high - mean]]
                         lines.append({"label": name, "x": [place], "y": [mean], "yerr": error, "linestyle": ""})
@@ -118,13 +121,13 @@ def step_ahead(rows: Sequence[Row], path: Path) -> None:
     grid = []
     for task in different(rows, "task"):
         panels = []
-        for compressor in [name for name in different(rows, "compressor") if name != "dense"]:
+        for signs in (False, True):
             lines = []
             for row in rows:
-                if row["task"] == task and row["compressor"] in ("dense", compressor):
+                if row["task"] == task and (row["name"] == "dense" or row["name"].startswith("sign") == signs):
                     x, y = curve(row, LOSS)
-                    lines.append({"label": FEEDBACKS.get(row["feedback"], "no compression"), "x": x, "y": y})
-            title = f"{task}, {'top-k 1 %' if compressor == 'TopK' else 'scaled sign'} both ways"
+                    lines.append({"label": FEEDBACKS.get(row["name"], "no compression"), "x": x, "y": y})
+            title = f"{task}, {'scaled sign' if signs else 'top-k 1 %'} both ways"
             panels.append({"lines": lines, "title": title, "xlabel": "step", "ylabel": "training loss, nats",
                            "yscale": "log"})  # fmt: skip
         grid.append(panels)
@@ -187,7 +190,7 @@ def aggregates(rows: Sequence[Row], path: Path) -> None:
         own = [row for row in rows if (row["task"], row["ranks"]) == (task, ranks)]
         sizes, ends = [], []
         for place, row in enumerate(own):
-            about = {"label": row["compressor"].replace("AggregationAware:metric=", ""), "linestyle": ""}
+            about = {"label": row["name"].replace("aggregation-aware:metric=", ""), "linestyle": ""}
             sizes.append({**about, "x": [place], "y": [union(row)]})
             ends.append({**about, "x": [row["nbytes"] / 1e3], "y": [curve(row, LOSS)[1][-1]]})
         title = f"{task}, P = {ranks}, 1 %"

@@ -19,8 +19,8 @@ def text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def selection(row: Row) -> str:
-    """Return the name of a compressor, or of its metric."""
-    return str(row["compressor"]).replace("AggregationAware:metric=", "").replace("SIDCo-", "SIDCo ")
+    """Return the name of a method, or of its metric."""
+    return str(row["name"]).replace("aggregation-aware:metric=", "")
 
 
 def final(row: Row) -> str:
@@ -46,9 +46,9 @@ def densities(rows: Sequence[Row]) -> list[str]:
     found = {}
     for row in rows:
         mean, low, high = np.mean([each["achieved"] for each in row["trainings"]], axis=0) / row["density"]
-        found[row["compressor"], row["task"], row["density"]] = f"{mean:.2f} ({low:.2f}-{high:.2f})"
+        found[row["name"], row["task"], row["density"]] = f"{mean:.2f} ({low:.2f}-{high:.2f})"
     heads = ["achieved / target", *(f"{task}, {100 * density:g} %" for task, density in columns)]
-    names = {row["compressor"]: selection(row) for row in rows}
+    names = {row["name"]: selection(row) for row in rows}
     return text(heads, [[names[name], *(found.get((name, *each), "") for each in columns)] for name in names])
 
 
@@ -86,11 +86,9 @@ def step_ahead(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         steps, losses = curve(row, LOSS)
-        name = {"TopK": "top-k 1 %", "Quantised-sign": "scaled sign"}.get(row["compressor"], "no compression")
+        name = "no compression" if row["name"] == "dense" else "top-k 1 %" if row["density"] < 1 else "scaled sign"
         at = [f"{losses[np.flatnonzero(steps == step)[0]]:.3f}" for step in STEPS]
-        about = (
-            f"{row['task']}: {name}{', ' if row['feedback'] in FEEDBACKS else ''}{FEEDBACKS.get(row['feedback'], '')}"
-        )
+        about = f"{row['task']}: {name}{', ' if row['name'] in FEEDBACKS else ''}{FEEDBACKS.get(row['name'], '')}"
         lines.append([about, f"{row['rate']:g}", *at, f"{row['nbytes'] / 1e3:.1f}"])
     return text(["training loss at step", "rate", *map(str, STEPS), "kB a step"], lines)
 
@@ -126,8 +124,8 @@ def aggregates(rows: Sequence[Row]) -> list[str]:
     found = {}
     for row in rows:
         cell = f"{union(row):.1f} k, {row['nbytes'] / 1e3:.0f} kB, {curve(row, LOSS)[1][-1]:.4f}"
-        found[row["compressor"], row["task"], row["ranks"]] = cell
-    names = {row["compressor"]: selection(row) for row in rows}
+        found[row["name"], row["task"], row["ranks"]] = cell
+    names = {row["name"]: selection(row) for row in rows}
     lines = [[names[name], *(found.get((name, *each), "") for each in columns)] for name in names]
     return text(["entries of the sum, sent, loss", *(f"{task}, P = {ranks}" for task, ranks in columns)], lines)
 

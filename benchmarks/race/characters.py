@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from methods import every_exchange
 
 from collectives import dense_allreduce
+from mpicomp_bench.methods import constructed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "training"))
 
@@ -38,16 +38,16 @@ class Trainer:
         """The parameters by name, to be written in place."""
         return {"network": self.network.parameters}
 
-    def optimise(self, kind: str, rate: float) -> None:
-        """Take a learning rate; all kinds of methods have the same optimiser."""
+    def optimise(self, name: str, rate: float) -> None:
+        """Take a learning rate; all methods have the same optimiser."""
         self.rate = np.float32(rate)
 
-    def average(self, kind: str, value: float, comm: Any) -> None:
+    def average(self, name: str, comm: Any) -> None:
         """Let every step average the gradients over the ranks, as a method says."""
-        if kind == "dense":
+        if name == "dense":
             self.mean = lambda gradient: dense_allreduce(gradient, comm) / np.float32(comm.size)
         else:
-            self.mean = every_exchange(kind, value, comm)
+            self.mean = constructed(name, comm)
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

@@ -1,20 +1,20 @@
 """A GPT in plain PyTorch, its optimisers, and the ways to average its gradients in every step."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import text
 import torch
-from methods import OURS_OF_GPT, every_exchange
+from taking_part import sums_in_every_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from mpicomp_bench.methods import constructed, method
+
 WINDOWS = 256  # of held-out text that judge the model, all ranks together
-START_OF_POWERSGD = 2  # the steps before are dense: the least that the hook accepts
 
 
 class Lion(torch.optim.Optimizer):
@@ -36,11 +36,6 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(parameter.grad, 0.01)
 
 
-OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of kinds of methods; of the others AdamW
-    "in-basis": torch.optim.SGD,  # of signs, which the exchange returns
-    "in-basis-two-bit": torch.optim.SGD,
-    "lion": Lion,
-}
 WEIGHT_DECAY = 0.01
 
 
@@ -109,28 +104,25 @@ class Trainer:
         """The parameters by name, to be written in place."""
         return dict(self.network.named_parameters())
 
-    def optimise(self, kind: str, rate: float) -> None:
-        """Make the optimiser of a kind of methods, with a learning rate."""
-        optimiser = OPTIMISERS.get(kind, torch.optim.AdamW)
+    def optimise(self, name: str, rate: float) -> None:
+        """Make the optimiser of a method: SGD where its exchange returns signs."""
+        optimiser: Callable[..., torch.optim.Optimizer] = Lion if name == "lion" else torch.optim.AdamW
+        if name.startswith("in-basis"):
+            optimiser = torch.optim.SGD
         self.optimizer = optimiser(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
 
-    def average(self, kind: str, value: float, comm: Any) -> None:
-        """Let every step average the gradients over the ranks, as a method says."""
-        wrap = partial(DistributedDataParallel, self.network)
-        if kind == "powersgd":
-            self.model = wrap(bucket_cap_mb=1000)  # one bucket: with several the hook fails over gloo
-            terms = {"matrix_approximation_rank": int(value), "start_powerSGD_iter": START_OF_POWERSGD}
-            state = powerSGD_hook.PowerSGDState(None, **terms)
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            return
-        self.model = wrap()
-        if kind == "fp16":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if kind in OURS_OF_GPT:
+    def average(self, name: str, comm: Any) -> None:
+        """Let every step average the gradients over the ranks, by a method."""
+        buckets = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}  # with several it fails over gloo
+        self.model = DistributedDataParallel(self.network, **buckets)
+        if sums_in_every_step(name):
             from collectives.torch import attach
 
-            self.exchange = every_exchange(kind, value, comm)
+            self.exchange = constructed(name, comm)
             attach(self.model, self.exchange)
+        elif method(name).line:
+            hook = constructed(name, comm, default_hooks=default_hooks, powerSGD_hook=powerSGD_hook)
+            self.model.register_comm_hook(*hook)
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

@@ -10,7 +10,6 @@ Of the exchanges of this library the table has the parts as well, as `GradientEx
 of the steps, on the rank with the longest.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from time import perf_counter
@@ -18,18 +17,18 @@ from typing import Any
 
 import gpt
 import numpy as np
-from methods import OURS_OF_GPT, exchanging, parts
 from mpi4py import MPI
 from results import PARTS, where
+from taking_part import exchanging, sums_in_every_step
 
 from collectives.torch import init_process_group
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.options import add_list, positive
+from mpicomp_bench.options import Parser, add_list, positive
 from mpicomp_bench.output import as_json
 
-METHODS = ["alone", "dense", "fp16", "few-bits-4", "in-basis-8-two-bit", "topk-0.01"]
+METHODS = ["alone", "dense", "fp16", "few-bits-4", "in-basis-two-bit-8", "topk-0.01"]
 UNCOUNTED = 5  # the first steps: compilation, connections, DDP's own buckets
 
 
@@ -44,7 +43,7 @@ def step_of(method: str, comm: Any) -> Callable[[int], list[float]]:
         trainer.step(number)
         comm.Barrier()
         seconds = [perf_counter() - began]
-        if parts(method)[0] in OURS_OF_GPT:
+        if sums_in_every_step(method):
             counted = trainer.exchange.statistics
             seconds += [getattr(counted, f"{part}_seconds") for part in PARTS]
         return [1e3 * each for each in seconds]
@@ -69,12 +68,11 @@ def rows_of(methods: list[str], steps: int, comm: Any) -> list[Row]:
 
 def main() -> int:
     """Measure, and print the table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     add_list(parser, "--methods", METHODS, "of the race that exchange in every step, and alone ")
     parser.add_argument("--steps", type=positive, default=40, help="of each method that count (%(default)s)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file")
     options = parser.parse_args()
-    options.parser = parser
     comm = MPI.COMM_WORLD
     look(options, comm)
     init_process_group(comm)

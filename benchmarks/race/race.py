@@ -27,8 +27,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from methods import known, rate_of
-from results import ALONE, SETTING, key, plot, settings, sittings, table
+from results import SETTING, key, plot, settings, sittings, table
+from taking_part import ALONE, known, rate_of
 
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_figure, new_file, write
@@ -39,8 +39,8 @@ from mpicomp_bench.output import as_json
 HERE = Path(__file__).resolve().parent
 TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"
 HOOKS = ["dense", "fp16", "powersgd-2", "powersgd-8"]
-EXCHANGES = ["topk-0.01", "few-bits-8", "few-bits-4", "in-basis-8", "in-basis-8-two-bit"]
-LOCAL = ["local-nesterov-10", *(f"local-sparse-{every}" for every in (2, 5, 10)), "local-few-bits-10"]
+EXCHANGES = ["topk-0.01", "few-bits-8", "few-bits-4", "in-basis-8", "in-basis-two-bit-8"]
+LOCAL = ["diloco-10", *(f"local-sparse-{every}" for every in (2, 5, 10)), "local-few-bits-10"]
 METHODS = {
     "gpt": [*HOOKS, "lion", *EXCHANGES, *LOCAL],
     "characters": ["dense", "topk-0.01", "topk-0.05", "local-dense-10", "local-sparse-10"],

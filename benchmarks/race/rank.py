@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from methods import exchanging, known, period, rate_of
+from taking_part import exchanging, known, period, rate_of
 
 from mpicomp_bench.bench.collective import COUNTERS, sent_by_host
 from mpicomp_bench.options import above_zero, add_list, positive

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from taking_part import ALONE
 
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.output import draw, markdown
 
 SETTING = "model", "hosts", "rate", "delay", "limit"
-ALONE = "alone"  # the method of ranks that never communicate
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
 PARTS = "compress", "communicate", "restore"  # of an exchange, as its statistics count them
 OURS = "local-sparse", "local-few-bits", "in-basis", "few-bits"

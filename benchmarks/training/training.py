@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from descents import MOMENTUM, Descent, LocalDescent, Method, Recorder, entries
+from descents import MOMENTUM, Descent, LocalDescent, Recorder, Terms, at_density, descent_of, entries
 from layers import Floats
 from network import Network
 from tasks import Task
@@ -22,26 +22,29 @@ SETTLED = 50  # steps after which achieved densities count
 
 
 def trained(
-    task: Task, method: Method, density: float | None, every: int | None, options: argparse.Namespace, comm: Any
+    task: Task, name: str, density: float | None, every: int | None, options: argparse.Namespace, comm: Any
 ) -> Row:
     """Train one method at one density on all ranks, once for each seed, and return the row, the same on all ranks.
 
-    every: local steps between two exchanges, for a method with local steps.
+    density: None for a method without one. every: local steps between two exchanges, for a method with local steps.
 
     Of several rates it takes the one with the least loss on the validation part, after a training without that part
     from a separate seed. The final trainings include the validation part. options: rate, seeds, steps, points and batch
     of a rank. tried: the validation loss of each rate, in nats. network_seconds: of the busiest rank's messages in a
     step: a latency each, and the bits over the rate. captured: of the first seed; see `train`.
     """
+    varied = f"{name}-{every}" if every else name
+    varied = at_density(varied, density) or varied if density else varied
+    stage = options.warm_up_steps or -(-len(task.training("test")) // (options.batch * comm.size))  # an epoch
     tuned = len(options.rate) > 1
     steps = (options.seeds + tuned * len(options.rate)) * options.steps
     with progress(0 if comm.rank else steps) as done:
 
         def outcome(rate: float, seed: int, held_out: str, points: int) -> Row:
             network, record = task.network(seed), () if seed else options.record
-            terms = comm, method, density or 1.0, rate, MOMENTUM
-            descent = LocalDescent(*terms, every) if every else Descent(*terms, network.tensors, record)
-            about = f"{method.name} {density or ''} at {rate:g}"
+            terms = Terms(rate, MOMENTUM, options.warm_up, stage, record, network.tensors)
+            descent = descent_of(comm, varied, terms)
+            about = f"{varied} at {rate:g}"
             told = argparse.Namespace(**{**vars(options), "points": points})
             return train(task, network, descent, seed, held_out, told, lambda figure: done(f"{about}: {figure}"))
 
@@ -55,13 +58,8 @@ def trained(
         finals = [each["figure"] for each in trainings]
         spread = float(np.std(finals, ddof=1)) if np.isfinite(finals).all() else np.nan
     simulated = {f"{bits:g}": means["messages"] * LATENCY + 8 * means["nbytes"] / bits for bits in NETWORKS}
-    about = {
-        **method._asdict(),
-        "density": density,
-        "every": every,
-        "rate": rate,
-        "tried": {f"{each:g}": tried[each] for each in tried},
-    }
+    about: Row = {"name": name, "warm_up": options.warm_up, "density": density, "every": every, "rate": rate}
+    about["tried"] = {f"{each:g}": tried[each] for each in tried}
     about |= {"captured": [each.pop("captured") for each in trainings][0]}  # noqa: RUF015  (all lose it)
     return {**about, **means, "spread": spread, "network_seconds": simulated, "trainings": trainings}
 

@@ -33,15 +33,15 @@ RATES = np.geomspace(1e7, 1e10, 40)  # bits a second
 EXCHANGES = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 RANKS = 8, 64
 LENGTH = 25_000_000
-METHODS = {  # how the pages call them: the operation, the algorithm and the density of `mpicomp explain`
-    "dense, 32 bits": ("dense_allreduce", "mpi", 0.01),
-    "dense, 16 bits": (explain.HALVED, "mpi", 0.01),
-    "`bits=8`": ("GradientExchange", "8 bits", 0.01),
-    "`bits=4`": ("GradientExchange", "4 bits", 0.01),
-    "Top-k, 1 %": ("GradientExchange", "sparse_allreduce", 0.01),
-    "Top-k, 0.1 %": ("GradientExchange", "sparse_allreduce", 0.001),
+METHODS = {  # the operation, the algorithm and the density of `mpicomp explain`
+    "dense": ("dense_allreduce", "mpi", 0.01),
+    "fp16": (explain.HALVED, "mpi", 0.01),
+    "few-bits-8": ("GradientExchange", "8 bits", 0.01),
+    "few-bits-4": ("GradientExchange", "4 bits", 0.01),
+    "topk-0.01": ("GradientExchange", "sparse_allreduce", 0.01),
+    "topk-0.001": ("GradientExchange", "sparse_allreduce", 0.001),
 }
-OTHERS = "dense, 32 bits", "dense, 16 bits", "`bits=4`"  # with which each method is compared by link rate
+OTHERS = "dense", "fp16", "few-bits-4"  # with which each method is compared by link rate
 LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent
 
 TRAININGS = {  # parameters, ranks, seconds of computing a step, bytes a second of a rank's memory
@@ -49,19 +49,11 @@ TRAININGS = {  # parameters, ranks, seconds of computing a step, bytes a second 
     "2.5e7 parameters, 8 ranks, 0.3 s, cores": (25_000_000, 8, 0.3, advice.MEMORY),
     "1e8 parameters, 16 ranks, 0.2 s, GPUs": (100_000_000, 16, 0.2, GPU),
 }
-SHOWN = {  # of the simulation
-    "adamw": "dense, AdamW",
-    "lion": "dense, Lion",
-    "bits:bits=8": "8 bits of every value, AdamW",
-    "bits:bits=4": "4 bits of every value, AdamW",
-    "coefficients:form=two_bit": "in a basis, two bits, signs",
-    "topk:density=0.01": "Top-k, 1 %, AdamW",
-    "powersgd:rank=8": "PowerSGD, rank 8, AdamW",
-    "local:every=5,message=two_bit": "local steps of AdamW, H = 5, two bits",
-    "local:every=10,message=two_bit": "local steps of AdamW, H = 10, two bits",
-    "local:every=10,message=bits4": "local steps of AdamW, H = 10, 4 bits",
-    "diloco:every=10": "DiLoCo, H = 10",
-}
+SHOWN = (  # of the simulation
+    *(name for name in advice.METHODS if name != advice.SIXTEEN),
+    "lion",
+    "diloco-10",
+)
 
 
 def draw_chart() -> None:
@@ -92,11 +84,11 @@ def draw_losses() -> None:
 
     rows = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"]
     lines = []
-    for method, label in SHOWN.items():
+    for method in SHOWN:
         own = [row for row in rows if (row["method"], row["schedule"], row["steps"]) == (method, "constant", STEPS)]
         if own:
             steps, losses = np.mean([row["curve"] for row in rows_at_best_rate(own)], axis=0).T
-            lines.append({"label": label, "x": steps, "y": losses, "final": losses[-1]})
+            lines.append({"label": method, "x": steps, "y": losses, "final": losses[-1]})
     lines.sort(key=lambda line: line.pop("final"))
     panel = {"xlabel": "steps", "ylabel": "held-out loss, nats", "title": "GPT, 3.2e6 parameters, 4 ranks"}
     draw([[{"lines": lines, **panel}]], target("loss_steps"))
@@ -155,7 +147,7 @@ def exchanges() -> list[str]:
     for network, link in EXCHANGES:
         for ranks in RANKS:
             seconds = predicted(NETWORKS[network], ranks)
-            dense = seconds["dense, 32 bits"]
+            dense = seconds["dense"]
             cells = [f"{rounded(each)} ({rounded(dense / each, 2)}x)" for each in seconds.values()]
             lines.append([link, str(ranks), rounded(dense), *cells[1:]])
     return lined(lines)
@@ -168,7 +160,7 @@ def limits() -> list[str]:
     lines.append(["---"] * len(lines[0]))
     links = [Links(LATENCY, rate / 8 / FRAMES) for rate in rates]
     seconds = {ranks: [predicted(each, ranks) for each in links] for ranks in RANKS}
-    for name in [name for name in METHODS if not name.startswith("dense")]:
+    for name in [name for name in METHODS if name not in ("dense", "fp16")]:
         cells = []
         for other in OTHERS:
             for ranks in RANKS:

@@ -24,7 +24,7 @@ SHOWN = {
     "few-bits-4": "mpicomp, 4 bits of every value",
     "local-sparse-10": "mpicomp, an exchange every 10 steps, 3 %",
     "local-few-bits-10": "mpicomp, an exchange every 10 steps, 4 bits",
-    "in-basis-8-two-bit": "mpicomp, coefficients in a basis and signs, every step",
+    "in-basis-two-bit-8": "mpicomp, coefficients in a basis and signs, every step",
 }
 
 if __name__ == "__main__":
