@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import re
+import sys
 from functools import cache, partial
 
 import numpy as np
@@ -15,7 +16,6 @@ from mpicomp import (
     AggregationAware,
     Compressor,
     ErrorFeedback,
-    MSTopK,
     Quantised,
     RandomK,
     SampledTopK,
@@ -226,12 +226,20 @@ def test_what_is_not_finite_in_a_sum_is_named_and_nothing_changes(name, bad):
     assert same(compressor.state_dict(), before)
 
 
+def compiled():
+    """Return the number of signatures that each kernel was compiled for."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("mpicomp.kernels.host.")]
+    kernels = {kernel for module in modules for kernel in vars(module).values() if hasattr(kernel, "signatures")}
+    return {kernel: len(kernel.signatures) for kernel in kernels}
+
+
 @compressors
-def test_what_is_compressed_may_be_read_only(name):
+def test_what_is_compressed_may_be_read_only_and_nothing_is_compiled_for_it(name):
     dense = gradient(0)
+    expected, before = EVERY[name]().compress(dense, gradient=dense), compiled()
     dense.flags.writeable = False
-    expected = EVERY[name]().compress(gradient(0), gradient=gradient(0))
     assert EVERY[name]().compress(dense, gradient=dense).indices.tolist() == expected.indices.tolist()
+    assert compiled() == before
 
 
 @compressors
@@ -240,23 +248,6 @@ def test_the_repr_is_complete_and_does_not_change(name):
     assert repr(used(name)) == settings
     assert repr(copy.deepcopy(used(name))) == settings
     assert same(eval(settings, vars(mpicomp)).state_dict(), EVERY[name]().state_dict())
-
-
-def test_settings_that_differ_show():
-    pairs = [
-        (TopK(0.1), TopK(0.2)),
-        (RandomK(0.1), RandomK(0.1, seed=1)),
-        (RandomK(0.1), RandomK(0.1, unbiased=True)),
-        (MSTopK(0.1), MSTopK(0.1, rounds=3)),
-        (AggregationAware(0.1), AggregationAware(0.1, decay=0.5)),
-        (AggregationAware(0.1), AggregationAware(0.1, quota=0.5)),
-        (WarmUp(RandomK(0.1)), WarmUp(RandomK(0.1, seed=1))),
-        (Quantised(TopK(0.1), "sign"), Quantised(TopK(0.1), "float16")),
-    ]
-    for one, other in pairs:
-        assert repr(one) != repr(other)
-    assert repr(RandomK(np.float64(0.5), seed=np.int64(3))) == repr(RandomK(0.5, seed=3))
-    assert repr(SampledTopK(k=3)) == "SampledTopK(k=3, seed=0)"
 
 
 def test_a_wrapper_is_as_its_innermost():
@@ -330,16 +321,6 @@ def test_the_example_of_the_documentation_works():
         twin.load_state_dict({"0.step": np.array(-1)})
 
 
-def test_writing_to_what_is_compressed_raises():
-    class Writing(Compressor):
-        def compress(self, corrected, *, gradient=None):
-            corrected[0] = 0
-            return SparseVector.from_dense(corrected)
-
-    with pytest.raises(ValueError, match="read-only"):
-        compressed_sum(Writing(), np.ones(3), np.ones(3), np.empty(3))
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -356,9 +337,3 @@ def test_what_is_no_compressor_is_refused_with_the_remedy(bad, message):
     for call in (check_compressor, Wrapper, lambda bad: Quantised(bad, "sign"), WarmUp):
         with pytest.raises(TypeError, match=message):
             call(bad)
-
-
-def test_attributes_are_declared_and_not_guessed():
-    folder = pathlib.Path(__file__).parent.parent / "mpicomp" / "compressors"
-    guessed = re.compile(r"hasattr\(|getattr\([^()]*,[^()]*,")
-    assert sum(len(guessed.findall(path.read_text())) for path in folder.glob("*.py")) <= 1

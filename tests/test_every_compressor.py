@@ -140,50 +140,17 @@ def test_a_run_is_reproducible_and_leaves_the_global_random_state_alone(name):
 
 
 @compressors
-def test_two_vectors_alternating_through_one_object(name):
-    one, other = (np.random.default_rng(seed).standard_normal(400) for seed in (1, 2))
-    shared, alone = EVERY[name](0.1), EVERY[name](0.1)
-    for _ in range(2):
-        compress(shared, one)
-        compress(shared, other)
-        compress(alone, one)
-    if not name.startswith(("RandomK", "SampledTopK", "WarmUp", "SIDCo")):  # one object for one vector
-        assert compress(shared, one).indices.tolist() == compress(alone, one).indices.tolist()
-
-
-@compressors
-def test_feedback_keeps_what_does_not_travel(name):
-    compressor, feedback, sent = EVERY[name](0.1), ErrorFeedback(), 0
-    gradients = np.random.default_rng(3).integers(-64, 65, (8, 200)).astype(np.float64)
-    for gradient in gradients:
-        corrected = feedback.correct(gradient)
-        vector = compressor.compress(corrected, gradient=gradient)
-        sent = sent + vector.to_dense()
-        feedback.settle(corrected, vector, None, vector)
-        feedback.commit()
-    np.testing.assert_allclose(sent + feedback.residual, gradients.sum(axis=0), rtol=0, atol=1e-10)
-
-
-@compressors
-def test_the_report_says_what_was_done(name):
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_the_report_says_what_was_done(name, dtype):
     compressor = EVERY[name](0.1)
     inner = getattr(compressor, "compressor", compressor)
     assert inner.report is None
-    dense = np.random.default_rng(1).standard_normal(500)
-    vector = compress(compressor, dense)
-    assert inner.report.achieved == vector.density
-    assert 0 < inner.report.target <= 1
-    assert re.match(name.split()[0], repr(compressor))
-
-
-@compressors
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_the_report_counts_the_bytes_in_memory(name, dtype):
-    compressor = EVERY[name](0.1)
-    inner = getattr(compressor, "compressor", compressor)
     for dense in np.random.default_rng(1).standard_normal(500).astype(dtype), np.zeros(500, dtype):
         vector = compress(compressor, dense)
+        assert inner.report.achieved == vector.density
+        assert 0 < inner.report.target <= 1 or not vector.nnz
         assert inner.report.nbytes == vector.nbytes == vector.nnz * (4 + dense.itemsize)
+    assert re.match(name.split()[0], repr(compressor))
 
 
 @pytest.mark.parametrize("make", [RedSync, MSTopK])
@@ -319,16 +286,6 @@ def test_adacomp_takes_the_largest_numbers():
 def test_a_searched_threshold_finds_the_largest_of_the_largest_numbers(selector):
     gradient = 1.7e308 * np.random.default_rng(0).uniform(-1, 1, 1000)
     assert selector(k=50).compress(gradient).indices.tolist() == TopK(k=50).compress(gradient).indices.tolist()
-
-
-def test_unbiased_means_so_where_most_of_the_gradient_is_zero():
-    """Each position is drawn with probability p: over 4000 calls the mean is within 5 of its standard deviations."""
-    compressor, gradient, calls = RandomK(k=1, unbiased=True), np.zeros(100, np.float32), 4000
-    gradient[17] = 1
-    mean = sum(compressor.compress(gradient).to_dense() for _ in range(calls)) / calls
-    spread = np.sqrt((1 / compressor.share(100) - 1) / calls)
-    assert abs(mean[17] - 1) < 5 * spread
-    assert np.count_nonzero(mean) == 1
 
 
 def test_unbiased_values_of_float16_may_be_in_range_where_the_factor_is_not():

@@ -100,38 +100,11 @@ def test_memory_that_was_replaced_is_taken_anew():
         found.subtract()
 
 
-@pytest.mark.parametrize(("nesterov", "steps"), [(False, [1, 1.5]), (True, [1 + 0.5 * 1, 1 + 0.5 * 1.5])])
-def test_momentum_is_that_of_sgd(nesterov, steps):
-    """v is 1, then 0.5 * 1 + 1."""
-    found = one(np.array([1.5, 4.0]), 0.5)
-    for _ in steps:
-        found.move(SparseVector([0], [1.0], 2), 2.0, 0.5, nesterov=nesterov)
-    assert found.anchor.tolist() == [1.5 - 2 * sum(steps), 4.0]
-
-
 def test_momentum_of_halves_is_kept_in_single():
     found = one(np.zeros(2, np.float16), 0.9)
     found.move(SparseVector([0], np.ones(1, np.float16), 2), 1.0, 0.9, nesterov=False)
     assert (found.velocity.dtype, found.anchor.dtype) == (np.float32, np.float16)
     assert found.anchor.tolist() == [-1, 0]
-
-
-def test_a_contribution_is_scaled_to_the_median_of_those_above_0():
-    mine = np.zeros(4)
-    found = one(mine)
-    mine[:] = -4
-    found.subtract()
-    assert found.norms() == [8]
-    found.clip([8.0], [[8.0], [2.0], [0.0], [4.0]])
-    assert (found.delta.tolist(), found.scales.tolist()) == ([2, 2, 2, 2], [0.5])
-    mine += 1
-    found.cut_progress()
-    assert mine.tolist() == [1, 1, 1, 1]
-    found.clip([0.0], [[0.0], [0.0]])
-    mine[2] = np.inf
-    found.subtract()
-    found.clip(found.norms(), [found.norms(), [1.0]])
-    assert (found.norms(), found.scales.tolist()) == ([np.inf], [1])
 
 
 def test_an_empty_parameter():

@@ -92,18 +92,6 @@ def test_starts_depend_on_the_seed_alone_and_batches_on_the_rank_too():
     assert np.array_equal(first.arrays["network"], again.arrays["network"])
 
 
-def test_stretches_end_near_the_points_of_the_curve_and_in_whole_rounds():
-    from rank import POINTS, next_stretch
-
-    for every in 1, 7:
-        steps = points = 0
-        while stretch := next_stretch(steps, 1000, steps, every) if steps else every:  # a step a unit of time
-            assert stretch % every == 0
-            steps, points = steps + stretch, points + 1
-        assert 1000 <= steps < 1000 + every
-        assert POINTS <= points <= POINTS + 2
-
-
 def row(method, seed, *curve, learning_rate=1e-3, sitting="one"):
     links = {"model": "gpt", "hosts": 4, "rate": "100mbit", "delay": 0.0, "limit": 10.0, "ranks": 4, "parameters": 1000}
     about = {"method": method, "learning_rate": learning_rate, "trials": 3, "seed": seed, "sitting": sitting}
@@ -185,14 +173,3 @@ def test_rows_of_another_sitting_have_a_row_alone_of_their_own(tmp_path, monkeyp
         ("three", "alone", 1e-3),
         ("three", "dense", 2e-3),
     ]
-
-
-def test_quantisers_have_the_errors_that_are_known():
-    import quantisers
-
-    values = np.array([-4, -3, -2.5, -2, 2, 2.5, 3, 6])
-    assert np.allclose(quantisers.four_bins(values), [*[-9.5 / 3] * 3, *[2.5 / 3] * 3, 4.5, 4.5])
-    assert np.array_equal(quantisers.lloyd(values, 1), [-5, -2.5, -2.5, -2.5, 2.5, 2.5, 2.5, 5])
-    found = quantisers.errors(values)
-    assert found["4 bins over 6 sigma"] == pytest.approx(0.19705, abs=1e-5)
-    assert found["sign + 1 bit, Lloyd"] == pytest.approx(0.03315, abs=1e-5)

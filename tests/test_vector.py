@@ -126,25 +126,15 @@ def test_to_dense_writes_into_out():
         vector.to_dense(np.zeros(3, np.float32))
 
 
-@given(st.data())
-def test_merge_is_the_dense_sum_and_commutative_to_the_bit(data):
-    a = data.draw(sparse_vectors())
-    b = data.draw(sparse_vectors(length=a.length, dtype=a.dtype))
-    one, other = merge(a, b), merge(b, a)
-    one.validate()
-    assert one.values.tobytes() == other.values.tobytes()
-    np.testing.assert_array_equal(one.indices, other.indices)
-    np.testing.assert_array_equal(one.indices, np.union1d(a.indices, b.indices))
-    np.testing.assert_array_equal(one.to_dense(), a.to_dense() + b.to_dense())
-
-
-@given(st.data(), st.integers(0, 3))
-def test_rows_merge_as_their_columns_do(data, width):
+@given(st.data(), st.sampled_from([None, 0, 1, 3]))
+def test_merge_is_the_dense_sum_and_commutative_to_the_bit(data, width):
     a = data.draw(sparse_vectors(width=width))
     b = data.draw(sparse_vectors(length=a.length, dtype=a.dtype, width=width))
     one, other = merge(a, b), merge(b, a)
+    one.validate()
     assert (one.width, one.dtype) == (width, a.dtype)
     assert one.values.tobytes() == other.values.tobytes()
+    np.testing.assert_array_equal(one.indices, other.indices)
     np.testing.assert_array_equal(one.indices, np.union1d(a.indices, b.indices))
     np.testing.assert_array_equal(one.to_dense(), a.to_dense() + b.to_dense())
 
@@ -175,21 +165,6 @@ def test_entries_in_any_order_are_sorted_and_added_up():
         SparseVector.from_entries([1, 2], [1.0], 3)
     with pytest.raises(ValueError, match="index 3 is out of range"):
         SparseVector.from_entries([3, 1], [1.0, 2.0], 3)
-
-
-def test_masked_arrays_are_refused():
-    with pytest.raises(TypeError, match="got a masked array"):
-        SparseVector([1, 2], np.ma.array([1.0, 2.0], mask=[False, True]), 3)
-    with pytest.raises(TypeError, match="got a masked array"):
-        SparseVector(np.ma.array([1, 2], mask=[False, True]), [1.0, 2.0], 3)
-
-
-def test_lengths_are_checked_in_words():
-    for bad in (None, "x"):
-        with pytest.raises(TypeError, match="expected an integer"):
-            SparseVector.empty(bad)
-    with pytest.raises(ValueError, match="rows have 4294967296 values: expected at most 4294967294"):
-        SparseVector.empty(3, np.float32, 2**32)
 
 
 @given(sparse_vectors(), st.integers(0, 60))
@@ -311,36 +286,27 @@ def read_only_array():
 
 
 @pytest.mark.parametrize(
-    ("array", "error", "message"),
+    ("array", "scale", "error", "message"),
     [
-        (np.zeros(5), ValueError, r"the array has shape \(5,\): expected 6 values"),
-        (np.zeros((6, 6), order="F")[:, 0].reshape(6), None, ""),
-        (np.zeros(12)[::2], ValueError, "not C-contiguous"),
-        (np.zeros((3, 2)).T, ValueError, "not C-contiguous"),
-        (read_only_array(), ValueError, "read-only for NumPy"),
-        (np.zeros(6, int), TypeError, "values are int64: expected float16, float32 or float64"),
-        ([0.0] * 6, TypeError, "expected an array"),
+        (np.zeros(5), 1.0, ValueError, r"the array has shape \(5,\): expected 6 values"),
+        (np.zeros(12)[::2], 1.0, ValueError, "not C-contiguous"),
+        (np.zeros((3, 2)).T, 1.0, ValueError, "not C-contiguous"),
+        (read_only_array(), 1.0, ValueError, "read-only for NumPy"),
+        (np.zeros(6, int), 1.0, TypeError, "values are int64: expected float16, float32 or float64"),
+        ([0.0] * 6, 1.0, TypeError, "expected an array"),
+        (np.zeros(6), np.nan, ValueError, r"scale is .*: expected -infinity < scale < infinity"),
+        (np.zeros(6), "2", TypeError, r"scale is .*: expected a number"),
     ],
 )
-def test_add_to_refuses_what_it_cannot_write_to(array, error, message):
-    vector = SparseVector([1, 5], [2.0, 4.0], 6)
-    if error is None:
-        vector.add_to(array)
-        return
+def test_add_to_refuses_what_it_cannot_add(array, scale, error, message):
     with pytest.raises(error, match=message):
-        vector.add_to(array)
+        SparseVector([1, 5], [2.0, 4.0], 6).add_to(array, scale)
     assert not np.any(array)
 
 
-def test_add_to_looks_at_rows_scale_and_order():
-    rows = SparseVector([1], [[1.0, 2.0]], 3)
+def test_add_to_wants_an_array_of_rows_and_indices_in_order():
     with pytest.raises(ValueError, match=r"the array has shape \(6,\): expected shape \(3, 2\)"):
-        rows.add_to(np.zeros(6))
-    for scale in (np.nan, np.inf, "2", None):
-        with pytest.raises(
-            (TypeError, ValueError), match=r"scale is .*: expected (a number|-infinity < scale < infinity)"
-        ):
-            rows.add_to(np.zeros((3, 2)), scale)
+        SparseVector([1], [[1.0, 2.0]], 3).add_to(np.zeros(6))
     array = np.zeros(9)
     with pytest.raises(ValueError, match=r"indices\[2\] is 2 and follows 3"):
         SparseVector(np.array([1, 3, 2, 4], np.int32), np.ones(4), 9).add_to(array)

@@ -124,16 +124,6 @@ def test_a_run_is_that_of_a_simulation_of_all_ranks(comm, case):
     assert same_everywhere(comm, loop.anchor)
 
 
-def test_right_after_a_round_all_ranks_have_the_same_bits(comm):
-    parameters, loop = made(comm, every=2, momentum=0.9, rate=0.7)
-    for step in range(1, 7):
-        learn(parameters, comm.rank, step)
-        ended = loop.step()
-        assert ended == (step % 2 == 0)
-        assert same_everywhere(comm, parameters) == (ended or comm.size == 1)
-        assert (bits(parameters) == bits(loop.anchor)) == ended
-
-
 @pytest.mark.parametrize(("inner", "outer"), [(0.25, 1.0), (1.0, 0.25)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_every_step_and_dense_it_is_dense_sgd_bit_for_bit(comm, inner, outer, dtype):
