@@ -27,6 +27,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import OuterLoop, traffic
+from mpicomp.arrays import Array
 from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 from mpicomp_bench.files import look, new_file, write
@@ -35,7 +36,6 @@ from mpicomp_bench.methods import constructed, outer_settings
 from mpicomp_bench.options import Parser, add_list, positive
 from mpicomp_bench.output import as_json
 
-Array = np.ndarray[Any, Any]
 Call = Callable[[], Any]
 
 

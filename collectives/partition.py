@@ -12,12 +12,9 @@ from operator import index
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import beside
+from mpicomp.arrays import Array, beside
 from mpicomp.vector import SparseVector
-
-Array = NDArray[Any]
 
 SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by a few per cent of a share
 MOST_SAMPLES = 256  # of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all ranks

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Buffer = NDArray[np.uint8]
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 

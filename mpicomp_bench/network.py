@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from collectives.choice.links import NETWORKS, Links
 from collectives.runtime.group import Group
 from collectives.runtime.link import Traffic, Turn
-from collectives.runtime.messages import LINE, Buffer, Steps
+from collectives.runtime.messages import LINE, Steps
 from collectives.schedule import group_sizes
+from mpicomp.arrays import Buffer
 
 
 class Network:

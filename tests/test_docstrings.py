@@ -1,8 +1,10 @@
 """The examples in the docstrings of public names run, and the reference of the site has every public name."""
 
 import doctest
+import importlib
 import inspect
 import pathlib
+import pkgutil
 import re
 import textwrap
 
@@ -46,6 +48,24 @@ def test_the_examples_of_a_docstring_run(name):
         runner.run(test, out=said.append)
     collectives.configure(timeout=None)
     assert not runner.failures, "".join(said)
+
+
+@pytest.mark.parametrize("package", [mpicomp, collectives])
+def test_every_public_method_has_a_docstring_or_overrides_a_method_that_has_one(package):
+    missing = set()
+    for _, module, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "torch" in module or "jax" in module or ".kernels." in module:
+            continue
+        for kind in filter(inspect.isclass, vars(importlib.import_module(module)).values()):
+            if kind.__module__ == module and not kind.__name__.startswith("_"):
+                members = ((name, member) for name, member in vars(kind).items() if not name.startswith("_"))
+                missing |= {
+                    f"{module}.{kind.__name__}.{name}"
+                    for name, member in members
+                    if inspect.isroutine(member) or isinstance(member, property)
+                    if not inspect.getdoc(getattr(kind, name))
+                }
+    assert not missing
 
 
 def test_the_example_for_jax_runs():

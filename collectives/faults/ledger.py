@@ -10,14 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
 from mpicomp.checking import dense_mass, is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector, split, whole
-
-Array = NDArray[Any]
 
 
 class Account:

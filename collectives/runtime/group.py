@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from collectives import schedule
 from collectives.runtime.link import Link, Turn
-from collectives.runtime.messages import LINE, Arrival, Buffer, Pending, Sending, Steps
+from collectives.runtime.messages import LINE, Arrival, Pending, Sending, Steps
+from mpicomp.arrays import Buffer, on_device, to_numpy
 from mpicomp.arrays import beside as _beside
-from mpicomp.arrays import on_device, to_numpy
 from mpicomp.codec import (
     CODECS,
     CRC_AT,

@@ -17,10 +17,10 @@ from collectives.faults.state import Faults
 from collectives.faults.ulfm import is_failure, on_death, warn_of_detector
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, messages, staging, waiting
-from collectives.runtime.messages import Arrival, Buffer, Pending, Sending, mpi, send_size
+from collectives.runtime.messages import Arrival, Pending, Sending, mpi, send_size
 from collectives.schedule import group_sizes
 from mpicomp import checking, threads
-from mpicomp.arrays import on_device
+from mpicomp.arrays import Buffer, on_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -20,14 +20,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpicomp.arrays import Buffer
 from mpicomp.errors import DamagedMessageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Buffer = NDArray[np.uint8]
 T = TypeVar("T")
 
 _SIZE = np.dtype(np.int64)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.runtime import messages
-from collectives.runtime.messages import LINE, Arrival, Buffer, in_bytes, pieces
+from collectives.runtime.messages import LINE, Arrival, in_bytes, pieces
+from mpicomp.arrays import Buffer
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -24,9 +24,8 @@ import struct
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import namespace, read_fields, write_fields
+from mpicomp.arrays import Buffer, namespace, read_fields, write_fields
 from mpicomp.codec import dense
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
@@ -34,8 +33,6 @@ from mpicomp.codec.values import ValueFormat, format_of
 from mpicomp.errors import CodecError
 from mpicomp.few_bits import FewBits
 from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
-
-Buffer = NDArray[np.uint8]
 
 MAGIC, VERSION = b"MV", 4
 VECTOR, TEXT, ERROR, FEW_BITS = range(4)  # kinds of messages

@@ -8,13 +8,11 @@ values. Then come the scales, a multiple of 8 bytes, and the codes.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpicomp.arrays import Buffer
 from mpicomp.errors import CodecError
 from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits, sizes
 from mpicomp.vector import MAX_LENGTH
-
-Buffer = NDArray[np.uint8]
 
 _FORMS: dict[int, tuple[int, np.dtype[Any]]] = {
     number | wide << 3: (bits or 8 * dtype.itemsize, dtype)

@@ -16,13 +16,9 @@ import struct
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpicomp.arrays import kernels_for, namespace, read_fields, write_fields
+from mpicomp.arrays import Array, Buffer, kernels_for, namespace, read_fields, write_fields
 from mpicomp.vector import MAX_LENGTH, SparseVector
-
-Array = NDArray[Any]
-Buffer = NDArray[np.uint8]
 
 INT32, INT64, RANGE, BITMAP, ELIAS_FANO = range(5)
 

@@ -26,10 +26,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES, kernels_for, namespace, on_device, read_fields, to_numpy, write_fields
-
-Array = NDArray[Any]
-Buffer = NDArray[np.uint8]
+from mpicomp.arrays import (
+    VALUE_DTYPES,
+    Array,
+    Buffer,
+    kernels_for,
+    namespace,
+    on_device,
+    read_fields,
+    to_numpy,
+    write_fields,
+)
 
 _SAMPLE = 8  # values that are looked at before all of them are
 _PAIR = struct.Struct("<qq")  # that offsets end with

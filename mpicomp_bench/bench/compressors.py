@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp import (
     AdaComp,
@@ -29,6 +28,7 @@ from mpicomp import (
     Threshold,
     TopK,
 )
+from mpicomp.arrays import Array
 from mpicomp.codec import encoded_nbytes, smallest
 from mpicomp.compressors.common import Density
 from mpicomp_bench.bench.data import FAMILIES, draw
@@ -38,8 +38,6 @@ from mpicomp_bench.measuring import Contestant, Row, interleave, read_once, time
 from mpicomp_bench.options import add_list, share
 from mpicomp_bench.output import Column, Panel, figure, markdown, quartiles, text
 from mpicomp_bench.output import draw as draw_panels
-
-Array = NDArray[Any]
 
 BASELINE = "TopK"
 SETTLING_CALLS = 30  # SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001

@@ -1,15 +1,12 @@
 """Synthetic data: values distributed like gradients, and sparse vectors with known overlap of their supports."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp import SparseVector
+from mpicomp.arrays import Array
 from mpicomp.vector import index_dtype
-
-Array = NDArray[Any]
 
 
 def _signed(rng: np.random.Generator, magnitudes: Array) -> Array:

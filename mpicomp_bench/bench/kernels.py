@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp import threads
+from mpicomp.arrays import Array
 from mpicomp.bases import cosines
 from mpicomp.codec import Coding, decode, encode, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
@@ -25,7 +25,6 @@ from mpicomp_bench.bench.data import FAMILIES
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Call, Row, compare, read_once
 
-Array = NDArray[Any]
 Sparse = tuple[Array, Array]
 # name, the kernel's call, baselines, and the array that one read of is the floor, or how many entries a call works on
 Comparisons = Iterator[tuple[str, Call, Mapping[str, Call], Any]]

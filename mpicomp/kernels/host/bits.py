@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
+from mpicomp.arrays import Array
 from mpicomp.kernels.host.instructions import lowest
-
-Array = NDArray[Any]
 
 jit = njit(cache=True, nogil=True)
 

@@ -12,7 +12,8 @@ in planes of bytes and of bits, which can be written and read many at a time.
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
 

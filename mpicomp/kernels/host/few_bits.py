@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
 from mpicomp.kernels.host.instructions import bare
 from mpicomp.threads import in_pieces
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, empty_together, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, store_sum_reaching
 from mpicomp.kernels.host.selection import (
     Found,

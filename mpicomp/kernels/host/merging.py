@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
 from mpicomp.kernels.host.selection import first_not_finite
 from mpicomp.threads import in_pieces

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, jit
 from mpicomp.kernels.host.fused import _add_and_compact
 from mpicomp.kernels.host.instructions import WORD, array_at, bare
 from mpicomp.kernels.host.selection import Found, compact, joined, keep_at

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, Format, as_writable, empty_together, extremes, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together, extremes, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 from mpicomp.threads import in_pieces
 

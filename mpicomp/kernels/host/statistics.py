@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
 from mpicomp.kernels.host.instructions import bare
 from mpicomp.kernels.host.selection import first_not_finite
 from mpicomp.threads import in_pieces

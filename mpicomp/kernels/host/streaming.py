@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import address
-from mpicomp.kernels.host.bits import Array, as_writable, jit
+from mpicomp.arrays import Array, address
+from mpicomp.kernels.host.bits import as_writable, jit
 from mpicomp.kernels.host.instructions import LINE, array_at, store_sum
 from mpicomp.threads import in_pieces
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, empty_together, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together, jit
 from mpicomp.kernels.host.instructions import lowest
 from mpicomp.kernels.host.selection import Found, first_above
 from mpicomp.kernels.host.statistics import blocks

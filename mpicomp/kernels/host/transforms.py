@@ -10,7 +10,8 @@ A product with a matrix adds the products in the order of the values of the chun
 
 import numpy as np
 
-from mpicomp.kernels.host.bits import FORMATS, Array, as_writable, jit
+from mpicomp.arrays import Array
+from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
 from mpicomp.kernels.host.instructions import WORD, butterflies
 from mpicomp.threads import in_pieces
 
