@@ -5,7 +5,7 @@ library's messages, and failures are counted by MPI's sum on the library's dupli
 apply to both, and the error of a rank reaches all ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,6 +46,19 @@ def gather_objects(value: Any, comm: Any, operation: str) -> list[Any]:
         return _gather_objects(value, comm, operation)
     finally:
         del value  # an error, its traceback and this frame would hold each other
+
+
+def gather_results(call: Callable[[], Any], comm: Any, operation: str) -> list[Any]:
+    """Return what `call` returns on each rank, in rank order; an error of one rank raises as in `gather_objects`."""
+    value: Any
+    try:
+        value = call()
+    except Exception as error:  # whatever it is: the other ranks must learn of it
+        value = error
+    try:
+        return gather_objects(value, comm, operation)
+    finally:
+        del value
 
 
 def check_same(what: str, given: list[dict[str, str]]) -> None:

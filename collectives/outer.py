@@ -13,8 +13,8 @@ Source: A. Douillard et al., "DiLoCo: Distributed low-communication training of 
 With a delay of d the exchange starts after step H and finishes d steps later; the steps in between are kept: theta_r =
 a' + (theta_r - theta_r at the start), where a' is the new anchor.
 
-Rounds and bytes: those of the exchange, every H steps. With clip, and in the debug mode (MPICOMP_CHECK=1), 2 ceil(lg P)
-more small messages. Memory: the anchor, the pseudo-gradient, v with momentum, and the exchange's own.
+Rounds and bytes: those of the exchange, every H steps; in the debug mode (MPICOMP_CHECK=1) 2 ceil(lg P) more small
+messages. Memory: the anchor, the pseudo-gradient, v with momentum, and the exchange's own.
 
 Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor, v, residuals and parameters
 unchanged on all ranks: operations that can fail on one rank run before the exchange ends, and later ones write to
@@ -32,14 +32,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement import check_same, gather_objects
+from collectives.agreement import check_same, gather_results
 from collectives.exchange import GradientExchange
 from collectives.runtime import staging
 from mpicomp import checking
-from mpicomp.arrays import Array, read_only, to_numpy, to_values
+from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
-from mpicomp.replica import Replica, copy, untied
-from mpicomp.settings import to_bool, to_choice, to_integer, to_number
+from mpicomp.replica import Replica, copy_from_host, untied
+from mpicomp.settings import to_bool, to_integer, to_number
 from mpicomp.tensors import by_name, in_form
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
@@ -62,9 +62,7 @@ class OuterLoop:
     at the end of a round; it may be changed between steps, to the same value on all ranks. At 0 a round discards the
     progress of all ranks and their residuals, and does not change the momentum. momentum, nesterov: as in PyTorch's
     SGD, without weight decay, which belongs to the inner optimiser. delay: steps computed while an exchange is in
-    flight, 0 <= delay < every. clip: "median" scales the pseudo-gradient of a tensor down to the median norm over the
-    ranks that have one; None for none; not for float16 with a delay, as the progress could not be restored. anchor:
-    "beside" keeps the anchor and the momentum on the device of the parameters, "host" in host memory.
+    flight, 0 <= delay < every.
 
     Raises TypeError or ValueError for bad arguments, and `CollectiveError` on the other ranks; CollectiveError on all
     ranks for settings, tensors or parameters that differ, naming the ranks.
@@ -87,48 +85,34 @@ class OuterLoop:
         momentum: float = 0.0,
         nesterov: bool = False,
         delay: int = 0,
-        *,
-        clip: str | None = None,
-        anchor: str = "beside",
     ) -> None:
         if not isinstance(exchange, GradientExchange):
             raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
-        self.exchange = exchange
+        self.exchange, self.every, self.momentum, self.nesterov, self.delay = exchange, every, momentum, nesterov, delay
         self.count = 0  # of steps
         self.rounds = 0  # that were kept
+        self._rate = 0.0
         self._in_flight = False  # an exchange was started, and is not finished
         self._checked = checking.asked()
-        contribution: Any
-        try:
+        self._form, given = by_name(parameters)
+        self._first: dict[str, str] = {}  # for each parameter the first one with the same memory: tied ones count once
+        self._replicas: list[Replica] = []
+
+        def settings() -> dict[str, str]:
             self.every, self.delay = to_integer("every", every), to_integer("delay", delay, 0)
             self.rate, self.momentum = rate, to_number("momentum", momentum, least=0, below=1)
-            self.nesterov, self.clip = to_bool("nesterov", nesterov), to_choice("clip", clip, ["median", None])
-            to_choice("anchor", anchor, ["beside", "host"])
+            self.nesterov = to_bool("nesterov", nesterov)
             self._check_settings()
-            self._form, given = by_name(parameters)
-            self._first = untied(given)  # tied ones count once
-            mine = {name: given[name] for name, first in self._first.items() if name == first}
-            if clip and delay and any(to_values(each).dtype == np.float16 for each in mine.values()):
-                raise ValueError("got clip and delay for float16: expected one of them, or wider parameters")
-            names = "every", "rate", "momentum", "nesterov", "delay", "clip"
-            contribution = {name: repr(getattr(self, name)) for name in names} | {"anchor": anchor}
-        except Exception as raised:  # whatever it is: the other ranks must learn of it
-            contribution = raised
-        try:
-            check_same(f"settings of {OPERATION}", self._gather(contribution))
-        finally:
-            del contribution  # else an error, its traceback and this frame hold each other
-        exchange.register(mine)
-        try:
-            host = anchor == "host"
-            self._replicas = [Replica(bucket.tensors, mine, momentum, host=host) for bucket in exchange.buckets]
-            contribution = self._digest()
-        except Exception as raised:
-            contribution = raised
-        try:
-            self._check_anchors(self._gather(contribution))
-        finally:
-            del contribution
+            self._first.update(untied(given))
+            return {name: repr(getattr(self, name)) for name in ("every", "rate", "momentum", "nesterov", "delay")}
+
+        def copy_parameters() -> str:
+            self._replicas.extend(Replica(bucket.tensors, given, momentum) for bucket in exchange.buckets)
+            return self._digest()
+
+        check_same(f"settings of {OPERATION}", self._gather(settings))
+        exchange.register({name: given[name] for name, first in self._first.items() if name == first})
+        self._check_anchors(self._gather(copy_parameters))
 
     @property
     def rate(self) -> float:
@@ -228,29 +212,26 @@ class OuterLoop:
         if self._in_flight:
             raise RuntimeError("an exchange is in flight: load the state into a new OuterLoop")
         before: dict[str, Any] = {}
-        contribution: Any
-        try:
-            before = self.exchange.state_dict()
-            state = given()
-            arrays = self._fitting(state)
+        loaded: dict[str, Any] = {}
+
+        def load_own() -> dict[str, str]:
+            before.update(self.exchange.state_dict())
+            loaded.update(self._fitting(given()))
             load_exchange()
-            anchors = [arrays[f"anchor/{tensor.name}"] for each in self._replicas for tensor in each.tensors]
-            in_flight = any(name.startswith("delta/") for name in arrays)
-            contribution = {"count": str(state["count"]), "in flight": str(in_flight), "anchor": _digest(anchors)}
-        except Exception as raised:
-            contribution = raised
+            anchors = [loaded[f"anchor/{tensor.name}"] for each in self._replicas for tensor in each.tensors]
+            in_flight = str(_is_in_flight(loaded))
+            return {"count": str(loaded["count"]), "in flight": in_flight, "anchor": _digest(anchors)}
+
         try:
-            check_same("saved state", self._gather(contribution))
+            check_same("saved state", self._gather(load_own))
         except Exception:
             if before:
                 self.exchange.load_state_dict(before)
             raise
-        finally:
-            del contribution
-        self.count, self.rounds = int(state["count"]), int(state["rounds"])
-        for name, array in self._arrays(in_flight=in_flight).items():
-            copy(arrays[name], array)
-        if in_flight:
+        self.count, self.rounds = int(loaded["count"]), int(loaded["rounds"])
+        for name, array in self._arrays(in_flight=_is_in_flight(loaded)).items():
+            copy_from_host(loaded[name], array)
+        if _is_in_flight(loaded):
             self._send()
 
     def _between_rounds(self, ranks: int, load: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
@@ -258,7 +239,7 @@ class OuterLoop:
         ranks = to_integer("ranks", ranks)
         own = dict(load(self.exchange.comm.rank % ranks))
         count = int(own.get("count", 0))
-        within = count % self.every or any(name.startswith("delta/") for name in own)
+        within = count % self.every or _is_in_flight(own)
         if within and ranks != self.exchange.comm.size:
             raise ValueError(
                 f"the state is of step {count}, within a round of {self.every} steps or with an exchange in flight: "
@@ -281,11 +262,8 @@ class OuterLoop:
         if feedback.in_place:  # needs the pseudo-gradient's buffer
             raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
 
-    def _gather(self, contribution: Any) -> list[Any]:
-        try:
-            return gather_objects(contribution, self.exchange.comm, OPERATION)
-        finally:
-            del contribution
+    def _gather(self, call: Callable[[], Any]) -> list[Any]:
+        return gather_results(call, self.exchange.comm, OPERATION)
 
     def _digest(self) -> str:
         return _digest([to_numpy(each.anchor) for each in self._replicas])
@@ -307,31 +285,14 @@ class OuterLoop:
 
     def _start(self) -> None:
         """Start the exchange of this round's pseudo-gradients."""
-        contribution: Any
+        if self._checked:
+            self._check_anchors(self._gather(self._digest))
         try:
             for each in self._replicas:
                 each.subtract()
-            contribution = {"norms": [each.norms() for each in self._replicas] if self.clip else []}
-            contribution |= {"anchor": self._digest()} if self._checked else {}
-        except Exception as raised:
-            contribution = raised
-        try:
-            if self.clip or self._checked:
-                self._clip_and_check(self._gather(contribution))
-            elif isinstance(contribution, Exception):
-                self.exchange.fail(contribution)
-        finally:
-            del contribution
+        except Exception as error:  # whatever it is: the other ranks must learn of it
+            self.exchange.fail(error)
         self._send()
-
-    def _clip_and_check(self, everyone: list[dict[str, Any]]) -> None:
-        """Compare the anchors in the debug mode, and scale pseudo-gradients down to the median norm with clip."""
-        if self._checked:
-            self._check_anchors([each["anchor"] for each in everyone])
-        if self.clip:
-            by_replica = zip(*[each["norms"] for each in everyone], strict=True)
-            for each, norms in zip(self._replicas, by_replica, strict=True):
-                each.clip(norms[self.exchange.comm.rank], norms)
 
     def _send(self) -> None:
         for each in self._replicas:
@@ -345,20 +306,15 @@ class OuterLoop:
         """
         self._in_flight = False
         try:
-            for each in self._replicas if self.delay else []:  # without a delay, `subtract` has just looked
-                each.look()
-        except Exception as raised:
-            self.exchange.fail(raised)
+            for each in self._replicas if self.delay else []:  # without a delay, `subtract` has just found them
+                each.find_parameters()
+        except Exception as error:
+            self.exchange.fail(error)
         means = self.exchange.finish_vectors()
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
         for each, mean in zip(self._replicas, means, strict=True):
-            progress = bool(self.delay)
-            if progress:
-                each.cut_progress()
-            if self.rate:
-                each.move(mean, self.rate, self.momentum, nesterov=self.nesterov)
-            each.go_on(progress=progress)
+            each.end_round(mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0)
         staging.complete(each.tensors[0].xp for each in self._replicas)
         if not self.rate:
             self.exchange.reset()
@@ -370,23 +326,22 @@ class OuterLoop:
         return {key: array for each in self._replicas for key, array in each.arrays(in_flight=in_flight).items()}
 
     def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the arrays of a saved state, except those of the exchange; raises ValueError if they do not fit."""
+        """Return a saved state, except that of the exchange, as arrays; raises ValueError if they do not fit."""
         own = {name: np.asarray(state[name]) for name in state if not name.startswith("exchange/")}
-        counts = [own.pop(name, np.array(-1.0)) for name in ("count", "rounds")]
-        in_flight = any(name.startswith("delta/") for name in own)
-        expected = {name: _kind(array) for name, array in self._arrays(in_flight=in_flight).items()}
-        got = {name: _kind(array) for name, array in own.items()}
+        expected = {name: _kind(array) for name, array in self._arrays(in_flight=_is_in_flight(own)).items()}
+        got = {name: _kind(array) for name, array in own.items() if name not in ("count", "rounds")}
         for name in sorted(got | expected):
             if got.get(name) != expected.get(name):
                 raise ValueError(
                     f"in the state {name} is {got.get(name, 'missing')}: expected {expected.get(name, 'none')}"
                 )
+        counts = [own.get(name, np.array(-1)) for name in ("count", "rounds")]
         if any(count.shape != () or count.dtype.kind not in "iu" or count < 0 for count in counts):
             raise ValueError("the state has no count and rounds: expected all that state_dict() returned")
-        if in_flight and not 0 <= int(counts[0]) % self.every < self.delay:
+        if _is_in_flight(own) and not 0 <= int(own["count"]) % self.every < self.delay:
             raise ValueError(
-                f"the state is of step {int(counts[0])}, with an exchange in flight: expected the every and delay with "
-                f"which it was saved, got every={self.every} and delay={self.delay}"
+                f"the state is of step {int(own['count'])}, with an exchange in flight: expected the every and delay "
+                f"with which it was saved, got every={self.every} and delay={self.delay}"
             )
         return own
 
@@ -402,6 +357,10 @@ def _digest(arrays: Sequence[Array]) -> str:
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a state whose names begin with a prefix, which is removed."""
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+
+
+def _is_in_flight(state: Mapping[str, Any]) -> bool:
+    return any(name.startswith("delta/") for name in state)
 
 
 def _kind(array: Array) -> str:

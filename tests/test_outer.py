@@ -1,4 +1,4 @@
-"""A parameter in local steps: its memory, the pseudo-gradient, clipping, and the outer step; no MPI."""
+"""A parameter in local steps: its memory, the pseudo-gradient, and the outer step; no MPI."""
 
 import tracemalloc
 
@@ -12,7 +12,11 @@ from mpicomp.tensors import DICT, describe
 
 def one(array, momentum=0.0):
     given = {"w": array}
-    return Replica(describe(given, DICT), given, momentum, host=False)
+    return Replica(describe(given, DICT), given, momentum)
+
+
+def end_round(found, mean, rate=1.0, nesterov=False, delayed=False):
+    found.end_round(mean, rate, nesterov=nesterov, delayed=delayed)
 
 
 def test_one_memory_under_two_names_counts_once():
@@ -23,14 +27,13 @@ def test_one_memory_under_two_names_counts_once():
 
 def test_several_tensors_are_one_vector_in_their_order():
     given = {"a": np.arange(4.0).reshape(2, 2), "b": np.array(7.0), "c": np.zeros((0, 3)), "d": np.arange(2.0)}
-    found = Replica(describe(given, DICT), given, 0.0, host=False)
+    found = Replica(describe(given, DICT), given, 0.0)
     for array in given.values():
         array += 1
     found.subtract()
     assert found.anchor.tolist() == [0, 1, 2, 3, 7, 0, 1]
     assert found.delta.tolist() == [-1] * 7
-    found.move(SparseVector([1, 4, 6], [-1.0, -2, -3], 7), 1.0, 0.0, nesterov=False)
-    found.go_on(progress=False)
+    end_round(found, SparseVector([1, 4, 6], [-1.0, -2, -3], 7))
     assert [array.tolist() for array in given.values()] == [[[0, 2], [2, 3]], 9, [], [0, 4]]
     assert found.by_tensor(found.anchor)["a"].shape == (2, 2)
 
@@ -65,8 +68,7 @@ def test_an_array_of_another_library_is_written_in_place():
     given.memory += 4
     found.subtract()
     assert found.delta.tolist() == [-4, -4, -4]
-    found.move(SparseVector([1], [-2.0], 3), 0.5, 0.0, nesterov=False)
-    found.go_on(progress=False)
+    end_round(found, SparseVector([1], [-2.0], 3), rate=0.5)
     assert given.memory.tolist() == [0, 1, 0]
 
 
@@ -78,7 +80,7 @@ def test_a_parameter_of_pytorch_is_written_in_place():
         given += 4
     found.subtract()
     assert found.delta.tolist() == [-4, -4, -4]
-    found.go_on(progress=False)
+    end_round(found, SparseVector.empty(3))
     assert given.tolist() == [0, 0, 0]
 
 
@@ -102,7 +104,7 @@ def test_memory_that_was_replaced_is_taken_anew():
 
 def test_momentum_of_halves_is_kept_in_single():
     found = one(np.zeros(2, np.float16), 0.9)
-    found.move(SparseVector([0], np.ones(1, np.float16), 2), 1.0, 0.9, nesterov=False)
+    end_round(found, SparseVector([0], np.ones(1, np.float16), 2))
     assert (found.velocity.dtype, found.anchor.dtype) == (np.float32, np.float16)
     assert found.anchor.tolist() == [-1, 0]
 
@@ -110,9 +112,7 @@ def test_momentum_of_halves_is_kept_in_single():
 def test_an_empty_parameter():
     found = one(np.zeros((0, 3)))
     found.subtract()
-    assert found.norms() == [0]
-    found.move(SparseVector.empty(0, np.float64), 1.0, 0.0, nesterov=False)
-    found.go_on(progress=False)
+    end_round(found, SparseVector.empty(0, np.float64))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -128,9 +128,7 @@ def test_what_follows_the_exchange_needs_little_memory_and_pieces_change_no_bit(
         mine += learnt
         found.subtract()
         tracemalloc.start()
-        found.cut_progress()
-        found.move(mean, 0.7, momentum, nesterov=bool(momentum))
-        found.go_on(progress=True)
+        end_round(found, mean, rate=0.7, nesterov=bool(momentum), delayed=True)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         results.append(mine.tobytes())
