@@ -27,7 +27,15 @@ from collectives.choice.links import NETWORKS
 from mpicomp_bench.explain import explained
 from mpicomp_bench.methods import METHODS
 
+sys.path += [str(pathlib.Path(__file__).parent / name) for name in ("", "race", "every_step", "papers")]
+
+import losses
+import results
+from rendering import table
+from tables import table as of_experiment
+
 ROOT = pathlib.Path(__file__).parent.parent
+
 RESULTS = ROOT / "docs" / "results"
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
 RANKS = 4, 2
@@ -52,11 +60,6 @@ def loaded(name: str) -> dict[str, Any]:
     """Return a file of results."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
-
-
-def table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    return [f"| {' | '.join(cells)} |" for cells in [heads, ["---"] * len(heads), *rows]]
 
 
 def times(steps: list[str], suffix: str = "") -> list[str]:
@@ -119,18 +122,14 @@ def choice() -> list[str]:
 
 def race() -> list[str]:
     """Return the tables of the race, one for each rate of the links."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
-    from results import by_learning_rate, final, settings, sittings
-    from results import table as of_setting
-
     rows = loaded("race")["rows"]
-    alone = sittings(rows, "gpt")
+    alone = results.sittings(rows, "gpt")
 
     def loss(pair: tuple[str, list[Any]]) -> float:
-        return final(by_learning_rate(pair[1])[0])
+        return results.final(results.by_learning_rate(pair[1])[0])
 
-    ordered = {setting: dict(sorted(own.items(), key=loss)) for setting, own in settings(rows).items()}
-    return "\n".join(of_setting(*each, alone) for each in ordered.items()).rstrip().split("\n")
+    ordered = {setting: dict(sorted(own.items(), key=loss)) for setting, own in results.settings(rows).items()}
+    return "\n".join(results.table(*each, alone) for each in ordered.items()).rstrip().split("\n")
 
 
 def quantisers() -> list[str]:
@@ -181,26 +180,17 @@ def methods() -> list[str]:
 
 def hook() -> list[str]:
     """Return the table of where the time of a step goes."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "race"))
-    from results import where
-
-    return where(loaded("hook")["rows"])
+    return results.where(loaded("hook")["rows"])
 
 
 def every_step(which: str) -> list[str]:
     """Return a table of losses at equal steps: of all settings by rate, or of the main ones at the best rate."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "every_step"))
-    import losses
-
     heads, *rows = getattr(losses, which)(loaded("every_step")["rows"])
     return table(heads, rows)
 
 
 def paper(name: str) -> list[str]:
     """Return the table of an experiment on the claims of the papers."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
-    from tables import table as of_experiment
-
     file = RESULTS / "papers" / f"{name}.json"
     found: list[str] = of_experiment(name, loaded(f"papers/{name}")["rows"] if file.exists() else [])
     return found

@@ -5,7 +5,6 @@ and writes, and broadcasts the result.
 """
 
 import argparse
-import importlib
 import os
 import shutil
 import sys
@@ -45,20 +44,6 @@ def new_file(path: Path) -> Path:
         raise argparse.ArgumentTypeError(
             f"got {str(path)!r}: {wrong}; expected the name of a file in a folder that exists"
         )
-    return path
-
-
-@FileType
-def new_figure(path: Path) -> Path:
-    """Return the path of a figure that can be drawn, in a format that matplotlib supports."""
-    new_file.found(path)
-    try:
-        figure: Any = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install matplotlib, or use --json") from None
-    known = figure.Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:] not in known:
-        raise argparse.ArgumentTypeError(f"got {str(path)!r}: expected a name that ends in .{', .'.join(known)}")
     return path
 
 

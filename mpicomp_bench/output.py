@@ -1,17 +1,13 @@
-"""Tables, JSON and figures from rows."""
+"""Tables and JSON from rows."""
 
-import importlib
-import itertools
 import json
 import math
-import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from mpicomp_bench.measuring import Row
 
 Column = tuple[str, str, Callable[[Row], str]]  # its head; alignment and width, as in a format; the text of a cell
-Panel = dict[str, Any]  # `lines`, and what matplotlib's Axes.set takes
 
 
 def figure(name: str, form: str = "", scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
@@ -62,11 +58,6 @@ def _line(columns: Sequence[Column], cells: Sequence[str]) -> str:
     return "  ".join(f"{cell:{form}}" for (_, form, _), cell in zip(columns, cells, strict=True)).rstrip() + "\n"
 
 
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heads, ["---"] * len(heads), *lines])
-
-
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     """Return rows and description of a run as JSON; numbers that are not finite become null."""
     return json.dumps(_finite({**about, "rows": rows}), indent=1, allow_nan=False)
@@ -78,51 +69,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def draw(grid: Sequence[Sequence[Panel]], file: pathlib.Path) -> None:
-    """Draw lines of panels, with one legend beside them.
-
-    A panel has `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and `look`, which selects the colour in
-    all panels. `marks` are vertical lines: position, text, look.
-    """
-    matplotlib: Any = importlib.import_module("matplotlib.figure")
-    columns = max(map(len, grid))
-    drawing = matplotlib.Figure(figsize=(4 + 6 * columns, 1 + 5 * len(grid)), layout="constrained")
-    every_line = [line for panels in grid for panel in panels for line in panel["lines"]]
-    looks = list(dict.fromkeys(line.get("look", line["label"]) for line in every_line))
-    handles: dict[str, Any] = {}
-    for axes_of_line, panels in zip(drawing.subplots(len(grid), columns, squeeze=False), grid, strict=True):
-        for axes, panel in itertools.zip_longest(axes_of_line, panels):
-            if panel is None:
-                axes.set_axis_off()
-                continue
-            settings = dict(panel)
-            for each in settings.pop("lines"):
-                line = dict(each)
-                look = look_of(looks.index(line.pop("look", line["label"])))
-                handles.setdefault(line["label"], axes.errorbar(**look, **line, capsize=2))
-            for place, words, look in settings.pop("marks", ()):
-                color = look_of(looks.index(look))["color"]
-                axes.axvline(place, color=color, linestyle=":", linewidth=1)
-                axes.text(
-                    place, 0.02, words, color=color, rotation=90, transform=axes.get_xaxis_transform(), fontsize=8
-                )
-            ticks = settings.pop("xticks", None)
-            axes.set(**settings)
-            if ticks:  # after the scale, which would replace them
-                axes.set_xticks(*ticks)
-                axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-            axes.grid(alpha=0.3)
-    drawing.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
-    drawing.savefig(file, dpi=120)
-
-
-def look_of(place: int) -> dict[str, Any]:
-    """Return colour and marker by a line's number; the combinations repeat after 140 lines.
-
-    The ten dark colours are used first, then their light counterparts.
-    """
-    matplotlib: Any = importlib.import_module("matplotlib")
-    shade = place % 20
-    return {"color": matplotlib.colormaps["tab20"](2 * shade % 20 + shade // 10), "marker": "osD^vP*"[place % 7]}

@@ -6,7 +6,8 @@ from pathlib import Path
 from devices import layers
 from hypothesis import settings
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks" / "training"))  # its modules import each other
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]  # whose modules import each other
 settings.register_profile("house", deadline=None, print_blob=True)  # a first call compiles: time is no verdict
 settings.load_profile("house")
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import left, written
+from commands import written
 from mpi4py import MPI
+from rendering import look_of
 
 from mpicomp import AdaComp, SIDCo, TopK
 from mpicomp_bench import main, measuring, output
@@ -200,26 +201,6 @@ def test_compressors_can_leave_out_the_waiting_for_a_core_and_what_needs_scipy(b
     assert "SIDCo-gamma is left out: distribution='gamma' needs SciPy" in capsys.readouterr().err
 
 
-def test_compressors_write_a_table_for_a_page(bench, tmp_path):
-    page = tmp_path / "table.md"
-    bench(*SOME, "--compressors", "Dense", "GaussianK", "--markdown", str(page))
-    first, second = page.read_text().split("Density ")[1:]
-    assert (first.split()[0], second.split()[0]) == ("0.1:", "0.01:")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in second.splitlines() if line.startswith("|")]
-    assert [line[0] for line in cells] == ["compressor", "---", "TopK", "Dense", "GaussianK"]
-    assert cells[0][4:] == list(FAMILIES)
-    assert cells[2][4:] == ["1.00, 1.00"] * len(FAMILIES)
-    assert cells[3][4].startswith("(1), ")
-
-
-def test_compressors_draw(bench, tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = tmp_path / "figure.svg"
-    bench("compressors", "--length", "500", "--distributions", "normal", "cauchy", "--plot", str(figure))
-    assert figure.read_bytes().startswith(b"<?xml")
-    assert figure.stat().st_size > 10_000
-
-
 @pytest.mark.parametrize("length", [1, 19, 21, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_of_every_distribution_are_sound_and_the_same_in_every_run(family, length):
@@ -342,56 +323,7 @@ def test_disjoint_supports_that_do_not_fit_are_refused(capsys, monkeypatch):
     assert capsys.readouterr().err == f"mpicomp bench allreduce: {error}\n"
 
 
-def test_a_crossover_is_where_the_times_are_equal():
-    """On logarithmic axes powers are straight lines: 2 x^2 = 3 x^1/2 at x = 1.5^(2/3)."""
-    along = [0.1, 1, 10]
-    ours, dense = [2 * x**2 for x in along], [3 * x**0.5 for x in along]
-    assert collective.crossovers(along, ours, dense) == pytest.approx([1.5 ** (2 / 3)])
-    assert collective.crossovers(along, ours, ours) == collective.crossovers([1], [2], [3]) == []
-
-
-def test_the_plot_has_a_panel_for_each_number_of_ranks_and_for_each_density(bench, tmp_path, monkeypatch):
-    figure_module = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    save = figure_module.Figure.savefig
-    monkeypatch.setattr(
-        figure_module.Figure, "savefig", lambda self, *some, **how: drawn.append(self) or save(self, *some, **how)
-    )
-    plot = tmp_path / "one.png"
-    some = "--densities", "0.1", "0.2", "--algorithms", "auto", "--baselines", "dense"
-    rows = bench("allreduce", *SMALL, *some, "--plot", str(plot))["rows"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    for row in rows:
-        row["ranks"] = 4
-    (tmp_path / "four.json").write_text(json.dumps({"rows": rows}))
-    files = [str(tmp_path / name) for name in ("rows.json", "four.json")]
-    assert main(["bench", "plot", str(tmp_path / "both.svg"), *files]) == 0
-    assert (tmp_path / "both.svg").stat().st_size > 10_000
-    titles = [[axes.get_title().rpartition(", ")[2] for axes in figure.axes] for figure in drawn]
-    assert titles == [["P = 1"], ["P = 1", "P = 4", "density 0.1", "density 0.2"]]
-    for figure in drawn:  # the legend is beside the panels
-        assert len(figure.legends) == 1
-        assert all(axes.get_legend() is None for axes in figure.axes)
-
-
 def test_lines_of_a_figure_look_different():
     pytest.importorskip("matplotlib")
-    assert len({output.look_of(place)["color"] for place in range(20)}) == 20
-    assert len({tuple(output.look_of(place).items()) for place in range(140)}) == 140
-
-
-def test_files_that_are_no_rows_are_not_drawn(capsys, tmp_path, bench):
-    pytest.importorskip("matplotlib")
-    other = tmp_path / "other.json"
-    other.write_text('{"rows": [{"name": "of another benchmark"}]}')
-    bench("allgather", *SMALL, "--densities", "0.1")
-    good = str(tmp_path / "rows.json")
-    expected = {
-        str(other): "expected the output of `mpicomp bench allreduce --json FILE`",
-        str(tmp_path / "missing.json"): "No such file",
-        str(tmp_path): "Is a directory",
-    }
-    for file, said in expected.items():
-        error = left(["bench", "plot", str(tmp_path / "x.png"), good, file], capsys)[1]
-        assert f"argument JSON: got {file!r}: " in error
-        assert said in error
+    assert len({look_of(place)["color"] for place in range(20)}) == 20
+    assert len({tuple(look_of(place).items()) for place in range(140)}) == 140

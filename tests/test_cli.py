@@ -25,7 +25,6 @@ OPTIONS = [
     for action in each._actions
     if action.option_strings and action.nargs != 0
 ]
-WITH_OPTIONS = sorted(set(SUBCOMMANDS) - {"mpicomp bench plot"})
 QUICK = ["bench", "allgather", "--lengths", "500", "--densities", "0.1", "--repeats", "1", "--baselines", "dense"]
 
 
@@ -79,19 +78,16 @@ def test_the_mpi_library_is_named_in_one_line(described, found):
 
 
 def test_all_subcommands_are_known():
-    programs = {f"mpicomp bench {subject}" for subject in (*bench.SUITES, "plot")}
+    programs = {f"mpicomp bench {subject}" for subject in bench.SUITES}
     assert set(SUBCOMMANDS) == programs | {f"mpicomp {name}" for name in ("info", "explain")}
-    assert all("--json" in SUBCOMMANDS[prog]._option_string_actions for prog in WITH_OPTIONS)
+    assert all("--json" in SUBCOMMANDS[prog]._option_string_actions for prog in SUBCOMMANDS)
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
     """A folder with the files that the examples read."""
     folder = tmp_path_factory.mktemp("examples")
-    assert main([*QUICK, "--json", str(folder / "p2.json")]) == 0
     np.savez(folder / "gradients.npz", gradient=np.ones(1000, np.float32))
-    for ranks in 4, 8:
-        (folder / f"p{ranks}.json").write_bytes((folder / "p2.json").read_bytes())
     return folder
 
 
@@ -105,7 +101,6 @@ def test_a_log_has_no_progress_bar(capsys):
 
 @pytest.mark.parametrize("prog", SUBCOMMANDS)
 def test_help_shows_examples_that_are_understood(prog, examples, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(examples)
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
@@ -133,11 +128,7 @@ def test_an_option_says_its_default(prog, action):
 
 @pytest.mark.parametrize(("prog", "action"), OPTIONS)
 def test_a_wrong_value_is_refused_with_what_is_expected(prog, action, capsys):
-    value = (
-        "/missing/folder/file.png"
-        if action.dest in ("json", "plot", "output", "markdown", "capture", "captured")
-        else "???"
-    )
+    value = "/missing/folder/file.png" if action.dest in ("json", "captured") else "???"
     option = action.option_strings[0]
     status, error = left([*prog.split()[1:], *NEEDED.get(prog, []), f"{option}={value}"], capsys)
     assert status == 2
@@ -167,7 +158,7 @@ def test_a_length_may_be_written_as_one_reads_it():
     assert positive("9007199254740993") == 9007199254740993
 
 
-@pytest.mark.parametrize("prog", WITH_OPTIONS)
+@pytest.mark.parametrize("prog", SUBCOMMANDS)
 def test_an_unknown_option_is_refused_with_the_one_that_is_meant(prog, capsys):
     near = max((name for name in SUBCOMMANDS[prog]._option_string_actions if name != "--help"), key=len)
     status, error = left([*prog.split()[1:], *NEEDED.get(prog, []), f"{near}s"], capsys)
@@ -273,14 +264,6 @@ def test_targets_that_cannot_be_files_are_refused(tmp_path, capsys, monkeypatch)
         assert expected in error
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "is not writable" in left([*QUICK, "--json", str(tmp_path / "new")], capsys)[1]
-
-
-def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    draw = ["bench", "compressors", "--plot", str(tmp_path / "x.doc")]
-    assert "expected a name that ends in .eps" in left(draw, capsys)[1]
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert "pip install matplotlib" in left(draw, capsys)[1]
 
 
 def test_rows_say_how_they_were_measured(tmp_path):

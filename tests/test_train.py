@@ -178,6 +178,9 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["--task", "digits"]) == 2
     assert "pip install scikit-learn, or take --task text" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*SHORT, "--plot", "here.doc"])
+    assert "expected a name that ends in .eps" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
         main([*SHORT, "--plot", "here.png"])

@@ -1,6 +1,7 @@
 """The figures of the experiments, each from the rows of its file."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.output import Panel, draw
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from rendering import Panel, draw
 
 STEP, FIGURE, LOSS, SECONDS = range(4)  # of a point of a curve
 FEEDBACKS = {  # of methods both ways

@@ -5,17 +5,12 @@ from typing import Any
 
 import numpy as np
 from figures import FEEDBACKS, LOSS, SECONDS, curve, different, layer_rates, union
+from rendering import table as text
 
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.output import markdown
 
 STEPS = 50, 100, 200, 300  # of E5, at which the loss is shown
 LEAST_LOSS = 0.5  # nats, of E4: the seconds to it are shown
-
-
-def text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table."""
-    return markdown(heads, lines).split("\n")
 
 
 def selection(row: Row) -> str:

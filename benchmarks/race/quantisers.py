@@ -12,13 +12,18 @@ values: normal, Laplace, and Student's t with 3 degrees of freedom.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.options import positive
-from mpicomp_bench.output import as_json, markdown
+from mpicomp_bench.output import as_json
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from rendering import table
 
 Array = NDArray[np.float64]
 CHUNK = 4096
@@ -165,7 +170,7 @@ def main() -> int:
         for name, (bits, _) in QUANTISERS.items()
     ]
     cells = [[row["quantiser"], str(row["bits"]), *(f"{one:.4f}" for one in row["errors"].values())] for row in rows]
-    print(markdown(["quantiser", "bits", *by_kind], cells))
+    print(*table(["quantiser", "bits", *by_kind], cells), sep="\n")
     about = {name: getattr(options, name) for name in ("every", "rounds", "k", "seed")}
     return write(options, json=lambda file: file.write_text(as_json(rows, about)))
 

@@ -31,10 +31,14 @@ from results import SETTING, key, plot, settings, sittings, table
 from taking_part import ALONE, known, rate_of
 
 from mpicomp_bench.bench import machine
-from mpicomp_bench.files import look, new_figure, new_file, write
+from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import above_zero, add_list, not_negative, positive
 from mpicomp_bench.output import as_json
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from rendering import new_figure
 
 HERE = Path(__file__).resolve().parent
 TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"

@@ -6,6 +6,7 @@ seconds, steps, bytes that the busiest host has sent, and held-out loss in nats.
 rate, delay and limit) are one table and one column of panels.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from numpy.typing import NDArray
 from taking_part import ALONE
 
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.output import draw, markdown
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from rendering import draw
+from rendering import table as lines_of
 
 SETTING = "model", "hosts", "rate", "delay", "limit"
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
@@ -92,7 +97,7 @@ def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]], alone: Mapp
     about = f"{model}, {rows[0]['parameters']:,} parameters, {links(setting)}, {limit:g} s\n\n"
     about += f"A step of computing alone, ms, by sitting: {', '.join(speeds)}."
     cells = [line(method, each, target) for method, own in by_method.items() for each in by_learning_rate(own)]
-    return f"{about}\n\n{markdown([head.format(target) for head in HEADS], cells)}\n"
+    return "\n".join([about, "", *lines_of([head.format(target) for head in HEADS], cells), ""])
 
 
 def links(setting: tuple[Any, ...]) -> str:
@@ -163,4 +168,4 @@ def where(rows: Iterable[Row]) -> list[str]:
     for method, taken in by_method.items():
         whole = [f"{each:.0f}" for each in (taken["step"], taken["step"] - alone)]
         lines.append([method, *whole, *(f"{taken[part]:.0f}" if part in taken else "" for part in PARTS)])
-    return markdown(["method", "ms a step", "above alone", *PARTS], lines).splitlines()
+    return lines_of(["method", "ms a step", "above alone", *PARTS], lines)

@@ -30,13 +30,17 @@ from tasks import TASKS, Task
 from training import LATENCY, trained
 
 from mpicomp_bench.bench import machine
-from mpicomp_bench.files import look, new_figure, new_file, write
+from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import METHODS, method
 from mpicomp_bench.methods import add as add_method
 from mpicomp_bench.options import Parser, above_zero, add_list, positive, share
-from mpicomp_bench.output import Column, as_json, draw, figure, show
+from mpicomp_bench.output import Column, as_json, figure, show
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from rendering import draw, new_figure
 
 TRAINED = ["dense", *(name for name, each in METHODS.items() if each.line.startswith("GradientExchange"))]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from style import target
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(Path(__file__).parents[2] / name) for name in ("", "benchmarks")]
+from rendering import draw
+
 from collectives.choice import formulas
 from collectives.choice.formulas import Case
 from mpicomp_bench.explain import dense_allreduce
-from mpicomp_bench.output import draw
 
 LENGTH, DENSITY = 25_000_000, 0.001
 RANKS = [2**power for power in range(1, 11)]

@@ -17,8 +17,15 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "benchmarks" / "every_step")]
+sys.path[:0] = [
+    str(ROOT),
+    str(Path(__file__).parent),
+    str(ROOT / "benchmarks" / "every_step"),
+    str(ROOT / "benchmarks"),
+]
 from losses import STEPS, rows_at_best_rate
+from rendering import draw
+from rendering import table as lines_of
 
 from collectives.choice.formulas import Case
 from collectives.choice.links import NETWORKS, Links, links_of
@@ -60,8 +67,6 @@ def draw_chart() -> None:
     """Draw how many times as fast as dense each method trains, against the rate of the links."""
     from style import target
 
-    from mpicomp_bench.output import draw
-
     panels = []
     about = next(iter(TRAININGS))
     for delay, late in (20e-6, "20 us"), (LATE, "10 ms, never measured,"):
@@ -79,8 +84,6 @@ def draw_chart() -> None:
 def draw_losses() -> None:
     """Draw the loss against the steps, each method at its best rate, the means over the seeds."""
     from style import target
-
-    from mpicomp_bench.output import draw
 
     rows = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"]
     lines = []
@@ -103,7 +106,7 @@ def training(about: str, links: Links) -> advice.Training:
 def table() -> list[str]:
     """Return the lines of the table: what to take, and how many times as fast as dense it is."""
     heads = [about + ": predicted only" * (memory >= advice.GPU) for about, (*_, memory) in TRAININGS.items()]
-    lines = [["link", *heads], ["---"] * (1 + len(heads))]
+    lines = []
     for network, link in LINKS:
         if links_of(network).rate > advice.FASTEST:
             lines.append([link, *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"] * len(heads)])
@@ -112,7 +115,7 @@ def table() -> list[str]:
             links = replace(links_of(network), latency=LATE) if late else links_of(network)
             cells = [cell(training(about, links)) for about in TRAININGS]
             lines.append([link + ", 10 ms" * late, *cells])
-    return lined(lines)
+    return lines_of(["link", *heads], lines)
 
 
 def cell(asked: advice.Training) -> str:
@@ -143,21 +146,20 @@ def predicted(links: Links, ranks: int) -> dict[str, float]:
 
 def exchanges() -> list[str]:
     """Return the lines of the table of predictions."""
-    lines = [["link", "ranks", *METHODS], ["---"] * (2 + len(METHODS))]
+    lines = []
     for network, link in EXCHANGES:
         for ranks in RANKS:
             seconds = predicted(NETWORKS[network], ranks)
             dense = seconds["dense"]
             cells = [f"{rounded(each)} ({rounded(dense / each, 2)}x)" for each in seconds.values()]
             lines.append([link, str(ranks), rounded(dense), *cells[1:]])
-    return lined(lines)
+    return lines_of(["link", "ranks", *METHODS], lines)
 
 
 def limits() -> list[str]:
     """Return the lines of the table of the link rates up to which an exchange is faster than another method."""
     rates = np.geomspace(1e7, 2e11, 201)
-    lines = [["", *(f"{other}, {ranks} ranks" for other in OTHERS for ranks in RANKS)]]
-    lines.append(["---"] * len(lines[0]))
+    heads, lines = ["", *(f"{other}, {ranks} ranks" for other in OTHERS for ranks in RANKS)], []
     links = [Links(LATENCY, rate / 8 / FRAMES) for rate in rates]
     seconds = {ranks: [predicted(each, ranks) for each in links] for ranks in RANKS}
     for name in [name for name in METHODS if name not in ("dense", "fp16")]:
@@ -167,7 +169,7 @@ def limits() -> list[str]:
                 slower = [place for place, each in enumerate(seconds[ranks]) if each[name] > each[other]]
                 cells.append("" if name == other else up_to(rates, slower))
         lines.append([name, *cells])
-    return lined(lines)
+    return lines_of(heads, lines)
 
 
 def up_to(rates: Any, slower: list[int]) -> str:
@@ -177,11 +179,6 @@ def up_to(rates: Any, slower: list[int]) -> str:
         return "none" if slower else "all rates"
     rate = rates[slower[0]]
     return f"{rounded(rate / 1e9, 2)} Gbit/s" if rate >= 1e9 else f"{rounded(rate / 1e6, 2)} Mbit/s"
-
-
-def lined(lines: list[list[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def rounded(number: float, digits: int = 3) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 from style import save
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "race")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "race")]
+from rendering import look_of
 from results import SECONDS, lines, settings
-
-from mpicomp_bench.output import look_of
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 SHOWN = {

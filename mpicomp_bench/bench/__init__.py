@@ -4,14 +4,13 @@ import argparse
 import os
 import platform
 import sys
-from functools import partial
 from importlib import metadata
 from typing import Any, TextIO
 
 from mpicomp import threads
 from mpicomp_bench.bench import collective, compressors, exchange, kernels, quantised
 from mpicomp_bench.bench.suite import Suite
-from mpicomp_bench.files import look, new_figure, new_file, settings, write
+from mpicomp_bench.files import look, new_file, settings, write
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.options import positive
 from mpicomp_bench.output import COMPARISON, as_json, show
@@ -29,11 +28,6 @@ SUITES: dict[str, Suite] = {
 EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange
 mpicomp bench kernels --length 1e6
-"""
-
-PLOT_EXAMPLES = """
-mpicomp bench plot times.png p4.json
-mpicomp bench plot times.svg p2.json p4.json p8.json
 """
 
 
@@ -54,10 +48,6 @@ def add_to(commands: Any) -> None:
         about = "timed turns of each call (%(default)s)"
         parser.add_argument("--repeats", type=positive, default=suite.repeats, metavar="N", help=about)
         parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows as JSON (not written)")
-    about = "draw rows that runs of a collective at several P wrote with --json"
-    plot = subjects.add_parser("plot", help=about, description=f"{about.capitalize()}.", examples=PLOT_EXAMPLES)
-    plot.add_argument("figure", type=new_figure, metavar="FIGURE", help="file to draw: PNG, PDF or SVG")
-    plot.add_argument("files", type=collective.rows_file, nargs="+", metavar="JSON", help="files to read")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
@@ -66,9 +56,6 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
     comm = MPI.COMM_WORLD
     look(options, comm)
-    if options.subject == "plot":
-        rows = [row for rows in options.files for row in rows]
-        return write(options, comm, figure=lambda file: collective.plot(rows, file))
     suite = SUITES[options.subject]
     if fault := next(filter(None, comm.allgather(suite.refuse(options, comm))), None):
         sys.stderr.write(f"{options.parser.prog}: {fault}\n" if comm.rank == 0 else "")
@@ -84,8 +71,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         out.write(suite.report(options, rows))
     about = {**machine(), "subject": options.subject, "options": settings(options), "ranks": comm.size, "MPI": library}
     about |= {"length": options.length} if "length" in options else {}
-    makers = {name: partial(make, rows) for name, make in suite.files.items()}
-    return write(options, common, json=lambda file: file.write_text(as_json(rows, about)), **makers)
+    return write(options, common, json=lambda file: file.write_text(as_json(rows, about)))
 
 
 def machine() -> dict[str, Any]:

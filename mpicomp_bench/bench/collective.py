@@ -5,11 +5,9 @@ and back); Top-k by MPI's Allgatherv of plain indices and values, added up on ev
 selects the largest entries, and keeps its own others.
 """
 
-import argparse
 import importlib
 import io
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -28,10 +26,9 @@ from mpicomp_bench.bench import kernels
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.bounds import dense_nbytes, least_nbytes
-from mpicomp_bench.files import FileType, new_figure
 from mpicomp_bench.measuring import Call, Contestant, Row, interleave, timed
 from mpicomp_bench.options import add_list, positive, share
-from mpicomp_bench.output import Column, Panel, draw, figure, show, text
+from mpicomp_bench.output import Column, figure, show, text
 
 COLLECTIVES: dict[str, Collective[..., Any]] = {
     "allreduce": collectives.sparse_allreduce,
@@ -78,7 +75,7 @@ entries and the rejected ones. It checks no argument, and does not compare the c
 """
 
 EXAMPLES = """
-mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.1 --plot p4.png
+mpirun -n 4 mpicomp bench {0} --lengths 1e5 1e6 --densities 0.001 0.1 --json p4.json
 mpirun -n 4 mpicomp bench {0} --patterns shared disjoint --codecs plain smallest
 """
 
@@ -316,82 +313,6 @@ def too_many(cases: Sequence[Row], ranks: int) -> str | None:
     return None
 
 
-SETTING = "subject", "length", "dtype", "pattern", "from_gradient"
-
-
-@FileType
-def rows_file(path: pathlib.Path) -> list[Row]:
-    """Return the rows that a benchmark of a collective wrote to a file."""
-    needed, expected = (
-        {*SETTING, "ranks", "density", "seconds", "dense_seconds"},
-        "`mpicomp bench allreduce --json FILE`",
-    )
-    try:
-        rows: list[Row] = json.loads(path.read_text())["rows"]
-        if not rows or not all(needed <= row.keys() for row in rows):
-            raise KeyError
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"got {str(path)!r}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise argparse.ArgumentTypeError(
-            f"got {str(path)!r}: expected the output of {expected}, or of another collective"
-        ) from None
-    return rows
-
-
-def plot(rows: Sequence[Row], file: pathlib.Path) -> None:
-    """Draw a row of panels for each setting: against density at each P, and against P at each density."""
-    settings: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
-    draw([[panel(*each, setting) for each in panels(own)] for setting, own in settings.items()], file)
-
-
-def panels(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
-    """Return the panels of a setting: the horizontal axis, the fixed value, the rows."""
-    ranks, densities = (sorted({row[name] for row in rows}) for name in ("ranks", "density"))
-    found: list[tuple[str, str, list[Row]]] = []
-    if len(densities) > 1 or len(ranks) == 1:
-        found += [("density", f"P = {p}", [row for row in rows if row["ranks"] == p]) for p in ranks]
-    if len(ranks) > 1:
-        found += [("ranks", f"density {d:g}", [row for row in rows if row["density"] == d]) for d in densities]
-    return found
-
-
-def panel(axis: str, fixed: str, rows: Sequence[Row], setting: tuple[Any, ...]) -> Panel:
-    """Return seconds along an axis, with marks at which a contestant takes as long as the dense sum."""
-    lines, marks = [], []
-    by_name: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row[axis]):
-        label = row["algorithm"] if row["codec"] in ("-", "auto") else f"{row['algorithm']}, {row['codec']}"
-        by_name.setdefault(label, []).append(row)
-    for label, own in by_name.items():
-        spread = [[row["seconds"] - row["low"] for row in own], [row["high"] - row["seconds"] for row in own]]
-        x, y = [row[axis] for row in own], [row["seconds"] for row in own]
-        lines.append({"label": label, "x": x, "y": y, "yerr": spread})
-        timed_too = [row for row in own if row["dense_seconds"]]
-        points = [[row[name] for row in timed_too] for name in (axis, "seconds", "dense_seconds")]
-        marks += [(place, f"as dense: {place:.2g}", label) for place in crossovers(*points)]
-    subject, length, dtype, pattern, from_gradient = setting
-    title = f"{subject}{' from gradient' if from_gradient else ''}, n = {length:g} {dtype}, {pattern}, {fixed}"
-    found: Panel = {"lines": lines, "marks": marks, "title": title, "xscale": "log", "yscale": "log", "xlabel": axis}
-    if axis == "ranks":
-        known = sorted({row[axis] for row in rows})
-        found["xticks"] = known, [str(ranks) for ranks in known]
-    return {**found, "ylabel": "seconds, the slowest rank"}
-
-
-def crossovers(along: Sequence[float], ours: Sequence[float], dense: Sequence[float]) -> list[float]:
-    """Return the crossings of two lines of positive values, by linear interpolation on logarithmic axes."""
-    gaps = [math.log(own / other) for own, other in zip(ours, dense, strict=True)]
-    points = list(zip(map(math.log, along), gaps, strict=True))
-    return [
-        math.exp(x + gap / (gap - next_gap) * (next_x - x))
-        for (x, gap), (next_x, next_gap) in itertools.pairwise(points)
-        if gap * next_gap < 0
-    ]
-
-
 def add_options(subject: str, parser: Any) -> None:
     """Add the options of a collective."""
     add_list(parser, "--lengths", [1_000_000], "values of the dense vectors ", type=positive)
@@ -416,7 +337,6 @@ def add_options(subject: str, parser: Any) -> None:
         "benchmarks/testbed (not counted)"
     )
     add("--interfaces", action="store_true", help=about)
-    add("--plot", type=new_figure, metavar="FILE", help="draw time against density: PNG, PDF or SVG (not drawn)")
 
 
 SUITES = {
@@ -429,7 +349,6 @@ SUITES = {
         columns=COLUMNS,
         refuse=refuse,
         report=report,
-        files={"plot": plot},
     )
     for subject, about in HELP.items()
 }

@@ -4,7 +4,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ from mpicomp.codec import encoded_nbytes, smallest
 from mpicomp.compressors.common import Density
 from mpicomp_bench.bench.data import FAMILIES, draw
 from mpicomp_bench.bench.suite import Options, Suite
-from mpicomp_bench.files import FileType, new_figure, new_file
+from mpicomp_bench.files import FileType
 from mpicomp_bench.measuring import Contestant, Row, interleave, read_once, timed
 from mpicomp_bench.options import add_list, share
-from mpicomp_bench.output import Column, Panel, figure, markdown, quartiles, text
-from mpicomp_bench.output import draw as draw_panels
+from mpicomp_bench.output import Column, figure, quartiles, text
 
 BASELINE = "TopK"
 SETTLING_CALLS = 30  # SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001
@@ -88,7 +87,7 @@ compressor precedes each timed one.
 """
 
 EXAMPLES = """
-mpicomp bench compressors --distributions normal cauchy --plot compressors.png
+mpicomp bench compressors --distributions normal cauchy --json compressors.json
 mpicomp bench compressors --captured gradients.npz --densities 0.001 --compressors TopK torch.topk
 """
 
@@ -244,53 +243,6 @@ def without_missing(options: Options, comm: Any) -> None:
             sys.stderr.write(f"{name} is left out: {error}\n" if comm.rank == 0 else "")
 
 
-def pages(rows: Sequence[Row]) -> str:
-    """Return a Markdown table for each density: a line for each compressor, a column for each distribution."""
-    tables = []
-    for density in _different(rows, "density"):
-        of_density = [row for row in rows if row["density"] == density]
-        heads = ["compressor", "time / top-k", "time / read", "bytes an entry", *_different(of_density, "distribution")]
-        lines = []
-        for name in _different(of_density, "compressor"):
-            own = [row for row in of_density if row["compressor"] == name]
-            times = sorted(1 / row["speedup"] for row in own)
-            cells = [f"{statistics.median(times):.1f} ({times[0]:.1f} to {times[-1]:.1f})"]
-            cells.append(f"{statistics.median(row['seconds'] / row['floor'] for row in own):.1f}")
-            cells.append(f"{statistics.median(row['bytes_per_entry'] for row in own):.2f}")
-            lines.append([name, *cells, *(f"{_achieved(row)}, {row['share_of_top_k']:.2f}" for row in own)])
-        tables.append(f"Density {density:g}:\n\n{markdown(heads, lines)}\n")
-    return "\n".join(tables)
-
-
-def _achieved(row: Row) -> str:
-    """Return achieved over target, also of the first call if it differs; without target the density in brackets."""
-    if row["target"] is None:
-        return f"({row['achieved']:.2g})"
-    first, settled = f"{row['first_share_of_target']:.2f}", f"{row['share_of_target']:.2f}"
-    return settled if first == settled else f"{first} → {settled}"
-
-
-def plot(rows: Sequence[Row], file: Path) -> None:
-    """Draw, for each density, a point for each compressor: time against the captured norm, medians and range."""
-    panels: list[Panel] = []
-    for density in _different(rows, "density"):
-        of_density, lines = [row for row in rows if row["density"] == density], []
-        for name in _different(of_density, "compressor"):
-            own = [row for row in of_density if row["compressor"] == name]
-            shares = [max(row["share_of_top_k"], 1e-4) for row in own]
-            middle, reads = statistics.median(shares), statistics.median(row["seconds"] / row["floor"] for row in own)
-            spread = [[middle - min(shares)], [max(shares) - middle]]
-            lines.append({"label": name, "x": [reads], "y": [middle], "yerr": spread, "linestyle": ""})
-        title = f"density {density:g}, n = {of_density[0]['length']:g}; medians and ranges over the distributions"
-        labels = {"xlabel": "time, in reads of the gradient", "ylabel": "captured squared norm / exact top-k"}
-        panels.append({"lines": lines, "title": title, "xscale": "log", "yscale": "log", **labels})
-    draw_panels([panels], file)
-
-
-def _different(rows: Iterable[Row], name: str) -> list[Any]:
-    return list(dict.fromkeys(row[name] for row in rows))
-
-
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     add_list(parser, "--densities", [0.1, 0.01, 0.001], "fractions of entries to send ", type=share)
@@ -300,11 +252,6 @@ def add_options(parser: Any) -> None:
     add_list(parser, "--compressors", NAMES, "compressors: ", choices=[*NAMES, TORCH])
     about = "count the time in which the thread has a core, for a busy machine (wall clock)"
     parser.add_argument("--cpu-time", action="store_true", help=about)
-    parser.add_argument(
-        "--markdown", type=new_file, metavar="FILE", help="write a Markdown table for each density (not written)"
-    )
-    about = "draw time against captured norm; needs matplotlib (not drawn)"
-    parser.add_argument("--plot", type=new_figure, metavar="FILE", help=about)
 
 
 SUITE = Suite(
@@ -317,5 +264,4 @@ SUITE = Suite(
     columns=COLUMNS,
     alone=True,
     refuse=without_missing,
-    files={"markdown": lambda rows, file: file.write_text(pages(rows)), "plot": plot},
 )

@@ -12,7 +12,7 @@ from collectives import quantised_allreduce
 from mpicomp.few_bits import BITS, BLOCKS
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Row, compare, read_once
-from mpicomp_bench.options import add_list
+from mpicomp_bench.options import add_list, positive
 
 ABOUT = """\
 Results are written to existing arrays, as those of MPI's dense sum are. All calls are interleaved;
@@ -65,7 +65,7 @@ def add_options(parser: Any) -> None:
     add_list(parser, "--bits", ["8", "4"], "bits of a value: ", choices=[str(bits) for bits in BITS])
     add_list(parser, "--algorithms", ["auto"], "algorithms: ", choices=algorithms())
     parser.add_argument(
-        "--block", type=int, choices=BLOCKS, default=256, metavar="B", help="values with one scale (%(default)s)"
+        "--block", type=positive, choices=BLOCKS, default=256, metavar="B", help="values with one scale (%(default)s)"
     )
 
 

@@ -1,9 +1,8 @@
 """The declaration of a benchmark: its options, its rows, their rendering and its files."""
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mpicomp_bench.measuring import Row
@@ -18,8 +17,7 @@ class Suite:
 
     rows: yields the rows; all ranks call it with the communicator, or with `alone` rank 0 only, with None. length,
     repeats: the defaults of these options; None: no common --length. refuse: returns an error of this rank before the
-    measurement; it may complete the options. report: returns the text below the table. files: the writers of the
-    options that name files, except --json.
+    measurement; it may complete the options. report: returns the text below the table.
     """
 
     help: str
@@ -33,4 +31,3 @@ class Suite:
     repeats: int = 9
     refuse: Callable[[Options, Any], str | None] = lambda options, comm: None
     report: Callable[[Options, Sequence[Row]], str] = lambda options, rows: ""
-    files: Mapping[str, Callable[[Sequence[Row], Path], Any]] = field(default_factory=dict)
