@@ -19,7 +19,7 @@ from mpicomp_bench.advice import MEMORY, Training
 from mpicomp_bench.bounds import least_nbytes
 from mpicomp_bench.files import look
 from mpicomp_bench.network import Network
-from mpicomp_bench.options import above_zero, number, positive, share
+from mpicomp_bench.options import above_zero, positive, share
 
 ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
@@ -44,7 +44,7 @@ mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit -
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
-HALVED = "dense, 16 bits"  # the baseline of 16-bit dense messages, such as those of PyTorch's fp16 hook
+HALVED = "mpi, 16 bits"  # dense messages, such as those of PyTorch's fp16 hook
 
 Row = dict[str, Any]
 
@@ -58,63 +58,23 @@ def add_to(commands: Any) -> None:
         examples=EXAMPLES,
         notes=ABOUT,
     )
-    explain.add_argument("--ranks", type=ranks, required=True, metavar="P", help="ranks, 1 to 1000000 (required)")
-    explain.add_argument(
-        "--length",
-        type=partial(positive, most=MAX_LENGTH),
-        metavar="N",
-        help="values of a gradient (required without --train)",
-    )
+    add, values = explain.add_argument, partial(positive, most=MAX_LENGTH)
+    add("--ranks", type=partial(positive, most=MOST_RANKS), required=True, metavar="P", help="at most 1e6 (required)")
+    add("--length", type=values, metavar="N", help="values of a gradient (required without --train)")
     about = "fraction of entries each rank contributes (required without --train)"
-    explain.add_argument("--density", type=share, metavar="D", help=about)
-    explain.add_argument(
-        "--overlap",
-        type=overlap,
-        default=0.0,
-        metavar="X",
-        help="of the supports: -1 disjoint, 0 independent, 1 equal (%(default)s)",
-    )
-    explain.add_argument("--per-node", type=positive, default=1, metavar="R", help="ranks on a node (%(default)s)")
-    explain.add_argument(
-        "--value-bytes", type=positive, choices=(2, 4, 8), default=4, help="bytes of a value (%(default)s)"
-    )
-    coded = "bits of a value as coded, such as 1 for signs (those of floats selected by magnitude)"
-    explain.add_argument("--value-bits", type=above_zero, metavar="B", help=coded)
-    explain.add_argument(
-        "--network",
-        type=links,
-        default="1gbit",
-        metavar="NAME",
-        help=f"links between nodes: {', '.join(NETWORKS)}, or such as 50mbit or 10gbit:50us (%(default)s)",
-    )
-    explain.add_argument(
-        "--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)"
-    )
-    explain.add_argument(
-        "--delay",
-        type=delay,
-        metavar="T",
-        help="one way between nodes, half of a ping, such as 5ms (that of the network)",
-    )
-    explain.add_argument("--json", action="store_true", help="print JSON (a table)")
-    training = explain.add_argument_group("which method trains the fastest, with --step")
-    training.add_argument("--train", action="store_true", help="rank the methods (explain one sum)")
-    training.add_argument(
-        "--parameters",
-        type=partial(positive, most=MAX_LENGTH),
-        metavar="N",
-        help="of the model (required with --train)",
-    )
+    add("--density", type=share, metavar="D", help=about)
+    add("--per-node", type=positive, default=1, metavar="R", help="ranks on a node (%(default)s)")
+    about = f"links between nodes: {', '.join(NETWORKS)}, or such as 50mbit or 10gbit:50us (%(default)s)"
+    add("--network", type=links, default="1gbit", metavar="NAME", help=about)
+    about = "one way between nodes, half of a ping, such as 5ms (that of the network)"
+    add("--delay", type=delay, metavar="T", help=about)
+    add("--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)")
+    add("--json", action="store_true", help="print JSON (a table)")
+    add = explain.add_argument_group("which method trains the fastest, with --step").add_argument
+    add("--train", action="store_true", help="rank the methods (explain one sum)")
+    add("--parameters", type=values, metavar="N", help="of the model (required with --train)")
     about = "GB a second that a rank reads and writes: a core 15, a socket 100, a GPU 1000 (%(default)s)"
-    training.add_argument("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
-
-
-def ranks(text: str) -> int:
-    """Return the number of ranks in an option's text."""
-    number = positive(text)
-    if number > MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected 1 to {MOST_RANKS} ranks")
-    return number
+    add("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
 
 
 def links(text: str) -> Links:
@@ -133,9 +93,6 @@ def delay(text: str) -> float:
         raise argparse.ArgumentTypeError(f"got {text!r}: expected a time such as 50us or 5ms") from None
 
 
-overlap = number("-1 <= overlap <= 1 (0: independent)", lambda found: -1 <= found <= 1)
-
-
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions."""
     look(options)
@@ -152,10 +109,10 @@ def refused(options: argparse.Namespace) -> str | None:
     without = " with --train" if options.train else ", or --train with --parameters and --step"
     if missing := [name for name in needed if getattr(options, name) is None]:
         return f"got no --{missing[0]}: expected --{needed[0]} and --{needed[1]}{without}"
-    others = ("length", "density", "value_bits") if options.train else ("parameters",)
+    others = ("length", "density") if options.train else ("parameters",)
     if given := [name for name in others if getattr(options, name) is not None]:
         way = "without" if options.train else "with"
-        return f"got --{given[0].replace('_', '-')}: expected it {way} --train only"
+        return f"got --{given[0]}: expected it {way} --train only"
     return None
 
 
@@ -170,8 +127,7 @@ def advise(options: argparse.Namespace, out: TextIO) -> int:
 def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions for one sum, and for an exchange and a step with it."""
     entries = max(1, round(options.length * options.density))
-    about = options.per_node, options.overlap, options.value_bytes, options.value_bits
-    case = Case(options.ranks, options.length, entries, *about)
+    case = Case(options.ranks, options.length, entries, options.per_node)
     found = list(explained(case, options.network, options.step))
     if options.json:
         union = case.union(case.ranks)
@@ -191,52 +147,50 @@ def explained(
     """
     constants = constants_of(case, links)
     dense = seconds(dense_allreduce(case), constants)
-    chosen: dict[str, float] = {}
-    rows: list[Row] = []
-    for collective, declared in COLLECTIVES.items():
-        if collective == "quantised_allreduce":
-            found = in_few_bits(case, links, dense)
-            chosen |= {each["algorithm"].removeprefix("auto, "): each["seconds"] for each in found if "by" in each}
-            rows += found
-            continue
-        taken: dict[str, tuple[float, Cost]] = {}
-        if collective in formulas.FORMULAS:
-            taken = predicted(collective, case, links)
-        elif collective in OTHERS:
-            name, formula = OTHERS[collective]
-            taken[name] = seconds(cost := formula(case), constants), cost
-        if case.ranks <= most_counted:
-            for name in declared.algorithms.keys() - taken.keys() - NOT_COUNTED:
-                taken[name] = (seconds(cost := counted(declared, name, case), constants), cost)
-        rows += ranked(collective, taken, dense)
-        if collective in formulas.FORMULAS or collective in OTHERS:
-            union = case.union(case.ranks)
-            nbytes = least_nbytes(collective, case.ranks, case.length, case.entries, union, case.value_nbytes)
-            least = upper(case.ranks), 0, nbytes, 0
-            rows.append(row(collective, "least bytes", None, least, dense))
-        if collective in formulas.FORMULAS:
-            name = choose(collective, case, links)
-            chosen[collective] = taken[name][0]
-            rows.append({**row(collective, "auto", *taken[name], dense), "by": name})
     halved = seconds(cost := dense_in_16_bits(case), constants) + case.length * case.value_nbytes / MEMORY
-    yield from rows
-    yield row(HALVED, "mpi", halved, cost, dense)
-    yield from whole_steps(case, chosen, dense, constants[0] * upper(case.ranks), step)
-    if step:
-        yield row(f"step of {step:g} s", HALVED, step + halved, NOTHING, step + dense)
+    chosen: dict[str, float] = {}
+    for collective, declared in COLLECTIVES.items():
+        in_bits = FEW_BITS if collective == "quantised_allreduce" else (None,)
+        for bits in in_bits:
+            own = replace(case, entries=case.length, bits=bits) if bits else case
+            suffix = f", {bits} bits" if bits else ""
+            costs = costs_of(declared, own, links, most_counted)
+            for name in sorted(costs, key=lambda name: costs[name][0]):
+                yield row(collective, f"{name}{suffix}", *costs[name], dense)
+            if not bits and (collective in formulas.FORMULAS or collective in OTHERS):
+                yield row(collective, "least bytes", None, least(collective, case), dense)
+            if collective in formulas.FORMULAS:
+                name = choose(collective, own, links)
+                chosen[f"{bits} bits" if bits else collective] = costs[name][0]
+                yield {**row(collective, f"auto{suffix}", *costs[name], dense), "by": name}
+    yield row("dense_allreduce", HALVED, halved, cost, dense)
+    yield from whole_steps(
+        case, chosen, {"dense": dense, "dense, 16 bits": halved}, constants[0] * upper(case.ranks), step
+    )
 
 
-def in_few_bits(case: Case, links: Links, dense: float) -> list[Row]:
-    """Return the rows of a sum of dense arrays in few bits, for each of `FEW_BITS`."""
-    rows: list[Row] = []
-    collective = "quantised_allreduce"
-    for bits in FEW_BITS:
-        own = replace(case, entries=case.length, bits=bits)
-        taken = predicted(collective, own, links)
-        rows += ranked(collective, {f"{name}, {bits} bits": each for name, each in taken.items()}, dense)
-        name = choose(collective, own, links)
-        rows.append({**row(collective, f"auto, {bits} bits", *taken[name], dense), "by": name})
-    return rows
+def costs_of(
+    collective: Collective[..., Any], case: Case, links: Links, most_counted: int
+) -> dict[str, tuple[float, Cost]]:
+    """Return the seconds and the cost of each algorithm of a collective: by its formula, or counted."""
+    found: dict[str, tuple[float, Cost]] = {}
+    constants = constants_of(case, links)
+    if collective.name in formulas.FORMULAS:
+        found = predicted(collective.name, case, links)
+    elif collective.name in OTHERS:
+        name, formula = OTHERS[collective.name]
+        found[name] = seconds(cost := formula(case), constants), cost
+    if case.ranks <= most_counted and not case.bits:
+        for name in collective.algorithms.keys() - found.keys() - NOT_COUNTED:
+            found[name] = seconds(cost := counted(collective, name, case), constants), cost
+    return found
+
+
+def least(collective: str, case: Case) -> Cost:
+    """Return the lower bounds of the rounds and bytes of a collective."""
+    union = case.union(case.ranks)
+    nbytes = least_nbytes(collective, case.ranks, case.length, case.entries, union, case.value_nbytes)
+    return upper(case.ranks), 0, nbytes, 0
 
 
 def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float) -> Row:
@@ -244,12 +198,6 @@ def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense:
     speedup = dense / taken if taken else None
     figures = {"seconds": taken, "bytes": round(cost[2]), "rounds": round(cost[0]), "speedup": speedup}
     return {"operation": collective, "algorithm": algorithm, **figures}
-
-
-def ranked(collective: str, taken: dict[str, tuple[float, Cost]], dense: float) -> list[Row]:
-    """Return the rows of a collective, the fastest first."""
-    names = sorted(taken, key=lambda name: taken[name][0])
-    return [row(collective, name, *taken[name], dense) for name in names]
 
 
 def dense_allreduce(case: Case) -> Cost:
@@ -283,24 +231,23 @@ OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {  # collectives of one 
 
 
 def whole_steps(
-    case: Case, chosen: dict[str, float], dense: float, agreeing: float, compute: float | None
+    case: Case, chosen: dict[str, float], dense: dict[str, float], agreeing: float, compute: float | None
 ) -> Iterator[Row]:
     """Yield the rows of an exchange by each collective, of its parts, and of a training step.
 
-    chosen: seconds of the collectives; those in few bits, by their bits, have no selection. agreeing: seconds of the
-    rounds in which the ranks agree to keep the step.
+    chosen: seconds of the collectives; those in few bits, by their bits, have no selection. dense: of dense sums.
+    agreeing: seconds of the rounds in which the ranks agree to keep the step.
     """
-    per_pass = case.length * case.value_nbytes / MEMORY
+    per_pass, steps = case.length * case.value_nbytes / MEMORY, {**dense}
     for name, passes in PASSES.items():
-        yield row("GradientExchange", name, passes * per_pass, NOTHING, dense)
+        yield row("GradientExchange", name, passes * per_pass, NOTHING, dense["dense"])
     for collective, taken in chosen.items():
         passes = sum(PASSES.values()) - PASSES["selection"] * collective.endswith(" bits")
-        whole = passes * per_pass + agreeing + taken
-        yield row("GradientExchange", collective, whole, NOTHING, dense)
-        if compute:
-            yield row(f"step of {compute:g} s", f"by {collective}", compute + whole, NOTHING, compute + dense)
+        steps[f"by {collective}"] = whole = passes * per_pass + agreeing + taken
+        yield row("GradientExchange", collective, whole, NOTHING, dense["dense"])
     if compute:
-        yield row(f"step of {compute:g} s", "dense allreduce", compute + dense, NOTHING, compute + dense)
+        for name, taken in steps.items():
+            yield row(f"step of {compute:g} s", name, compute + taken, NOTHING, compute + dense["dense"])
 
 
 ARGUMENTS: dict[str, Callable[[int], Row]] = {  # of the algorithms of a collective, for so many entries

@@ -120,7 +120,7 @@ def draw_gain() -> None:
     for ranks, density, collective, colour, style in GAINS:
         label = f"{ranks} ranks, density {density:g}, {collective.partition('_')[0]}"
         if collective.endswith(" bits"):
-            label = f"{ranks} ranks, {collective.removesuffix(' bits')} bits of every value"
+            label = f"{ranks} ranks, {collective.removesuffix(' bits').removeprefix('mpi, ')} bits of every value"
         gains = [gain(ranks, density, collective, rate) for rate in RATES]
         axes.plot(RATES, gains, style, color=colour, label=label)
     axes.axhline(1, color="#333333", linewidth=1)
@@ -136,7 +136,7 @@ def gain(ranks: int, density: float, collective: str, rate: float) -> float:
     """Return the seconds of a dense allreduce over those of an exchange, or of one in 16 bits, as predicted."""
     links = Links(LATENCY, rate / 8 / FRAMES)
     rows = explain.explained(Case(ranks, LENGTH, density * LENGTH), links)
-    sought = (collective, "mpi") if collective == explain.HALVED else ("GradientExchange", collective)
+    sought = ("dense_allreduce" if collective == explain.HALVED else "GradientExchange", collective)
     return next(row["speedup"] for row in rows if (row["operation"], row["algorithm"]) == sought)
 
 
