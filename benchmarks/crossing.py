@@ -18,7 +18,7 @@ from collectives import dense_allreduce, sparse_allreduce
 from collectives.allreduce import ALGORITHMS
 from collectives.runtime import messages
 from mpicomp_bench.bench.data import draw_sparse
-from mpicomp_bench.measuring import Contestant, interleave, loops_of
+from mpicomp_bench.measuring import interleave, paced
 
 WAYS = {"as they come": 1 << 62, "at once": messages.BIDIRECTIONAL}  # from how many bytes on a message awaits the other
 HEADER = "| algorithm | as they come, ms | at once, ms | of the time before |\n| --- | --- | --- | --- |"
@@ -54,7 +54,7 @@ def main() -> None:
     calls = {name: partial(sparse_allreduce, vector, comm, algorithm=name) for name in options.algorithms}
     calls["MPI's Iallreduce"] = partial(dense_allreduce, vector.to_dense(), comm)
     ways = {(name, way): partial(going, way, call) for name, call in calls.items() for way in WAYS}
-    contestants = [Contestant(name, call, before=call, loops=loops_of(call, comm)) for name, call in ways.items()]
+    contestants = paced(ways, comm)
     times = interleave(contestants, options.repeats, comm)
     if comm.rank == 0:
         print(*lines(dict(zip(ways, times, strict=True))), sep="\n")

@@ -1,6 +1,7 @@
 """Write the tables of measurements in the pages anew, from the JSON files in docs/results, and those of formulas.
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
+    benchmarks/tables.sh choice docs/results
     python benchmarks/threads.py --json docs/results/threads.json
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
@@ -24,6 +25,7 @@ from typing import Any
 
 from collectives.choice.formulas import Case
 from collectives.choice.links import NETWORKS
+from mpicomp_bench.bench.choice import near_best
 from mpicomp_bench.explain import explained
 from mpicomp_bench.methods import METHODS
 
@@ -39,6 +41,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
 RANKS = 4, 2
+CHOICES = 2, 4, 8  # ranks
 STEPS = [
     f"{density} {step}"
     for density in (0.001, 0.01)
@@ -103,21 +106,14 @@ def threads() -> list[str]:
 
 
 def choice() -> list[str]:
-    """Return in which shares of the places "auto" is near the best algorithm, and near a dense sum."""
-    found = json.loads((RESULTS / "choice.json").read_text())
-    ranks = sorted({int(run.rpartition("-")[2]) for run in found})
-    heads = [
-        "links",
-        *(f"{what}, {', '.join(map(str, ranks))} ranks" for what in ("best", "dense")),
-    ]
+    """Return in how many places "auto" is near the best algorithm, by ranks and collective."""
+    runs = {size: near_best(loaded(f"choice-{size}")["rows"]) for size in CHOICES}
     rows = []
-    for links in dict.fromkeys(run.split("-")[1] for run in found):
-        shares = (
-            ", ".join(f"{100 * found[f'choice-{links}-{size}'][name]:.0f}" for size in ranks) + " %"
-            for name in ("rule_best", "rule_dense")
-        )
-        rows.append([LINKS.get(links, "shared memory"), *shares])
-    return table(heads, rows)
+    for name in next(iter(runs.values())):
+        near = [runs[size][name] for size in CHOICES]
+        whole = sum(found for found, _ in near) / sum(count for _, count in near)
+        rows.append([f"`{name}`", *(f"{found} of {count}" for found, count in near), f"{100 * whole:.0f} %"])
+    return table(['"auto" of', *(f"P = {size}" for size in CHOICES), "together"], rows)
 
 
 def race() -> list[str]:

@@ -3,6 +3,7 @@
 #
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
+#   choice    every algorithm and "auto" on a grid, in shared memory on 2, 4 and 8 ranks      (4 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
 #   machine   what needs no links: exchange, threads, kernels, coding                       (20 minutes)
@@ -53,6 +54,12 @@ bytes() {
   done
 }
 
+choice() {
+  for size in 2 4 8; do
+    keep "choice-$size" mpirun -n $size mpicomp bench choice --repeats "${REPEATS:-15}" --json "$out/choice-$size.json"
+  done
+}
+
 crossing() {
   for rate in $rates; do for size in 2 4 8; do
     keep "crossing-$rate-$size" on $size "$rate" python -m mpi4py "$here/crossing.py" --repeats "$repeats"
@@ -77,7 +84,7 @@ machine() {
 }
 
 case $table in
-  links | bytes | crossing | exchange | machine) tables=$table ;;
+  links | bytes | choice | crossing | exchange | machine) tables=$table ;;
   all) tables="links bytes crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac

@@ -24,7 +24,7 @@ class Contestant(NamedTuple):
 
     before: called before each timed call: an untimed call, as in a loop of steps, or a function that restores the
     arguments. In turns of seconds a virtual machine returns freed pages to its host, and touching them again took 15
-    times as long. every: 1 calls it in each turn, 2 in every second one, ... loops: calls in a turn, see `loops_of`.
+    times as long. every: 1 calls it in each turn, 2 in every second one, ... loops: calls in a turn, see `paced`.
     nbytes: lower bound of the bytes of the busiest rank, if the library cannot count them.
     """
 
@@ -72,11 +72,23 @@ def interleave(
     return [np.array(times)[:, warm:] for times in zip(*every_rank, strict=True)]
 
 
-def loops_of(call: Call, comm: Any = None) -> int:
-    """Return the number of calls that take about 2 ms together, the same on all ranks; all ranks call."""
-    call()
-    seconds = float(interleave([Contestant("loops", call)], 2, comm)[0].max(axis=0).min())
-    return min(512, max(1, round(2e-3 / max(seconds, 1e-6))))
+def paced(calls: Mapping[Any, Call], comm: Any = None) -> list[Contestant]:
+    """Return contestants, the same on all ranks, whose turns take 2 ms or a call, and that begin with an untimed call.
+
+    Calls that take over twice the time of the fastest one take part in every third turn.
+    """
+    times = interleave([Contestant(*item) for item in calls.items()], 2, comm)
+    seconds = [max(1e-6, float(own.max(axis=0).min())) for own in times]
+    return [
+        Contestant(
+            name,
+            call,
+            before=call,
+            every=3 if taken > 2 * min(seconds) else 1,
+            loops=min(512, max(1, round(2e-3 / taken))),
+        )
+        for (name, call), taken in zip(calls.items(), seconds, strict=True)
+    ]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,10 @@ from commands import written
 from mpi4py import MPI
 from rendering import look_of
 
+from collectives.collective import COLLECTIVES
 from mpicomp import AdaComp, SIDCo, TopK
 from mpicomp_bench import main, measuring, output
-from mpicomp_bench.bench import collective
+from mpicomp_bench.bench import choice, collective
 from mpicomp_bench.bench.collective import BASELINES, algorithms, dense_nbytes, least_nbytes
 from mpicomp_bench.bench.compressors import NAMES, captured
 from mpicomp_bench.bench.data import FAMILIES, PATTERNS, draw, draw_sparse, gradient_above
@@ -327,3 +329,29 @@ def test_lines_of_a_figure_look_different():
     pytest.importorskip("matplotlib")
     assert len({look_of(place)["color"] for place in range(20)}) == 20
     assert len({tuple(look_of(place).items()) for place in range(140)}) == 140
+
+
+def test_every_algorithm_of_a_collective_that_chooses_takes_part_with_auto(capsys, bench):
+    about = bench("choice", "--lengths", "300", "--densities", "0.1", "--patterns", "independent", "shared")
+    assert [row["collective"] for row in about["rows"]] == [
+        *["sparse_allreduce", "gtopk_allreduce"] * 2,
+        *["quantised_allreduce"] * len(choice.BITS),
+    ]
+    for row in about["rows"]:
+        known = {name for name in COLLECTIVES[row["collective"]].algorithms if not name.startswith("node")}
+        assert row["seconds"].keys() == {"auto", *known}
+        assert row["best_seconds"] == row["seconds"][row["best"]] == min(row["seconds"][name] for name in known)
+        assert row["ratio"] == pytest.approx(row["seconds"]["auto"] / row["best_seconds"])
+    shown = capsys.readouterr().out
+    assert all(f"\n{name:22}" in shown for name in COLLECTIVES)
+
+
+def test_a_place_counts_where_auto_is_within_15_per_cent_of_the_best():
+    rows = [{"collective": "gtopk_allreduce", "ratio": ratio} for ratio in (0.9, 1.15, 1.16)]
+    assert choice.near_best(rows)["gtopk_allreduce"] == (2, 3)
+    assert choice.near_best(rows)["sparse_allreduce"] == (0, 0)
+
+
+def test_calls_are_paced_by_the_fastest():
+    quick, slow = measuring.paced({"quick": lambda: None, "slow": lambda: time.sleep(5e-3)})
+    assert (quick.loops, quick.every, slow.loops, slow.every) == (512, 1, 1, 3)

@@ -1,5 +1,7 @@
 """The choice of algorithms: its formulas and its answers against bytes counted over the simulated network."""
 
+import pathlib
+import runpy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.choice import choose
+from collectives.choice import choose, formulas
 from collectives.choice.formulas import FORMULAS, Case, split
 from collectives.choice.links import NETWORKS, Links, links_of, rounded, seconds
 from collectives.choice.overlap import in_digest, level_of, overlap_of
@@ -20,6 +22,7 @@ from mpicomp.compressors.quantised import quantise
 from mpicomp_bench.explain import explained
 from mpicomp_bench.network import Network
 
+ROOT = pathlib.Path(__file__).parent.parent
 ENTRIES = 5000
 SUMS = FORMULAS["sparse_allreduce"]
 AUTO = partial(sparse_allreduce.automatic, partition="auto")
@@ -189,9 +192,9 @@ def test_measured_links_are_rounded_so_that_two_runs_agree():
 def test_the_extremes_have_an_answer():
     bare = Case(7, 100, 100, 7, value_nbytes=0)
     for case in (Case(1, 0, 0), Case(8, 0, 0.0), Case(5, 1, 1), Case(3, 2**63 - 1, 1e6), bare):
-        for collective, formulas in FORMULAS.items():
-            assert choose(collective, case, NEAR) in formulas
-            assert all(seconds(formula(case), Links(1e-6, 1e9, 2).inside()) >= 0 for formula in formulas.values())
+        for collective, costs in FORMULAS.items():
+            assert choose(collective, case, NEAR) in costs
+            assert all(seconds(cost(case), Links(1e-6, 1e9, 2).inside()) >= 0 for cost in costs.values())
     assert not choose("sparse_allreduce", bare, NEAR).startswith("dense")
     few = choose("sparse_allreduce", Case(2, 100, 100, 2), NEAR, whole=False)
     assert few in FORMULAS["sparse_allreduce"].keys() - {"dense_mpi"}
@@ -246,3 +249,9 @@ def test_halving_has_to_save_a_fifth():
         saved["enough"] += halving < 0.8 * direct
         assert quantised(length, 4, NEAR, ranks, ranks) == ("halving" if halving < 0.8 * direct else "direct")
     assert all(saved.values())
+
+
+def test_the_bits_of_values_are_those_that_the_codec_needs():
+    fit = runpy.run_path(str(ROOT / "benchmarks" / "fit_choice.py"))
+    for name, fraction in fit["fractions"]().items():
+        assert getattr(formulas, name) == pytest.approx(fraction, abs=0.01), name

@@ -18,9 +18,10 @@ from mpicomp.vector import index_dtype
 
 LONG_NBYTES = 1 << 22  # of all other ranks' vectors, from which a round of small messages is no matter
 
-# Bits of a value as coded, over its bits in memory: of floats selected by magnitude, of their sums, of sums of values
-# quantised to half as many bits, and of quantised values of disjoint supports.
-FLOATS, SUMS, HALF_SUMS, DISJOINT_SUMS = 0.8, 0.87, 0.55, 0.62
+# benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for each of these.
+# Bits of a value as `smallest` codes it, over its bits in memory: of floats selected by magnitude, of sums, of sums of
+# 16-bit floats, and of sums of quantised values with disjoint supports, where each rank has its own magnitudes.
+FLOATS, SUMS, HALF_SUMS, DISJOINT_SUMS = 0.77, 0.88, 0.54, 0.65
 # Seconds of an entry over those of merging it: in a sum of many lists; added, selected and searched for.
 SUMMED, SELECTED = 1.6, 2.5
 # Seconds of a value of a dense array over those of merging an entry: read and written, and added by MPI.
@@ -58,18 +59,14 @@ class Case:
         return independent + abs(self.overlap) * (extreme - independent)
 
     def value_bits(self, *, summed: bool) -> float:
-        """Return the bits of the values of an entry as `smallest` codes them.
-
-        Sums of quantised values need a sign and a fraction, or fit a short format by chance. With disjoint supports
-        they are the values of the ranks, each of which may have its own magnitude.
-        """
+        """Return the bits of the values of an entry as `smallest` codes them."""
         plain = 8.0 * self.value_nbytes
         own = FLOATS * plain if self.bits is None else min(plain, self.bits)
         if not summed:
             return own
-        if self.overlap < -0.95:
-            return max(own, DISJOINT_SUMS * plain) if own < 0.4 * plain else own
-        return max(own, (HALF_SUMS if 0.4 * plain < own < 0.6 * plain else SUMS) * plain)
+        if 0.4 * plain < own < 0.6 * plain:
+            return max(own, HALF_SUMS * plain)
+        return max(own, (DISJOINT_SUMS if self.overlap < -0.95 else SUMS) * plain)
 
     def message(self, entries: float, share: float = 1.0, *, summed: bool = False) -> float:
         """Return the bytes of a message with `entries` entries in a share of the index space."""

@@ -23,10 +23,11 @@ Cost = tuple[float, float, float, float]  # rounds, messages, bytes and merged e
 Constants = tuple[float, float, float, float]  # seconds of a round, of a further message of it, a byte, an entry
 
 VARIABLE = "MPICOMP_NETWORK"
-OWN_LATENCY = 10e-6  # seconds that this library spends on a message
-MESSAGE, MERGED = 8e-6, 3e-9  # seconds of a further message of a round, and of a merged entry
-LATENCY_INSIDE, BYTE_INSIDE = 5e-6, 1.5e-10  # seconds of a message, and of a byte, inside a node
-SWITCH = 50e-6  # seconds of a round, for each rank that shares a core: the others wait for it
+# Seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json gives for those inside a node.
+OWN_LATENCY = 10e-6  # that this library spends on a message
+MESSAGE, MERGED = 8e-6, 3e-9  # of a further message of a round, and of a merged entry
+LATENCY_INSIDE, BYTE_INSIDE = 5e-6, 1.5e-10  # of a message, and of a byte, inside a node
+SWITCH = 50e-6  # of a round, for each rank that shares a core: the others wait for it
 STEP = 10.0  # measured figures are rounded to powers of it
 SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer one
 LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
@@ -84,7 +85,7 @@ def links_of(text: str) -> Links:
     ValueError for other texts.
 
     >>> links_of("10gbit:50us")
-    Links(latency=5e-05, rate=1180000000.0)
+    Links(latency=5e-05, rate=1180000000.0, crowding=1.0)
     """
     if text in NETWORKS:
         return NETWORKS[text]

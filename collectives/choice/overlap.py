@@ -1,7 +1,6 @@
-"""The overlap of the ranks' supports, estimated from a *digest* of each.
+"""The overlap of the ranks' supports, estimated from a *digest* of each: all indices whose hash passes a test.
 
-A digest contains all indices whose hash passes a test, so that an index that several ranks have is in the digest of
-each of them.
+So an index that several ranks have is in the digest of each of them.
 """
 
 import math

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any, TextIO
 
 from mpicomp import threads
-from mpicomp_bench.bench import collective, compressors, exchange, kernels, quantised
+from mpicomp_bench.bench import choice, collective, compressors, exchange, kernels, quantised
 from mpicomp_bench.bench.suite import Suite
 from mpicomp_bench.files import look, new_file, settings, write
 from mpicomp_bench.info import library_and_version
@@ -22,6 +22,7 @@ SUITES: dict[str, Suite] = {
     "exchange": exchange.SUITE,
     "compressors": compressors.SUITE,
     "quantised": quantised.SUITE,
+    "choice": choice.SUITE,
     **collective.SUITES,
 }
 

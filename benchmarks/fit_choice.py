@@ -1,0 +1,121 @@
+"""Fit the constants by which "auto" predicts bytes, and seconds in shared memory, and print them beside the code's.
+
+    benchmarks/tables.sh choice docs/results      # measures every algorithm on 2, 4 and 8 ranks
+    python benchmarks/fit_choice.py               # needs scipy
+
+Bits of values are means over encoded vectors. The predicted seconds of `collectives.choice` are fitted to logarithms of
+the measured ones, with independent and shared supports, whose overlaps are known; a constant is kept near that of
+the code where the times say little of it.
+"""
+
+import json
+import math
+import pathlib
+import sys
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from collectives.choice import formulas, links, predicted
+from collectives.choice.formulas import Case
+from collectives.choice.links import Links
+from mpicomp import SparseVector, TopK
+from mpicomp.codec import smallest
+from mpicomp.compressors.quantised import quantise
+from mpicomp.vector import add_up
+from mpicomp_bench.bench.choice import AUTO, NEAR
+from mpicomp_bench.bench.data import PATTERNS, draw_sparse
+
+RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
+FITTED = {  # by module
+    links: ("LATENCY_INSIDE", "MESSAGE", "BYTE_INSIDE", "MERGED", "SWITCH"),
+    formulas: ("SUMMED", "SELECTED", "FILLED", "ADDED"),
+}
+NAMES = [(module, name) for module, names in FITTED.items() for name in names]
+OVERLAPS = {"independent": 0.0, "shared": 1.0, "8 bits": 0.0, "4 bits": 0.0}
+LENGTH = 200_000  # of the encoded vectors
+FRACTIONS = "FLOATS", "SUMS", "HALF_SUMS", "DISJOINT_SUMS"
+FORMS = None, "bfloat16", "sign", "two_bit"
+KEPT = 0.3  # the pull of each constant towards that of the code: of a time that is off by this factor's logarithm
+
+
+def places() -> list[tuple[str, Case, Links, dict[str, float]]]:
+    """Return the measured places: the collective, the case, the links, and the seconds of each algorithm."""
+    found = []
+    for path in sorted(RESULTS.glob("choice-*.json")):
+        run = json.loads(path.read_text())
+        ranks, own = run["ranks"], Links(0.0, 1.0, max(1.0, run["ranks"] / run["cpus"]))
+        for row in run["rows"]:
+            if row["supports"] in OVERLAPS:
+                bits = int(row["supports"][0]) if row["supports"].endswith("bits") else None
+                entries = max(1, round(row["length"] * row["density"]))
+                case = Case(ranks, row["length"], entries, ranks, OVERLAPS[row["supports"]], bits=bits)
+                found.append((row["collective"], case, own, row["seconds"]))
+    return found
+
+
+def fractions() -> dict[str, float]:
+    """Return the bits of a value as coded over those in memory: means over ranks, densities and supports."""
+    found: dict[str, list[float]] = {name: [] for name in FRACTIONS}
+    for ranks, density, form, pattern in product((4, 8), (0.001, 0.01, 0.1), FORMS, PATTERNS):
+        vectors = []
+        for rank in range(ranks):
+            support = draw_sparse(pattern, rank, ranks, LENGTH, round(density * LENGTH), "float32")
+            gradient = np.random.default_rng(rank).standard_normal(LENGTH, np.float32)
+            largest = support.with_values(TopK(k=support.nnz).compress(gradient).values)
+            vectors.append(largest if form is None else quantise(largest, form)[0])
+        if form is None:
+            found["FLOATS"] += map(coded, vectors)
+        if form == "bfloat16":
+            found["HALF_SUMS"].append(coded(add_up(vectors)))
+        elif pattern != "disjoint":
+            found["SUMS"].append(coded(add_up(vectors)))
+        elif form is not None:
+            found["DISJOINT_SUMS"].append(coded(add_up(vectors)))
+    return {name: float(np.mean(each)) for name, each in found.items()}
+
+
+def coded(vector: SparseVector) -> float:
+    """Return the bytes of the values as coded over those in memory."""
+    return smallest(vector).values.nbytes(vector.nnz) / vector.values.nbytes
+
+
+def main() -> int:
+    """Fit and print the constants."""
+    for name, fraction in fractions().items():
+        print(f"{name:16} {getattr(formulas, name):10.3g} fitted {fraction:10.3g}")
+    measured = places()
+    before = np.log([getattr(module, name) for module, name in NAMES])
+
+    def misses(logarithms: NDArray[np.float64]) -> list[float]:
+        for (module, name), each in zip(NAMES, logarithms, strict=True):
+            setattr(module, name, math.exp(each))
+        found = list(KEPT * (logarithms - before))
+        for collective, case, own, seconds in measured:
+            taken: dict[str, Any] = predicted(collective, case, own)
+            found += [math.log(taken[name][0] / seconds[name]) for name in taken.keys() & seconds.keys()]
+        return found
+
+    after = least_squares(misses, before, loss="soft_l1").x
+    for (_, name), old, new in zip(NAMES, np.exp(before), np.exp(after), strict=True):
+        print(f"{name:16} {old:10.3g} fitted {new:10.3g}")
+    for what, each in ("of the code", before), ("fitted", after):
+        factor = math.exp(np.median(np.abs(misses(each)[len(NAMES) :])))
+        near = [is_near_best(*place) for place in measured if place[1].ranks > 2]
+        print(f"constants {what}: times within a factor of {factor:.2f} (median), near the best in {np.mean(near):.0%}")
+    return 0
+
+
+def is_near_best(collective: str, case: Case, own: Links, seconds: dict[str, float]) -> bool:
+    """Return whether the algorithm with the shortest prediction is within 15 % of the best; "auto" sees no overlap."""
+    taken = predicted(collective, replace(case, overlap=0.0), own)
+    chosen = min(taken, key=lambda name: taken[name][0])
+    return seconds[chosen] <= NEAR * min(own for name, own in seconds.items() if name != AUTO)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
