@@ -64,6 +64,31 @@ def metadata_of(size, partition="equal"):
     return allreduce.Metadata([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1, partition)
 
 
+def over(network, steps, **signature):
+    """Run an algorithm of `contribution` on the ranks of a network; return the results and the rounds."""
+    size = len(network.links)
+    signature = {"length": 2 * size + 1, "dtype": "float64"} | signature
+    return network.run(lambda rank, group: steps(contribution(rank, size), group), **signature)
+
+
+def summed(network, name):
+    """Run an exact sum, check it, and return the rounds."""
+    size = len(network.links)
+    results, rounds = over(network, partial(allreduce.ALGORITHMS[name], metadata=metadata_of(size)))
+    check_sum(results, size)
+    return rounds
+
+
+def selected(network, name, k):
+    """Run a gTop-k, check that all ranks have the same and nothing is lost; return the result and the rounds."""
+    results, rounds = over(network, partial(gtopk_allreduce.algorithms[name], k=k), k=k)
+    kept, size = results[0][0], len(results)
+    check_sum([result for result, _ in results], size, kept.to_dense())
+    total = kept.to_dense() + sum(rejected.to_dense() for _, rejected in results)
+    np.testing.assert_array_equal(total, dense_sum(size))
+    return kept, rounds
+
+
 ROUNDS = {
     "allgather": upper,
     "recursive_doubling": lambda size: lower(size) + fold(size),
@@ -84,14 +109,7 @@ MESSAGES = {
 def test_an_exact_sum_has_every_contribution_once_and_the_rounds_of_the_table(name):
     for size in SIZES + [256, 257] * name.startswith("recursive"):
         network = Network(size)
-        steps = allreduce.ALGORITHMS[name]
-
-        def run(rank, group, size=size, steps=steps):
-            return steps(contribution(rank, size), group, metadata_of(size))
-
-        results, rounds = network.run(run, length=2 * size + 1, dtype="float64")
-        assert rounds == ROUNDS[name](size), size
-        check_sum(results, size)
+        assert summed(network, name) == ROUNDS[name](size), size
         assert max(link.traffic.messages for link in network.links) <= math.ceil(MESSAGES[name](size))
 
 
@@ -106,13 +124,7 @@ NODES = {  # the first rank of the node of each rank
 @pytest.mark.parametrize("name", ["node_leaders", "node_lanes"])
 def test_sums_over_nodes(name, nodes):
     for size in FEW:
-        network = Network(size, NODES[nodes](size))
-
-        def run(rank, group, size=size):
-            return allreduce.ALGORITHMS[name](contribution(rank, size), group, metadata_of(size))
-
-        results, _ = network.run(run, length=2 * size + 1, dtype="float64")
-        check_sum(results, size)
+        summed(Network(size, NODES[nodes](size)), name)
 
 
 GTOPK_ROUNDS = {
@@ -129,33 +141,19 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
     fewer = {"tree": upper, "node_leaders": upper, "exact": lambda size: upper(size) * (upper(size) + 1)}
     fewer = fewer.get(name, lambda size: 0)
     for size in SIZES + LARGE * (name != "exact"):
-        network = Network(size)
-
-        def run(rank, group):
-            return gtopk_allreduce.algorithms[name](contribution(rank, group.size), group, k=5)
-
-        results, rounds = network.run(run, length=2 * size + 1, dtype="float64", k=5)
-        assert rounds <= GTOPK_ROUNDS[name](size), size
-        assert rounds >= GTOPK_ROUNDS[name](size) - fewer(size), size
-        kept = results[0][0]
-        assert kept.nnz <= 5
-        assert all(result.indices.tobytes() == kept.indices.tobytes() for result, _ in results)
-        total = kept.to_dense() + sum(rejected.to_dense() for _, rejected in results)
-        np.testing.assert_array_equal(total, dense_sum(size))
+        for rendezvous in (False, True)[: 1 + (size in FEW)]:
+            kept, rounds = selected(Network(size, rendezvous=rendezvous), name, 5)
+            assert GTOPK_ROUNDS[name](size) - fewer(size) <= rounds <= GTOPK_ROUNDS[name](size), size
+            assert kept.nnz <= 5
 
 
 @pytest.mark.parametrize("nodes", NODES)
 def test_gtopk_over_nodes_is_exact(nodes):
     for size in FEW:
-        network, k = Network(size, NODES[nodes](size), seed=size), (5, size, None)[size % 3]
-
-        def run(rank, group, k=k):
-            return gtopk_allreduce.algorithms["node_leaders"](contribution(rank, group.size), group, k=k)
-
-        results, _ = network.run(run, length=2 * size + 1, dtype="float64", k=k)
-        check_sum([result for result, _ in results], size, select(dense_sum(size), k or contribution(0, size).nnz))
-        total = sum(rejected.to_dense() for _, rejected in results) + results[0][0].to_dense()
-        np.testing.assert_array_equal(total, dense_sum(size))
+        k = (5, size, None)[size % 3]
+        kept, _ = selected(Network(size, NODES[nodes](size), seed=size), "node_leaders", k)
+        expected = select(dense_sum(size), k or contribution(0, size).nnz)
+        np.testing.assert_array_equal(kept.to_dense(), expected)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01])
@@ -243,43 +241,27 @@ def test_sums_in_few_bits_over_nodes(nodes):
         assert sum(sending) <= most
 
 
-def test_the_others():
-    for size in SIZES:
-        terms = {"length": 2 * size + 1, "dtype": "float64"}
-
-        def gather(rank, group):
-            return allgather.dissemination(contribution(rank, group.size), group)
-
-        def split(rank, group):
-            return reduce_scatter.split(contribution(rank, group.size), group, "equal")
-
-        def reduce(rank, group):
-            return rooted.tree(contribution(rank, group.size), group, group.size // 2)
-
-        def bcast(rank, group):
-            root = group.size - 1
-            return rooted.bcast(contribution(root, group.size) if rank == root else group.nothing, group, root)
-
-        def metadata(rank, group):
-            return allreduce.exchange_metadata(contribution(rank, group.size), group, "auto")
-
-        parts, rounds = Network(size).run(gather, **terms)
-        assert rounds == upper(size)
-        assert [part.indices.tolist() for part in parts[-1]] == [
-            contribution(r, size).indices.tolist() for r in range(size)
-        ]
-        shares, rounds = Network(size).run(split, **terms)
-        assert rounds == (size > 1)
-        np.testing.assert_array_equal(sum(share.to_dense() for share in shares), dense_sum(size))
-        totals, rounds = Network(size).run(reduce, root=size // 2, **terms)
-        assert rounds <= 2 * upper(size)  # the terms, and the tree
-        np.testing.assert_array_equal(totals[size // 2].to_dense(), dense_sum(size))
-        handed, rounds = Network(size).run(bcast, root=size - 1, **terms)
-        assert rounds <= 2 * upper(size)
-        assert all(vector.values.tobytes() == contribution(size - 1, size).values.tobytes() for vector in handed)
-        exchanged, rounds = Network(size).run(metadata, **terms)
-        assert rounds == upper(size)
-        assert all(each.counts == [contribution(r, size).nnz for r in range(size)] for each in exchanged)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_others(size):
+    vectors, root = [contribution(rank, size) for rank in range(size)], size // 2
+    parts, rounds = over(Network(size), allgather.dissemination)
+    assert rounds == upper(size)
+    assert [part.indices.tolist() for part in parts[-1]] == [vector.indices.tolist() for vector in vectors]
+    shares, rounds = over(Network(size), partial(reduce_scatter.split, partition="equal"))
+    assert rounds == (size > 1)
+    np.testing.assert_array_equal(sum(share.to_dense() for share in shares), dense_sum(size))
+    totals, rounds = over(Network(size), partial(rooted.tree, root=root), root=root)
+    assert rounds <= 2 * upper(size)  # the terms, and the tree
+    np.testing.assert_array_equal(totals[root].to_dense(), dense_sum(size))
+    steps = partial(rooted.bcast, root=root)
+    handed, rounds = over(
+        Network(size), lambda vector, group: steps(vector if group.rank == root else group.nothing, group), root=root
+    )
+    assert rounds <= 2 * upper(size)
+    assert all(vector.values.tobytes() == vectors[root].values.tobytes() for vector in handed)
+    exchanged, rounds = over(Network(size), partial(allreduce.exchange_metadata, partition="auto"))
+    assert rounds == upper(size)
+    assert all(each.counts == [vector.nnz for vector in vectors] for each in exchanged)
 
 
 @pytest.mark.parametrize("size", [5, 7, 13])
@@ -314,29 +296,6 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
     network.links[size - 1].gathered.clear()  # as after an error on this rank alone
     assert summed(few, network)[:3] == first[:3]
     assert summed(few, network) == again
-
-
-def test_what_a_sum_of_signs_was_says_nothing_of_one_of_other_values():
-    """The call after it sends the bytes of one that remembers nothing."""
-    size, length, entries = 8, 2_000_000, 40_000
-
-    def summed(network, form):
-        rng = np.random.default_rng(0)
-        vectors = []
-        for _ in range(size):
-            indices = np.sort(rng.choice(length, entries, replace=False))
-            values = rng.standard_normal(entries).astype(np.float32)
-            vectors.append(quantise(SparseVector(indices, values, length), form)[0])
-        for link in network.links:
-            link.clock = link.sent = link.traffic.nbytes = 0
-        network.run(
-            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
-        )
-        return sum(link.traffic.nbytes for link in network.links)
-
-    network = Network(size, nodes=range(size))
-    summed(network, "sign")
-    assert summed(network, "bfloat16") == summed(Network(size, nodes=range(size)), "bfloat16")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -414,19 +373,6 @@ def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operati
 
 def brought_to(rank, error):
     return SparseVector.empty(0) if error else SparseVector(np.arange(100), np.arange(1.0, 101) + rank, 100)
-
-
-@pytest.mark.parametrize("name", gtopk_allreduce.algorithms)
-def test_gtopk_where_messages_leave_when_they_are_received(name):
-    for size in range(1, 20):
-        network = Network(size, rendezvous=True)
-        results, _ = network.run(
-            lambda rank, group: gtopk_allreduce.algorithms[name](brought_to(rank, None), group),
-            length=100,
-            dtype="float64",
-        )
-        total = results[0][0].to_dense() + sum(rejected.to_dense() for _, rejected in results)
-        np.testing.assert_array_equal(total, size * np.arange(1.0, 101) + size * (size - 1) / 2)
 
 
 @pytest.mark.parametrize(("counts", "sampling"), [

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from inspect import isfunction, signature
 from itertools import product
 
 import numpy as np
@@ -544,42 +545,5 @@ def signs_of_values(device, cupy):
 
 
 ALL = [
-    top_k_at_the_edges_of_tiles,
-    top_k_of_hostile_data,
-    top_k_of_several_blocks,
-    top_k_of_few,
-    top_k_by_a_sample,
-    floors_from_a_sample,
-    largest_in_segments,
-    magnitudes_in_segments,
-    scaled_sums,
-    every_k,
-    not_finite_values,
-    thresholds,
-    misaligned_values,
-    histograms_and_selections,
-    moments,
-    moments_of_many_blocks,
-    sides_of_thresholds,
-    magnitudes_of_lloyd,
-    surveys,
-    a_survey_of_many_groups,
-    surveys_without_room,
-    merges,
-    sums_of_many,
-    sums_that_round,
-    parts,
-    dense_and_sparse,
-    inspections,
-    bitmaps,
-    elias_fano,
-    offsets,
-    few_bits,
-    sums_and_the_largest_of_them,
-    sums_sampled,
-    misaligned_sums,
-    cleared,
-    hadamard_transforms,
-    products_of_chunks,
-    signs_of_values,
+    each for each in list(vars().values()) if isfunction(each) and [*signature(each).parameters] == ["device", "cupy"]
 ]
