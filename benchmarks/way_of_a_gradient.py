@@ -40,13 +40,13 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+from collectives.exchange.flight import Flight
 from mpi4py import MPI
 
 import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
 from collectives.agreement import agree_to_keep
-from collectives.exchange.flight import Flight
 from collectives.exchange.step import Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
 from mpicomp.tensors import Outputs

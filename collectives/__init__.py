@@ -7,6 +7,7 @@ all ranks, as MPI asks of its own collectives.
 
 from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
+from collectives.averaging import average_residuals
 from collectives.compressed import compressed_allreduce, compressed_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.exchange import GradientExchange
@@ -31,6 +32,7 @@ __all__ = [
     "agree",
     "aligned_allreduce",
     "aligned_iallreduce",
+    "average_residuals",
     "compressed_allreduce",
     "compressed_iallreduce",
     "configure",

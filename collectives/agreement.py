@@ -6,7 +6,7 @@ apply to both, and the error of a rank reaches all ranks.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,18 @@ def all_or_none(comm: Any, operation: str) -> Iterator[None]:
     agree_to_keep(error, comm, operation)
 
 
+def outcome_of(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call, or its error, to be contributed: without tracebacks, whose frames hold arrays."""
+    try:
+        return function(*args)
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None:
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
+        return error
+
+
 def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:
     """Return on all living ranks if none has an error and none died; else raise on all of them."""
     if not failure.survives():
@@ -130,16 +142,3 @@ def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:
             )
         finally:
             del error
-
-
-def note_failure(error: Exception, comm: Any, operation: str, *, known: bool) -> None:
-    """Report a step that failed on this rank to `agree_to_keep`; raises nothing, as the caller raises the error.
-
-    known: all ranks know of the error, as a collective raised it; they then agree only under an MPI that survives a
-    death.
-    """
-    with suppress(Exception):
-        if failure.survives():
-            recovery.agree(False, comm)
-        elif not known:
-            raise_together(error, comm, operation)

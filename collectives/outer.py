@@ -259,7 +259,7 @@ class OuterLoop:
                 f"the exchange has basis={exchange.basis!r} and average={exchange.average!r}: expected no basis, and a "
                 "mean; neither has been measured with local steps"
             )
-        if feedback.in_place:  # needs the pseudo-gradient's buffer
+        if not feedback.has_gradient_units:
             raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
 
     def _gather(self, call: Callable[[], Any]) -> list[Any]:

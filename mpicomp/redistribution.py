@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.bucket import SHARED
+from mpicomp.checkpoint import SHARED
 from mpicomp.feedback.base import wide
 from mpicomp.settings import check_table, from_table, to_choice, to_integer, to_table
 

@@ -82,13 +82,6 @@ def to_choice(name: str, value: Any, choices: Iterable[Any], *, remedy: str = ""
     raise ValueError(f"{name} is {value!r}: expected one of {known}{remedy}")
 
 
-def refuse_bools(**numbers: Any) -> None:
-    """Raise ValueError if one of the arguments, by name, is a bool, which Python would treat as 1 or 0."""
-    for name, value in numbers.items():
-        if isinstance(value, bool | np.bool_):
-            raise ValueError(f"{name} is {value!r}, a bool: expected a number")
-
-
 def to_table(settings: Mapping[str, Any]) -> NDArray[Any]:
     """Return settings as an array of text that np.savez stores, shape (settings, 2): names and values."""
     return np.array([[name, str(value)] for name, value in settings.items()], np.str_).reshape(-1, 2)

@@ -5,16 +5,14 @@ written to, are compared with it.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, adjacent, contiguous, kernels_for, kind_of, namespace, to_values, writable_vector
-from mpicomp.vector import SparseVector, split
+from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
@@ -42,14 +40,13 @@ class Tensor:
         """Number of values."""
         return math.prod(self.shape)
 
-    @property
-    def nothing(self) -> SparseVector:
-        """A vector of its size and dtype, on its device, that has no entry."""
-        return SparseVector.empty(self.size, self.dtype, beside=self.xp.empty(0))
-
     def new(self) -> Array:
         """Return a vector of zeros of its size and dtype, on its device."""
         return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
+
+    def wrapped(self, vector: Array) -> Any:
+        """Return a vector of its size as the caller's kind of array, in the shape of the tensor."""
+        return self.wrap(vector.reshape(self.shape))
 
     def flatten(self, array: Any) -> Array:
         """Return a gradient as one vector, a view where possible; zeros for None.
@@ -184,74 +181,3 @@ def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:
     if form == DICT:
         return {tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors}
     return {ALONE: f"{tensors[0].dtype} of {sum(tensor.size for tensor in tensors)} values"}
-
-
-class Outputs:
-    """The arrays that the means of one step are written to: the caller's buffers, or new ones.
-
-    tensors: of one vector, with these bounds. outs: the caller's buffers by name; the others are new. `write` allocates
-    nothing: `prepare` has done it. Raises TypeError or ValueError for a bad buffer.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], bounds: Sequence[int], outs: Mapping[str, Any]) -> None:
-        self._tensors, self._bounds = tensors, bounds
-        mine = [(tensor, outs.get(tensor.name)) for tensor in tensors] if outs else []
-        self.given = {tensor.name: out for tensor, out in mine if out is not None}
-        pairs = [(tensor, out) for tensor, out in mine if out is not None]
-        self._vectors = {tensor.name: tensor.writable(out, f"out for {tensor.name}") for tensor, out in pairs}
-        self._buffers: list[Array] = []
-        self._parts: list[SparseVector] = []  # of a sparse mean, where the buffers are not adjacent
-        self._whole: Array | None = None  # all buffers as one vector
-
-    @property
-    def written(self) -> list[Array]:
-        """The caller's buffers as vectors."""
-        return [*self._vectors.values()]
-
-    def prepare(self, result: SparseVector | Array | None) -> None:
-        """Allocate what `write` needs for a result, which may become the output itself; None: it is not known yet."""
-        if not self.given:
-            length, first = self._bounds[-1], self._tensors[0]
-            fresh = not isinstance(result, SparseVector) and result is not None
-            whole: Any = result if fresh else first.xp.zeros(length, first.dtype)
-            self._whole, self._buffers = whole, [whole[start:end] for start, end in pairwise(self._bounds)]
-            return
-        found = [self._vectors.get(tensor.name) for tensor in self._tensors]
-        pairs = zip(self._tensors, found, strict=True)
-        self._buffers = [tensor.new() if out is None else out for tensor, out in pairs]
-        self._whole = adjacent(self._buffers)
-        if self._whole is None and isinstance(result, SparseVector) and result.nnz < result.length:
-            self._parts = split(result, self._bounds)
-
-    def write(self, result: SparseVector | Array) -> dict[str, Any]:
-        """Write a result to the buffers, in one call if they are adjacent, and return them by name."""
-        if isinstance(result, SparseVector) and result.nnz == result.length:
-            result = result.values
-        if self._whole is not None:
-            pairs: list[tuple[Array, Any]] = [(self._whole, result)]
-        elif isinstance(result, SparseVector):
-            pairs = list(zip(self._buffers, self._parts, strict=True))
-        else:
-            spans = zip(self._buffers, pairwise(self._bounds), strict=True)
-            pairs = [(out, result[first:end]) for out, (first, end) in spans]
-        for out, part in pairs:
-            if isinstance(part, SparseVector):
-                if self.given:  # a new one is zero
-                    kernels_for(out).clear(out)
-                kernels_for(out).scatter(out, part.indices, part.values)
-            elif part is not out:
-                np.copyto(out, part, casting="same_kind")
-        return self.results()
-
-    def clear(self) -> dict[str, Any]:
-        """Write zeros, and return the results by name."""
-        self.prepare(None)
-        for buffer in self._buffers:
-            buffer.fill(0)
-        return self.results()
-
-    def results(self) -> dict[str, Any]:
-        """Return the results by name: the caller's buffers, or new arrays of the kinds of the gradients."""
-        new = zip(self._tensors, self._buffers, strict=True)
-        made = {each.name: each.wrap(out.reshape(each.shape)) for each, out in new if each.name not in self.given}
-        return made | self.given

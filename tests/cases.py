@@ -3,10 +3,11 @@
 import inspect
 import itertools
 import zlib
-from functools import wraps
+from functools import partial, wraps
 
 import numpy as np
 
+from collectives import compressed_allreduce
 from mpicomp import SparseVector
 
 LENGTH = 240
@@ -169,3 +170,8 @@ def noisy_gradients(rank, length=50_000):
     signal, rng = np.random.default_rng(0).standard_t(3, length), np.random.default_rng([1, rank])
     while True:
         yield signal + 3 * rng.standard_normal(length)
+
+
+def compressed_sum(compressor):
+    """Return the collective that compresses the sum as well."""
+    return partial(compressed_allreduce, compressor=compressor)

@@ -309,7 +309,7 @@ def test_the_example_of_the_documentation_works():
         corrected = feedback.correct(np.arange(8.0))
         sent = compressed_sum(example, corrected, np.zeros(8), np.empty(8))
         assert sent.indices.tolist() == [step % 4, step % 4 + 4]
-        feedback.settle(corrected, sent, None, sent)
+        feedback.settle(corrected, sent)
         feedback.commit()
     twin = names["EveryOther"](4)
     twin.load_state_dict(example.state_dict())

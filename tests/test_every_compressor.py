@@ -238,7 +238,7 @@ def test_below_a_quota_of_one_nothing_starves(quota, k):
     for _ in range(300):
         corrected = feedback.correct(1 + rng.random(20))
         vector = compressor.compress(corrected)
-        feedback.settle(corrected, vector, None, vector)
+        feedback.settle(corrected, vector)
         feedback.commit()
         compressor.observe(vector)
         sent |= set(vector.indices.tolist())
@@ -349,7 +349,7 @@ def test_adacomp_in_the_steady_state(bin_size, entries, rate):
         corrected = feedback.correct(gradient)
         vector = compressor.compress(corrected, gradient=gradient)
         message = encode(vector, coding=CODECS["smallest"](vector))
-        feedback.settle(corrected, vector, None, vector)
+        feedback.settle(corrected, vector)
         feedback.commit()
         assert np.unique(np.abs(vector.values)).size == 1
         if step >= 40:
@@ -380,7 +380,7 @@ def union_of_16_ranks(make):
         for compressor, feedback, gradients in ranks:
             corrected = feedback.correct(next(gradients))
             vector = compressor.compress(corrected)
-            feedback.settle(corrected, vector, None, vector)
+            feedback.settle(corrected, vector)
             feedback.commit()
             total[vector.indices] += vector.values
             votes[vector.indices] += 1

@@ -32,7 +32,7 @@ METHODS = {
     "unmasked": partial(MomentumCorrection, 0.5, masking=False),
     "clipped": partial(MomentumCorrection, 0.5, clip=8.0, ranks=4),
     "step ahead": partial(StepAhead, 0.5),
-    "step ahead, momentum": partial(StepAhead, 1.0, 0.5, averaging_period=3),
+    "step ahead, momentum": partial(StepAhead, 1.0, 0.5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 STATEFUL = {name: method for name, method in METHODS.items() if name not in ("none", "in place")}
@@ -58,13 +58,13 @@ def one_step(feedback, gradient, compressor, reject=0):
     before = corrected.astype(np.float64)
     sent = compressor.compress(corrected, gradient=gradient)
     rejected, arrived = sent.divide(np.arange(min(reject, sent.nnz)))
-    keep(feedback, corrected, sent, rejected if reject else None, arrived)
+    keep(feedback, corrected, sent, rejected if reject else None)
     return before, dense(sent), dense(rejected), dense(arrived)
 
 
-def keep(feedback, corrected, sent, rejected=None, mean=None):
-    """End a step; where no mean is given, what was sent is the mean."""
-    feedback.settle(corrected, sent, rejected, sent if mean is None else mean)
+def keep(feedback, corrected, sent, rejected=None):
+    """End a step."""
+    feedback.settle(corrected, sent, rejected)
     feedback.commit()
 
 
@@ -182,8 +182,7 @@ def test_the_arrays_of_a_state_have_one_shape_also_in_a_fresh_object():
     [
         ("rate", np.ones(1), r"rate is float64 of shape \(1,\): expected float64 of shape \(\)"),
         ("rate", np.float32(1), r"rate is float32 of shape \(\): expected float64"),
-        ("rate", np.array(-1.0), "rate is -1.0: expected a learning rate above 0"),
-        ("since_averaging", np.array(1.0), "since_averaging is float64 .*: expected int64"),
+        ("rate", np.array(-1.0), "rate is -1.0: expected 0 < rate"),
     ],
 )
 def test_a_wrong_number_in_a_state_is_refused(name, value, message):
@@ -211,15 +210,15 @@ def test_misuse_is_named(method):
     feedback, nothing = method(), SparseVector.empty(LENGTH, np.float64)
     corrected = feedback.correct(normal(0))
     with pytest.raises(ValueError, match="got a vector of length 3: expected 40"):
-        feedback.settle(corrected, SparseVector.empty(3, np.float64), None, nothing)
+        feedback.settle(corrected, SparseVector.empty(3, np.float64))
     keep(feedback, corrected, nothing)
     with pytest.raises(RuntimeError, match="settle without correct"):
-        feedback.settle(corrected, nothing, None, nothing)
+        feedback.settle(corrected, nothing)
     for change in (lambda: feedback.load_state_dict(feedback.state_dict()), lambda: feedback.rescale(2)):
         corrected = feedback.correct(normal(1))
         change()
         with pytest.raises(RuntimeError, match="settle without correct"):
-            feedback.settle(corrected, nothing, None, nothing)
+            feedback.settle(corrected, nothing)
     for other in (np.ones(4), np.ones(LENGTH, np.float32)):
         message = rf"the gradient is .*: expected float64 of shape \(40,\).*use one {type(feedback).__name__} for each"
         with pytest.raises(ValueError, match=message):
@@ -249,7 +248,7 @@ def test_rescale_scales_residuals_in_gradient_units_and_nothing_else(method):
     for name, array in feedback.state_dict().items():
         np.testing.assert_array_equal(array, before[name] * (0.5 if scaled and name == "residual" else 1))
     for factor in (0, -1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match="expected the old learning rate over the new one"):
+        with pytest.raises(ValueError, match="the old learning rate over the new one"):
             feedback.rescale(factor)
 
 
@@ -257,7 +256,7 @@ def test_rescale_refuses_what_leaves_the_range():
     feedback = ErrorFeedback()
     one_step(feedback, np.full(LENGTH, 3e4, np.float16), TopK(k=5))
     before = state_of(feedback)
-    with pytest.raises(OverflowError, match="the residual times 3 leaves the range of float16"):
+    with pytest.raises(OverflowError, match=r"the residual times 3\.0 leaves the range of float16"):
         feedback.rescale(3)
     assert state_of(feedback) == before
 
@@ -282,24 +281,22 @@ def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
     back = SparseVector([1], np.array([60_000], np.float16), LENGTH)
     message = "leaves the range of float16: scale the gradients down, or use float32"
     with np.errstate(over="ignore"), pytest.raises(OverflowError, match=message):
-        feedback.settle(feedback.correct(gradient), nothing, back, nothing)
+        feedback.settle(feedback.correct(gradient), nothing, back)
     assert state_of(feedback) == before
     assert np.isfinite(gradient).all()
     one_step(feedback, np.ones(LENGTH, np.float16), TopK(k=5))
 
 
-def test_in_place_nothing_is_kept_and_the_changes_are_returned():
-    """What is to be added where an entry was sent, then where one came back, also at the same index."""
+def test_in_place_the_gradient_changes_at_the_commit_and_nothing_is_kept():
+    """Also where an entry was sent and another one came back."""
     feedback, gradient = ErrorFeedback(in_place=True), np.array([4.0, 1.0, -6.0, 2.0])
     corrected = feedback.correct(gradient)
     assert np.shares_memory(corrected, gradient)
     sent, rejected = SparseVector([0, 2], [4.0, -5.0], 4), SparseVector([0, 3], [4.0, 7.0], 4)
-    for change in feedback.settle(corrected, sent, rejected, sent):
-        assert gradient.tolist() == [4, 1, -6, 2], "the caller writes"
-        corrected = corrected.copy()
-        corrected[change.indices] += change.values
+    feedback.settle(corrected, sent, rejected)
+    assert gradient.tolist() == [4, 1, -6, 2]
     feedback.commit()
-    assert corrected.tolist() == [4, 1, -1, 9]
+    assert gradient.tolist() == [4, 1, -1, 9]
     assert feedback.residual is None
     assert feedback.state_dict() == {}
     assert feedback.size is None
@@ -401,11 +398,10 @@ def test_a_velocity_for_float16_gradients_is_kept_in_float32():
     ("make", "message"),
     [
         (lambda: MomentumCorrection(1.5), "momentum is 1.5: expected 0 <= momentum <= 1"),
-        (lambda: MomentumCorrection(clip=0.0, ranks=2), "clip is 0.0: expected a norm above 0"),
+        (lambda: MomentumCorrection(clip=0.0, ranks=2), "clip is 0.0: expected 0 < clip"),
         (lambda: MomentumCorrection(clip=1.0), "ranks is None: clip needs the number of ranks"),
-        (lambda: StepAhead(0.0), "rate is 0.0: expected a learning rate above 0"),
+        (lambda: StepAhead(0.0), "rate is 0.0: expected 0 < rate"),
         (lambda: StepAhead(1.0, -0.1), "momentum is -0.1"),
-        (lambda: StepAhead(1.0, averaging_period=0), "averaging_period is 0: expected at least 1"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(make, message):
@@ -453,7 +449,6 @@ def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gr
         lambda value: ErrorFeedback(decay=value),
         StepAhead,
         lambda value: StepAhead(0.1, value),
-        lambda value: StepAhead(0.1, averaging_period=value),
         MomentumCorrection,
         lambda value: MomentumCorrection(clip=value, ranks=2),
         lambda value: MomentumCorrection(clip=1.0, ranks=value),
@@ -469,5 +464,5 @@ def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gr
     ],
 )
 def test_a_bool_is_no_number(make, value):
-    with pytest.raises(ValueError, match=r" is (np\.)?(True|False)|density 1 is"):
+    with pytest.raises((TypeError, ValueError), match=r" is (np\.)?(True|False)|density 1 is"):
         make(value)

@@ -22,7 +22,7 @@ def peak_values(feedback, sparse):
         exchange = GradientExchange(MPI.COMM_SELF, TopK(0.001), feedback)
         for _ in range(3):
             exchange(gradient, sparse=sparse)
-            if feedback.in_place:
+            if getattr(feedback, "in_place", False):
                 gradient += fresh
         tracemalloc.reset_peak()
         mean = exchange(gradient, sparse=sparse)

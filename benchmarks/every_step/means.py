@@ -99,7 +99,7 @@ class Sparse:
         if self.basis:
             self.basis.forward(vector, vector)
         corrected, sent = feedback.compress(vector, self.compressor)
-        feedback.settle(corrected, sent, None, sent)
+        feedback.settle(corrected, sent)
         feedback.commit()
         return sent
 

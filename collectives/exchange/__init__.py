@@ -2,8 +2,8 @@
 
 Bucket     tensors that are one vector, with compressor, feedback and state: what is constant (`mpicomp.bucket`)
 Layout     which tensors are in which bucket
-Flight     a bucket in a step
-Step       a step: started, settled, committed or rolled back
+Reduction  the sum over the ranks, and the mean that is made of it
+Step       all of a step on all ranks, or none of it
 """
 
 from collectives.exchange.exchange import GradientExchange

@@ -2,32 +2,30 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from inspect import signature
+from traceback import clear_frames
 from typing import Any, NoReturn
 
-import numpy as np
 from numpy.typing import NDArray
 
 from collectives.agreement import gather_objects
-from collectives.allreduce import sparse_allreduce
-from collectives.collective import declared_by, nonblocking_sum, with_votes
-from collectives.compressed import check_stateless, compressed_allreduce, own_share
-from collectives.exchange.flight import CONTRIBUTORS, OPERATION, Collectives
 from collectives.exchange.layout import Choose, Layout
+from collectives.exchange.reduction import CONTRIBUTORS, SIGN, reduction
 from collectives.exchange.statistics import Statistics, report
-from collectives.exchange.step import Step
-from collectives.faults.ledger import accounts, balance, name_step
-from collectives.quantised import quantised_allreduce
-from collectives.runtime.link import check_communicator, traffic
+from collectives.exchange.step import OPERATION, Step
+from collectives.faults.ledger import balance, name_step
+from collectives.runtime.link import check_communicator
 from mpicomp import checking
 from mpicomp.bases import Basis
-from mpicomp.bucket import Bucket, load_whole_state, restored_on_error, set_back, whole_state
+from mpicomp.bucket import Bucket, set_back
+from mpicomp.checkpoint import load_whole_state, restored_on_error, whole_state
 from mpicomp.compressors import Compressor, Dense
-from mpicomp.errors import CollectiveError, StepSkippedError
+from mpicomp.errors import CollectiveError, NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.redistribution import redistributed
+from mpicomp.settings import to_choice, to_integer
 from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, in_form, outs_by_name
 
 
@@ -44,8 +42,6 @@ class GradientExchange:
 
     Or a collective of dense arrays with `Dense()`, which None stands for then: `quantised_allreduce`, with its bits
     bound, whose `rejected` is the next residual, or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
-    downlink: a compressor of the sum, such as `TopK(density=0.01)`, short for `compressed_allreduce` with it: each rank
-    compresses a share of the sum before the others receive it.
 
     average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
     number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count; "sign" returns the sign of the
@@ -93,7 +89,6 @@ class GradientExchange:
         collective: Callable[[Any, Any], Any] | None = None,
         *,
         average: bool | str = True,
-        downlink: Compressor | None = None,
         basis: Basis | None = None,
         bits: int | None = None,
         small: int | None = None,
@@ -103,12 +98,15 @@ class GradientExchange:
     ) -> None:
         feedback = ErrorFeedback() if feedback is None else feedback
         check_communicator(comm)
-        self._collectives = _functions(_collective(collective, bits, downlink), compressor, average)
-        takes_arrays = self._collectives.takes_arrays
+        average = to_choice("average", average, (True, False, CONTRIBUTORS, SIGN))
+        nonfinite = to_choice("nonfinite", nonfinite, ("raise", "skip"))
+        self._reduction = reduction(collective, bits, average)
+        takes_arrays = self._reduction.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
         if small is None:  # arrays need no exception, and in a basis small tensors are as good as others
             small = 0 if takes_arrays or basis is not None else 1024
+        small, bucket_nbytes = to_integer("small", small, least=0), to_integer("bucket_nbytes", bucket_nbytes, least=0)
         self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
         self.basis = basis
         self.steps = self.skipped = 0  # that were kept, and skipped
@@ -119,10 +117,12 @@ class GradientExchange:
         rest = average, nonfinite, basis, takes_arrays
         self._layout = Layout(compressor, feedback, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
         self._checked = checking.asked()
+        self._refused = NotFiniteError if nonfinite == "skip" else ValueError if self._checked else None
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
         self._buckets: list[Bucket] = []
-        self.under_way: Step | None = None
+        self._begin = partial(Step, reduction=self._reduction, refused=self._refused, checked=self._checked)
+        self._step: Step | None = None  # the one under way
 
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
         """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
@@ -148,9 +148,8 @@ class GradientExchange:
             outs = outs_by_name(out, form, arrays)
         except Exception as error:
             self.fail(error)
-        step = self._begin()
-        step.arrays, step.outs = arrays, outs
-        return in_form(form, self._run(form, sparse), arrays)
+        self.start_together(arrays, outs)
+        return in_form(form, self._run(form, "sparse" if sparse else "dense").results, arrays)
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
@@ -164,7 +163,7 @@ class GradientExchange:
         """
         if self._buckets:
             raise RuntimeError("the tensors are registered: expected one call, before the first step")
-        if self.under_way is not None:
+        if self._step is not None:
             self.fail(RuntimeError("a step is in progress: register the tensors before the first of them is started"))
         self._register(DICT, tensors)
 
@@ -178,7 +177,7 @@ class GradientExchange:
         Raises KeyError, TypeError or ValueError at once for a name that is unknown, or was passed before in this step;
         the step continues.
         """
-        if self.under_way is not None and name in self.under_way.arrays:
+        if self._step is not None and name in self._step.arrays:
             raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
         if self._form is not None:
             check_same_form(DICT, {name: array}, self._form, self._names)
@@ -186,20 +185,14 @@ class GradientExchange:
 
     def start_together(self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
-        step = self._begin()
-        step.arrays |= arrays
-        step.outs |= outs or {}
-        try:
-            with np.errstate(all="ignore"):  # they may be set differently by rank: see `step`
-                step.leave()
-        except BaseException as error:
-            self._end_badly(error)
-            raise
+        step = self._step = self._step or self._begin(self.comm)
+        with self._ended_on_error():
+            step.add(self._buckets, arrays, outs or {})
 
     def progress(self) -> None:
         """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""
-        if self.under_way is not None:
-            self.under_way.progress()
+        if self._step is not None:
+            self._step.advance()
 
     def finish(self, *, sparse: bool = False) -> dict[str, Any]:
         """Wait for the sums of this step, and return the means by name, as the registered kinds of array.
@@ -209,26 +202,22 @@ class GradientExchange:
 
         Raises the errors of a call; the residuals of all tensors are then unchanged on all ranks.
         """
-        self._begin()
-        return self._run(DICT, sparse)
+        return self._run(DICT, "sparse" if sparse else "dense").results
 
     def finish_vectors(self) -> list[Any]:
         """Complete the step as `finish` does, and return the mean of each of `buckets`; none if the step is skipped."""
-        step = self._begin()
-        self._run(DICT, True, "vectors")
-        return [flight.mean for flight in step.flights] if self.finite else []
+        return [each.mean for each in self._run(DICT, "vectors").finished]
 
     def fail(self, error: Exception) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`."""
         try:
             if not self._buckets:
-                self.under_way = None
+                self._step = None
                 gather_objects(error, self.comm, OPERATION)  # as the others, which compare what they have
-            self._begin()
-            self._end_badly(error)
+            self._run(DICT, "dense", error)
             raise error
         finally:
-            del error
+            del error  # else it, its traceback and this frame hold each other
 
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.
@@ -268,7 +257,7 @@ class GradientExchange:
         as text. It does not contain the order of named tensors (`register` them in the same order first), nor residuals
         in place (save the gradients).
         """
-        with set_back(self.under_way.snapshots() if self.under_way else []):
+        with set_back(self._step.snapshots if self._step else []):
             return whole_state(self.buckets, self._layout.settings(self.comm))
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
@@ -346,65 +335,64 @@ class GradientExchange:
         self._check_between_steps()
         with restored_on_error(self.buckets):
             for bucket in self.buckets:
-                bucket.rescale(factor)
+                bucket.feedback.rescale(factor)
 
-    def _begin(self) -> Step:
-        """Return the current step; start one if there is none."""
-        if self.under_way is None:
-            modes = {"checked": self._checked, "skips": self._layout.nonfinite == "skip"}
-            average = self._layout.average
-            self.under_way = Step(self._buckets, self.comm, self._collectives, average=average, **modes)
-        return self.under_way
-
-    def _run(self, form: str, sparse: bool, results: str = "") -> dict[str, Any]:
-        """Complete the current step, and return its results: see `Flight.settle` for their form."""
-        step = self._begin()
+    def _run(self, form: str, results: str, error: Exception | None = None) -> Step:
+        """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
+        step = self._step = self._step or self._begin(self.comm)
         try:
-            if not self._buckets:
-                step.buckets = self._register(form, step.arrays)
-            with np.errstate(all="ignore"):  # they may be set differently by rank: see `step`
-                step.settle(form=results or ("sparse" if sparse else "dense"))
-        except BaseException as error:
-            self._end_badly(error)
-            if not isinstance(error, StepSkippedError):
-                raise
-            self.finite, self.skipped = False, self.skipped + 1
-            return step.skip(sparse=sparse)
-        self.under_way = None  # settled: an interrupt from here on leaves no step behind
-        with np.errstate(all="ignore"):
-            means = step.commit()
-        self._end_step(step)
-        return means
+            with self._ended_on_error():
+                if not self._buckets:
+                    self._register(form, step.arrays)
+                step.run(self._buckets, results, error)
+        finally:
+            del error
+        self._step = None
+        self._count(step)
+        return step
 
-    def _register(self, form: str, arrays: Mapping[str, Any]) -> list[Bucket]:
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        """End the current step if the block raises: an Exception on all ranks, anything else on this rank alone."""
+        try:
+            yield
+        except BaseException as error:
+            step, self._step = self._step, None
+            if step is not None:
+                step.restore_unless_kept()
+            if self._checked and isinstance(error, Exception):
+                name_step(error, self.steps, self.comm.rank)
+            clear_frames(error.__traceback__)  # else they, the error and the arrays of the step hold each other
+            raise
+
+    def _register(self, form: str, arrays: Mapping[str, Any]) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         self._form, self._names = form, {name for bucket in self._buckets for name in bucket.names_of_tensors}
-        return self._buckets
 
     def _check_between_steps(self) -> None:
-        if self.under_way is not None:
+        if self._step is not None:
             raise RuntimeError("a step is in progress: call finish first")
 
-    def _end_badly(self, error: BaseException) -> None:
-        """End a step that failed: by an Exception on all ranks, by anything else on this rank alone."""
-        step, self.under_way = self.under_way, None
-        if step is not None:
-            step.roll_back(error)
-        if self._checked and isinstance(error, Exception):
-            name_step(error, self.steps, self.comm.rank)
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step was started, and has not ended."""
+        return self._step is not None
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets; before the first step that of a single vector."""
         return self._buckets or [self._layout.alone([])]
 
-    def _end_step(self, step: Step) -> None:
-        """Count a step that was kept, and log its statistics."""
-        self.steps, self.finite = self.steps + 1, True
+    def _count(self, step: Step) -> None:
+        """Count a step that was kept or skipped, and log its statistics."""
+        self.finite = bool(step.finished)
+        if not self.finite:
+            self.skipped += 1
+            return
+        self.steps += 1
         if self._checked:
-            balance(gather_objects(accounts(step.flights), self.comm, OPERATION), self.steps - 1)
-        sent = traffic(self.comm).nbytes - step.traffic
-        self.statistics = step.statistics(sent, self.residual_norm if self.log else None)
+            balance(gather_objects(step.masses(), self.comm, OPERATION), self.steps - 1)
+        self.statistics = step.statistics(self.residual_norm if self.log else None)
         if self._first is None:
             self._first = self.statistics
         else:
@@ -414,29 +402,3 @@ class GradientExchange:
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
             warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)
-
-
-def _collective(collective: Any, bits: int | None, downlink: Any) -> Any:
-    """Return the collective, or the one that `bits` or `downlink` stands for."""
-    given = {"bits": bits, "downlink": downlink, "collective": collective}
-    if len(names := [name for name, each in given.items() if each is not None]) > 1:
-        raise ValueError(
-            f"got {' and '.join(names)}: expected one of them; bits= stands for collective=partial("
-            "quantised_allreduce, bits=bits), downlink= for partial(compressed_allreduce, compressor=downlink)"
-        )
-    if bits is not None:
-        return partial(quantised_allreduce, bits=bits)
-    if downlink is None:
-        return collective or sparse_allreduce
-    check_stateless(downlink, "downlink")
-    return partial(compressed_allreduce, compressor=downlink)
-
-
-def _functions(collective: Any, compressor: Any, average: bool | str) -> Collectives:
-    """Return the functions that an exchange calls for a collective; raises for one that it cannot use."""
-    known, observes = declared_by(collective), getattr(compressor, "needs_votes", False) is True
-    voted = with_votes(collective) if average == CONTRIBUTORS or observes else collective
-    takes_arrays = known is not None and known.takes_arrays
-    rounds = takes_arrays and "out" in signature(known).parameters  # type: ignore[arg-type]
-    owned = own_share if known is compressed_allreduce else None
-    return Collectives(nonblocking_sum(voted), takes_arrays, rounds, owned)

@@ -16,13 +16,12 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.agreement import check_same, gather_objects
-from collectives.exchange.flight import CONTRIBUTORS, OPERATION, SIGN
+from collectives.agreement import check_same, gather_objects, outcome_of
+from collectives.exchange.step import OPERATION
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
-from mpicomp.compressors.common import check_number
 from mpicomp.feedback import Feedback
 from mpicomp.feedback.base import check_feedback
 from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
@@ -44,31 +43,20 @@ class Layout:
     takes_arrays: bool  # the collective sums dense arrays
 
     def __post_init__(self) -> None:
-        check_number("small", self.small, least=0)
-        check_number("bucket_nbytes", self.bucket_nbytes, least=0)
-        if self.average not in (True, False, CONTRIBUTORS, SIGN):
-            raise ValueError(f"average is {self.average!r}: expected True, False, {CONTRIBUTORS!r} or {SIGN!r}")
-        if self.nonfinite not in ("raise", "skip"):
-            raise ValueError(f"nonfinite is {self.nonfinite!r}: expected 'raise' or 'skip'")
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # what it chooses is checked then
         check_compressor(compressor)
-        check_feedback(self.feedback, compressor)
-        self._check_basis()
+        check_feedback(self.feedback)
+        if not isinstance(self.basis, Basis | None):
+            raise TypeError(f"basis is {self.basis!r}: expected an object such as Hadamard(chunk=256), or None")
+        if self.basis is not None and not self.feedback.has_gradient_units:
+            raise ValueError(
+                f"got basis={self.basis!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
+                "feedback such as ErrorFeedback()"
+            )
         if self.takes_arrays and not isinstance(compressor.chain()[-1], Dense):
             raise ValueError(
                 f"compressor is {compressor!r}, and the collective sums all values of arrays: expected Dense(), or a "
                 "collective of sparse vectors such as sparse_allreduce"
-            )
-
-    def _check_basis(self) -> None:
-        """Raise TypeError or ValueError for a basis that cannot be, or that the feedback does not work in."""
-        given: Any = self.basis
-        if not isinstance(given, Basis | None):
-            raise TypeError(f"basis is {given!r}: expected an object such as Hadamard(chunk=256), or None")
-        if given is not None and (self.feedback.in_place or not self.feedback.sends_gradients):
-            raise ValueError(
-                f"got basis={given!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
-                "feedback such as ErrorFeedback()"
             )
 
     def settings(self, comm: Any) -> dict[str, Any]:
@@ -82,37 +70,34 @@ class Layout:
         The ranks compare tensors and settings first. Raises this rank's error on it, and CollectiveError on the others;
         CollectiveError on all if they differ.
         """
-        statement: Any
-        try:
-            tensors = describe(arrays, form)
-            compressors = {each.name: self._compressor(each) for each in (tensors if form == DICT else [])}
-            if form != DICT and is_choice(self.compressor):
-                raise TypeError(
-                    f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
-                )
-            statement = {"tensors": signatures(tensors, form), "settings": self._settings(form)}
-        except Exception as raised:  # whatever it is: the other ranks must learn of it
-            statement = raised
-        try:
-            everyone = gather_objects(statement, comm, OPERATION)
-        finally:
-            del statement  # else an error, its traceback and this frame hold each other
+        found = outcome_of(self._described, form, arrays)
+        names = "average", "small", "bucket_nbytes", "nonfinite", "basis"  # compressors and feedback may differ
+        settings = {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
+        failed = isinstance(found, Exception)
+        mine: Any = found if failed else {"tensors": signatures(found[0], form), "settings": settings}
+        everyone = gather_objects(mine, comm, OPERATION)
         check_same("settings", [each["settings"] for each in everyone])
         check_same("tensors", [each["tensors"] for each in everyone])
         if form != DICT:
-            return [self.alone(tensors)]
-        here = {tensor.name: tensor for tensor in tensors}
-        return self._named([here[name] for name in everyone[0]["tensors"]], compressors)
+            return [self.alone(found[0])]
+        here = {tensor.name: (tensor, compressor) for tensor, compressor in zip(*found, strict=True)}
+        return self._named([here[name] for name in everyone[0]["tensors"]])
+
+    def _described(self, form: str, arrays: Mapping[str, Any]) -> tuple[list[Tensor], list[Compressor]]:
+        """Return the tensors, and a compressor for each named one."""
+        tensors = describe(arrays, form)
+        if form == DICT:
+            return tensors, [self._compressor(each) for each in tensors]
+        if is_choice(self.compressor):
+            raise TypeError(
+                f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
+            )
+        return tensors, []
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # no tensor yet: none was chosen
         return Bucket([ALONE], tensors, [compressor], self.feedback, basis=self.basis)
-
-    def _settings(self, form: str) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks, as text; compressors and feedback may differ."""
-        names = "average", "small", "bucket_nbytes", "nonfinite", "basis"
-        return {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
 
     def _compressor(self, tensor: Tensor) -> Compressor:
         """Return a compressor for one named tensor."""
@@ -122,28 +107,30 @@ class Layout:
         if is_choice(given):
             given = given(tensor.name, tensor.shape)
             check_compressor(given, f"compressor for {tensor.name!r}")
-            check_feedback(self.feedback, given)
         return deepcopy(given)  # type: ignore[no-any-return]
 
-    def _named(self, tensors: Sequence[Tensor], compressors: Mapping[str, Compressor]) -> list[Bucket]:
-        parts: list[list[Tensor]] = []
-        nbytes = 0  # of the last one
-        for tensor in (tensor for tensor in tensors if tensor.size >= self.small):
+    def _named(self, given: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
+        """Return the buckets of named tensors, given with their compressors."""
+        groups: list[list[tuple[Tensor, Compressor]]] = []
+        small: dict[Any, list[tuple[Tensor, Compressor]]] = {}
+        nbytes = 0  # of the last group
+        for tensor, compressor in given:
+            if tensor.size < self.small:
+                small.setdefault(tensor.dtype, []).append((tensor, compressor))
+                continue
             size = tensor.size * tensor.dtype.itemsize
-            if not parts or parts[-1][0].dtype != tensor.dtype or nbytes + size > self.bucket_nbytes:
-                parts.append([])
+            if not groups or groups[-1][0][0].dtype != tensor.dtype or nbytes + size > self.bucket_nbytes:
+                groups.append([])
                 nbytes = 0
-            parts[-1].append(tensor)
+            groups[-1].append((tensor, compressor))
             nbytes += size
-        small = [tensor for tensor in tensors if tensor.size < self.small]
-        by_dtype = [[each for each in small if each.dtype == dtype] for dtype in {each.dtype: None for each in small}]
-        buckets = []
-        for number, some in enumerate(parts + by_dtype):
-            dense, names = number >= len(parts), [each.name for each in some]
-            more: dict[str, Any] = {"dense": True} if dense else {"basis": self.basis}
-            own, feedback = [compressors[name] for name in names], deepcopy(self.feedback)
-            buckets.append(Bucket(names, some, own, feedback, **more))
-        return buckets
+        return [self._bucket(each) for each in groups] + [self._bucket(each, dense=True) for each in small.values()]
+
+    def _bucket(self, group: Sequence[tuple[Tensor, Compressor]], *, dense: bool = False) -> Bucket:
+        """Return a bucket with a feedback of its own."""
+        tensors, compressors = [tensor for tensor, _ in group], [compressor for _, compressor in group]
+        names, basis = [tensor.name for tensor in tensors], None if dense else self.basis
+        return Bucket(names, tensors, compressors, deepcopy(self.feedback), dense=dense, basis=basis)
 
 
 def is_choice(compressor: Any) -> bool:

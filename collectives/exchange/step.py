@@ -1,158 +1,286 @@
-"""A step of the exchange: its buckets are started, settled, and committed or rolled back.
+"""A step of the exchange: all of it on all ranks, or none of it.
 
-A rank with an error starts its bucket with the error: the collective raises it on this rank and CollectiveError on the
-others, so no rank waits for ever. Operations that can fail on one rank run before the ranks agree on the step:
-compression, and all processing of the sums in `settle`. `commit` follows and cannot fail. NumPy's floating-point errors
-are off in a step, as ranks may have different settings; overflow is checked instead.
-
-A skipped step is a step that fails: the error of a gradient that is not finite is NotFiniteError, for which the
-collective raises StepSkippedError on all ranks.
+`run` is the only place that has an order. All that can fail on one rank is done before the ranks agree, and changes no
+state that outlives the step, except that of compressors, which is restored. What follows the agreement writes to
+allocated memory, and swaps. A rank with an error contributes it in place of a vector: the collective raises it on this
+rank, and CollectiveError on the others, so no rank waits for ever. NumPy's floating-point errors are off, as ranks may
+have different settings; overflow is checked instead.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from collectives.agreement import agree_to_keep, note_failure
-from collectives.dense import dense_iallreduce
-from collectives.exchange.flight import OPERATION, Collectives, Flight
+from collectives.agreement import all_or_none, outcome_of
+from collectives.exchange.reduction import SIGN, Reduction, dense_reduction
 from collectives.exchange.statistics import Statistics
+from collectives.faults.ledger import Audit
 from collectives.runtime import staging
+from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
-from mpicomp.arrays import check_apart
-from mpicomp.bucket import Bucket, restore
+from mpicomp.arrays import Array, check_apart, kernels_for
+from mpicomp.bucket import Bucket, Compressed, Mean, restore, write_mean
+from mpicomp.compressors import Compressor
 from mpicomp.errors import StepSkippedError
+from mpicomp.feedback.base import check_range
+from mpicomp.vector import SparseVector, whole
+
+OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
+
+
+@dataclass(frozen=True)
+class Started:
+    """A bucket whose sum was started.
+
+    buffers: for the mean, by tensor name. compressed: what this rank sends, or its error if it failed.
+    outcome: a Request; or what a collective that blocks returned, or its error.
+    """
+
+    bucket: Bucket
+    reduction: Reduction
+    buffers: Any
+    compressed: Any
+    outcome: Any
+    audit: Audit | None  # of the debug mode
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's arrays that `Finished.commit` writes to."""
+        return [*self.bucket.feedback.written, *self.buffers.values()]
+
+    def advance(self) -> bool:
+        """Advance the sum, without waiting; return whether it has ended."""
+        return self.outcome.test() if isinstance(self.outcome, Request) else True
+
+    def wait(self) -> Any:
+        """Wait for the sum, and return it, or the error that it raises on all ranks."""
+        return outcome_of(self.outcome.wait) if isinstance(self.outcome, Request) else self.outcome
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A bucket that only has to be committed.
+
+    entries, rejected: their numbers. results: new ones, by tensor name. writes: the caller's buffers, and what to write
+    to them.
+    """
+
+    started: Started
+    mean: Mean
+    entries: int
+    rejected: int
+    results: dict[str, Any]
+    writes: list[tuple[Array, Mean]]
+
+    def commit(self) -> dict[str, Any]:
+        """Keep what was not sent, write the mean to the caller's buffers, and return the new results."""
+        self.started.bucket.feedback.commit()
+        for buffer, part in self.writes:
+            write_mean(buffer, part)
+        if self.started.audit is not None:
+            self.started.audit.close(self.mean)
+        return self.results
 
 
 class Step:
-    """One step of an exchange: gradients and output buffers by name, and the buckets that were started."""
+    """One step: the gradients and output buffers by name, and what became of the buckets.
+
+    refused: the error for gradients that are not finite, which are then looked for before residuals are added; None
+    for what compressors raise. checked: the debug mode.
+    """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
         comm: Any,
-        collectives: Collectives,
         *,
-        average: bool | str,
+        reduction: Reduction,
+        refused: type[ValueError] | None,
         checked: bool,
-        skips: bool,
     ) -> None:
-        self.buckets, self._comm = buckets, comm
-        self._average = average
-        self._in_flight = partial(Flight, collectives=collectives, checked=checked, skips=skips)
         self.arrays: dict[str, Any] = {}
         self.outs: dict[str, Any] = {}
-        self.flights: list[Flight] = []
-        self.traffic = traffic(comm).nbytes  # of this rank, when it began
-        self._averaging = self._agreed = False  # the ranks have come to average residuals, to agree to keep the step
+        self.started: list[Started] = []
+        self.finished: list[Finished] = []  # none in a step that failed or was skipped
+        self.results: dict[str, Any] = {}  # of `run`, by name
+        self.snapshots: list[tuple[Compressor, dict[str, Any]]] = []  # the compressors' attributes before the step
+        self._comm, self._reduction, self._refused, self._checked = comm, reduction, refused, checked
+        self._sent_before = traffic(comm).nbytes
+        self._compressing = self._communicating = self._restoring = 0.0  # seconds
 
-    def leave(self, *, complete: bool = False) -> None:
-        """Start the full buckets in order (complete: all buckets), and advance those in flight."""
-        for bucket in self.buckets[len(self.flights) :]:
-            if not (complete or all(name in self.arrays for name in bucket.names_of_tensors)):
-                break
-            self.flights.append(self._in_flight(bucket))
+    def run(self, buckets: Sequence[Bucket], form: str, error: Exception | None = None) -> None:
+        """Keep the step on all ranks; or raise on all, or skip it on all.
+
+        form: of the results, "dense", "sparse" or "vectors". error: of this rank, which raises it.
+        """
+        with np.errstate(all="ignore"):
             try:
-                self.flights[-1].start(self.arrays, self.outs, self._comm)
-            except StepSkippedError as skipped:  # of ranks that agree at once; `settle` raises it, as where they do not
-                self.flights[-1].outcome = skipped.with_traceback(None)
-        self.progress()
+                with all_or_none(self._comm, OPERATION):
+                    self.start(buckets, complete=True, error=error)
+                    sums = self._sums(error)
+                    check_apart([array for each in self.started for array in each.written])
+                    finished = [self._finish(each, total, form) for each, total in sums]
+                self.finished = finished
+            finally:
+                self.restore_unless_kept()
+            self.results = self._commit() if finished else self._skip(buckets, form)
 
-    def progress(self) -> None:
+    def add(self, buckets: Sequence[Bucket], arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
+        """Add the gradients of some tensors, with their output buffers, and start the buckets that are now full."""
+        self.arrays |= arrays
+        self.outs |= outs
+        with np.errstate(all="ignore"):
+            self.start(buckets)
+
+    def start(self, buckets: Sequence[Bucket], *, complete: bool = False, error: Exception | None = None) -> None:
+        """Start the full buckets in order (complete: all of them), and advance those in flight."""
+        for bucket in buckets[len(self.started) :]:
+            if not (complete or all([name in self.arrays for name in bucket.names_of_tensors])):
+                break
+            self.started.append(self._start(bucket, error))
+        self.advance()
+
+    def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
-        for flight in self.flights:
-            if not flight.test():
-                break  # what is in flight moves on together: to test each would look at all for each
+        for each in self.started:
+            if not each.advance():
+                break  # what is in flight advances together
 
-    def settle(self, *, form: str) -> None:
-        """Wait for the sums, do all that can fail, and agree with the other ranks to keep the step; else all raise."""
-        self.leave(complete=True)
-        for flight in self.flights:
-            flight.wait()
-        error: Exception | None = None
-        try:
-            check_apart([array for flight in self.flights for array in flight.written])
-            for flight in self.flights:
-                flight.settle(self._comm.size, average=self._average, form=form)
-        except Exception as raised:  # this rank's alone, perhaps
-            error = raised.with_traceback(None)
-        try:
-            self._averaging = True
-            if any(flight.bucket.feedback.averaging_due for flight in self.flights):
-                error = self._average_residuals(error)
-            self._agreed = True
-            agree_to_keep(error, self._comm, OPERATION)
-        finally:
-            del error
+    def _start(self, bucket: Bucket, error: Exception | None) -> Started:
+        """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
+        began = perf_counter()
+        self.snapshots += bucket.snapshot()
+        reduction = dense_reduction(self._reduction.average) if bucket.dense else self._reduction
+        audit = Audit(bucket) if self._checked else None
+        buffers = error or outcome_of(bucket.outputs, self.outs)
+        failed = isinstance(buffers, Exception)
+        compressed = buffers if failed else outcome_of(self._compress, bucket, reduction, audit)
+        ready = perf_counter()
+        outcome = outcome_of(reduction.start, compressed, self._comm)
+        self._compressing += ready - began
+        self._communicating += perf_counter() - ready
+        return Started(bucket, reduction, buffers, compressed, outcome, audit)
 
-    def commit(self) -> dict[str, Any]:
-        """Keep the entries that were not sent, and return the results by name, complete on any stream of a device."""
-        results = {name: mean for flight in self.flights for name, mean in flight.commit().items()}
-        self._complete()
+    def _compress(self, bucket: Bucket, reduction: Reduction, audit: Audit | None) -> Compressed:
+        """Return what this rank sends of its gradients."""
+        gradient = bucket.gradient(self.arrays)
+        if self._refused is not None:
+            bucket.check_finite(self.arrays, self._refused)
+        if audit is not None:
+            audit.expect(gradient)
+        try:
+            if reduction.takes_arrays:
+                return bucket.correct(gradient)
+            compressed = bucket.compress(gradient, reduction.own_range(bucket.length, self._comm))
+        except ValueError:
+            if bucket.basis is not None:  # to name the gradient, and not a coefficient
+                bucket.check_finite(self.arrays, ValueError)
+            raise
+        if audit is not None:
+            audit.check_input(compressed.corrected)
+        return compressed
+
+    def _sums(self, error: Exception | None) -> list[tuple[Started, Any]]:
+        """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
+        began = perf_counter()
+        outcomes = [each.wait() for each in self.started]  # of all, as the other ranks wait for them
+        self._communicating += perf_counter() - began
+        errors = [each for each in (error, *outcomes) if isinstance(each, Exception)]
+        for each in errors:
+            if not isinstance(each, StepSkippedError):
+                raise each
+        return [] if errors else [*zip(self.started, outcomes, strict=True)]
+
+    def _finish(self, started: Started, outcome: Any, form: str) -> Finished:
+        """Prepare the mean, the next residual, and the results."""
+        began, bucket, reduction = perf_counter(), started.bucket, started.reduction
+        received = reduction.received(outcome)
+        if started.audit is not None:
+            started.audit.receive(started.compressed.sent, received.total, received.rejected)
+        dtype, ranks = started.compressed.corrected.dtype, self._comm.size
+        mean = reduction.mean(received, dtype, ranks, bucket.compressor.whole)
+        if isinstance(mean, SparseVector):
+            bucket.compressor.observe(mean, None if received.votes is None else received.votes / ranks)
+        bucket.settle(started.compressed, received.rejected)
+        results, writes = _results(started, mean, form)
+        self._restoring += perf_counter() - began
+        return Finished(started, mean, received.entries, received.rejected_entries, results, writes)
+
+    def _commit(self) -> dict[str, Any]:
+        """Commit all buckets, and return the results by name, complete on any stream of a device."""
+        began = perf_counter()
+        results = {name: result for each in self.finished for name, result in each.commit().items()}
+        staging.complete(each.started.bucket.tensors[0].xp for each in self.finished)
+        self._restoring += perf_counter() - began
+        return results | {name: out for name, out in self.outs.items() if out is not None}
+
+    def _skip(self, buckets: Sequence[Bucket], form: str) -> dict[str, Any]:
+        """Return the results of a step that all ranks skip, by name: zeros, or vectors without entries."""
+        results = {}
+        for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
+            out = self.outs.get(tensor.name)
+            if out is not None:
+                tensor.writable(out, tensor.name).fill(0)
+                results[tensor.name] = out
+            elif form == "sparse":
+                results[tensor.name] = SparseVector.empty(tensor.size, tensor.dtype, beside=tensor.xp.empty(0))
+            else:
+                results[tensor.name] = tensor.wrapped(tensor.new())
+        staging.complete(bucket.tensors[0].xp for bucket in buckets)
         return results
 
-    def skip(self, *, sparse: bool) -> dict[str, Any]:
-        """Return the results of a step that all ranks skip, by name."""
-        check_apart([array for flight in self.flights for array in flight.written])
-        results = {name: mean for flight in self.flights for name, mean in flight.skip(sparse=sparse).items()}
-        self._complete()
-        return results
+    def restore_unless_kept(self) -> None:
+        """Restore the compressors of a step that was not kept, and drop what holds its errors."""
+        if not self.finished:
+            restore(self.snapshots)
+            self.started = []
 
-    def _complete(self) -> None:
-        staging.complete(flight.bucket.tensors[0].xp for flight in self.flights)
+    def statistics(self, residual_norm: float | None) -> Statistics:
+        """Return the statistics of a step that was kept."""
+        sent = [each.started.compressed.size for each in self.finished]
+        return Statistics(
+            length=sum([each.started.bucket.length for each in self.finished]),
+            sent=sum([entries for entries, _ in sent]),
+            received=sum([each.entries for each in self.finished]),
+            rejected=sum([each.rejected for each in self.finished]),
+            nbytes=sum([nbytes for _, nbytes in sent]),
+            compress_seconds=self._compressing,
+            communicate_seconds=self._communicating,
+            restore_seconds=self._restoring,
+            wire_nbytes=traffic(self._comm).nbytes - self._sent_before,
+            residual_norm=residual_norm,
+        )
 
-    def statistics(self, wire_nbytes: int, residual_norm: float | None) -> Statistics:
-        """Return the statistics of the step, summed over its messages."""
-        names = Statistics._fields[:-2]
-        sums = [sum([getattr(flight, name) for flight in self.flights]) for name in names]
-        return Statistics._make([*sums, wire_nbytes, residual_norm])
+    def masses(self) -> list[dict[str, Any]]:
+        """Return what the debug mode weighed of each segment; see `ledger.balance`."""
+        return [entry for each in self.finished if each.started.audit for entry in each.started.audit.entries]
 
-    def snapshots(self) -> list[Any]:
-        """Return the compressors' attributes before the step."""
-        return [snapshot for flight in self.flights for snapshot in flight.snapshot]
 
-    def roll_back(self, error: BaseException) -> None:
-        """End a step that failed, and restore the state before it.
+def _results(started: Started, mean: Mean, form: str) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
+    """Return new results by tensor name, and what to write to the caller's buffers."""
+    bucket, is_sign = started.bucket, started.reduction.average == SIGN
+    if form == "dense":
+        values = bucket.values(mean)
+        if bucket.basis is not None:
+            check_range(values, "mean out of the basis")
+        return bucket.dense_results(signs(values) if is_sign else values, started.buffers)
+    if form == "sparse" and (bucket.basis is not None or started.reduction.writes):
+        what = f"in the basis {bucket.basis!r} a mean" if bucket.basis else "the mean of dense arrays"
+        raise ValueError(f"got sparse=True, and {what} has all values: expected sparse=False")
+    if started.buffers:
+        raise ValueError("got out= and sparse=True: a sparse mean is returned, and not written to an array")
+    if form == "vectors":
+        return {}, []
+    vector = mean if isinstance(mean, SparseVector) else whole(mean)
+    parts = bucket.parts(signs(vector) if is_sign else vector)
+    return dict(zip(bucket.names_of_tensors, parts, strict=True)), []
 
-        An Exception was raised on all ranks, which complete their buckets in flight. Anything else, such as an
-        interrupt, is of this rank alone, which abandons its buckets.
-        """
-        traceback = error.__traceback__
-        if isinstance(error, Exception):
-            for bucket in self.buckets[len(self.flights) :]:
-                self.flights.append(self._in_flight(bucket))
-                with suppress(Exception):
-                    self.flights[-1].start({}, {}, self._comm, error)
-            known = any([flight.has_failed() for flight in self.flights])
-            if self.flights and not self._agreed:
-                if not (known or self._averaging):  # the other ranks may average residuals
-                    with suppress(Exception):
-                        self._average_residuals(error)
-                note_failure(error, self._comm, OPERATION, known=known)
-        for flight in self.flights:
-            flight.outcome = None  # a Request that failed, its error, the traceback and the step hold each other
-        restore(self.snapshots())
-        error.__traceback__ = traceback  # raised again above, it holds this frame, which holds it
 
-    def _average_residuals(self, error: Exception | None) -> Exception | None:
-        """Average the residuals over the ranks if that is due; if a mean is out of range, each rank keeps its own.
-
-        Returns this rank's error; raises on all ranks if one had an error before.
-        """
-        for flight in self.flights:
-            feedback = flight.bucket.feedback
-            if feedback.averaging_due:
-                try:
-                    contribution: Any = error or feedback.settled_residual
-                except Exception as raised:
-                    contribution = raised  # it is raised on all ranks
-                total = dense_iallreduce(contribution, self._comm).wait()
-                try:
-                    if np.isfinite(total).all():
-                        feedback.average(total / self._comm.size)
-                except Exception as raised:
-                    error = raised.with_traceback(None)
-        return error
+def signs(mean: Mean) -> Mean:
+    """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
+    if isinstance(mean, SparseVector):
+        return mean.with_values(np.sign(mean.values))
+    kernels_for(mean).signs(mean)
+    return mean

@@ -15,67 +15,64 @@ from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
 from mpicomp.checking import dense_mass, is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
+from mpicomp.feedback.base import Gradient
 from mpicomp.vector import SparseVector, split, whole
 
 
-class Account:
-    """What a bucket's step did to the mass of each of its segments; also checks that compressors change no input."""
+class Audit:
+    """What a bucket's step does to the mass of each of its segments; also checks that compressors change no input."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._expected: Array = np.empty(0)  # the vector to compress
+        self._left: list[list[float]] = []  # sent less rejected, a segment
+        self._sums: list[list[float]] = []
         self.entries: list[dict[str, Any]] = []  # one a segment, after `close`: see `balance`
 
-    def expect(self, gradient: Any) -> None:
+    def expect(self, gradient: Gradient) -> None:
         """Store a copy of the vector to compress."""
-        self.expected = self._bucket.feedback.correct(gradient).copy()
+        self._expected = self._bucket.feedback.correct(gradient, self._bucket.edges).copy()
 
     def check_input(self, corrected: Array) -> None:
         """Raise CheckError if a compressor changed its input."""
-        different = np.flatnonzero(self.expected != corrected)
+        different = np.flatnonzero(self._expected != corrected)
         if different.size:
             bounds, names = self._bucket.edges, self._bucket.names
             place = int(np.searchsorted(bounds, different[0], side="right")) - 1
-            compressor = [*self._bucket.compressor.compressors.values()][place]
             where = "" if len(names) == 1 else f"in {names[place]}: "
             raise CheckError(
-                f"{where}{compressor!r} changed {different.size} values of its input array, the first at "
-                f"{int(different[0]) - bounds[place]}: expected it to change a copy"
+                f"{where}{self._bucket.compressor_of(names[place])!r} changed {different.size} values of its input "
+                f"array, the first at {int(different[0]) - bounds[place]}: expected it to change a copy"
             )
 
-    def close(
-        self,
-        homes: Sequence[Array],
-        sent: SparseVector,
-        rejected: SparseVector | None,
-        mean: SparseVector | Array,
-        total: SparseVector | Array | None,
-    ) -> None:
+    def receive(self, sent: SparseVector | None, total: Any, rejected: Any) -> None:
+        """Weigh what was sent, None for all values, the sum, and what was rejected, before they are overwritten."""
+        edges = self._bucket.edges
+        sent, total = whole(self._expected) if sent is None else sent, _sparse(total)
+        self._sums = [mass(part) for part in split(total, edges)]
+        self._left = [mass(part) for part in split(sent, edges)]
+        if rejected is not None:
+            back = [scaled_mass(mass(part), -1.0) for part in split(_sparse(rejected), edges)]
+            self._left = [total_mass(pair) for pair in zip(self._left, back, strict=True)]
+
+    def close(self, mean: SparseVector | Array) -> None:
         """Account for a step that was committed."""
         bucket, feedback = self._bucket, self._bucket.feedback
-        residual = np.concatenate(homes) if feedback.in_place else feedback.residual
+        residual = np.concatenate(feedback.written) if feedback.written else feedback.residual
         fault, values = None, mean.values if isinstance(mean, SparseVector) else mean
         for what, array in (("the result", values), ("the residual", residual)):
             if fault is None and array is not None and not np.isfinite(array).all():
                 fault = f"{what} is not finite after the step"
-        nothing = [None] * len(bucket.names)
-        back = nothing if rejected is None else split(rejected, bucket.edges)
-        total = total if total is None or isinstance(total, SparseVector) else whole(total)
-        sums = nothing if total is None else split(total, bucket.edges)
-        spans, parts = pairwise(bucket.edges), split(sent, bucket.edges)
-        for name, (first, end), mine, returned, received in zip(bucket.names, spans, parts, back, sums, strict=True):
+        for place, (first, end) in enumerate(pairwise(bucket.edges)):
+            left = self._left[place]
             if residual is not None:
-                left = dense_mass(self.expected[first:end].astype(np.float64) - residual[first:end])
-            else:
-                left = mass(mine)
-                if returned is not None:
-                    left = total_mass([left, scaled_mass(mass(returned), -1.0)])
-            entry = {"vector": name, "left": left, "dtype": str(mean.dtype), "fault": fault}
-            self.entries.append(entry | {"sum": None if received is None else mass(received)})
+                left = dense_mass(self._expected[first:end].astype(np.float64) - residual[first:end])
+            entry = {"vector": bucket.names[place], "left": left, "sum": self._sums[place]}
+            self.entries.append(entry | {"dtype": str(mean.dtype), "fault": fault})
 
 
-def accounts(flights: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the accounts of a step's segments, each with the mass of the received sum, None without one."""
-    return [entry for flight in flights for entry in flight.account.entries]
+def _sparse(vector: SparseVector | Array) -> SparseVector:
+    return vector if isinstance(vector, SparseVector) else whole(vector)
 
 
 def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:

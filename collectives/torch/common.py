@@ -109,7 +109,7 @@ class Handle:
         if failed is None:
             return
         try:
-            if self.exchange.under_way:  # it was refused here alone: the other ranks are in the step
+            if self.exchange.is_in_step:  # it was refused here alone: the other ranks are in the step
                 self.exchange.fail(failed)
             raise failed
         finally:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.dense import dense_iallreduce
 from collectives.exchange import GradientExchange
-from collectives.exchange.flight import SIGN
+from collectives.exchange.reduction import SIGN
 from collectives.torch.common import Handle, after_backward, check_scaler, on_all_ranks, trainable
 from collectives.torch.start import check_launcher
 from mpicomp.settings import to_integer, to_number

@@ -21,11 +21,6 @@ def to_density(density: Any, remedy: str = "") -> float:
     return to_number("density", density, above=0, most=1, remedy=f" (0.001 sends about a thousandth{remedy})")
 
 
-def check_number(name: str, number: Any, least: int = 1) -> None:
-    """Raise TypeError or ValueError unless this is an integer of at least `least`."""
-    to_integer(name, number, least)
-
-
 class Density(Compressor):
     """Base of compressors that select a given number of entries: a fraction of the length, or a count.
 

@@ -70,7 +70,7 @@ class Segments(Compressor):
                 own = summands[0][span], summands[1], summands[2][first:end]
             try:
                 if compressor.needs_gradient and own is None:
-                    sent = compressor.compress(read_only(part), gradient=gradient[span])  # type: ignore[index]
+                    sent = compressor.compress(read_only(part), gradient=None if gradient is None else gradient[span])
                 else:
                     bounds = [bound - span.start for bound in self.bounds[first : end + 1]]
                     sent = compressor.compress_segments(part, bounds, summands=own)
@@ -86,8 +86,7 @@ class Segments(Compressor):
         edges = [0, *(self.bounds[end] for _, _, end in self._runs)]
         shares = split(aggregate if votes is None else aggregate.with_values(votes), edges)
         for (compressor, _, _), part, share in zip(self._runs, split(aggregate, edges), shares, strict=True):
-            if compressor.observes:
-                compressor.observe(part, None if votes is None else share.values)
+            compressor.observe(part, None if votes is None else share.values)
 
     def snapshot(self) -> list[tuple[Compressor, dict[str, Any]]]:
         """See `Compressor.snapshot`; of a compressor that several vectors share, as the first one found it."""

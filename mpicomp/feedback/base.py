@@ -8,7 +8,7 @@ their spares: it allocates nothing and raises nothing.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from mpicomp.arrays import (
     to_numpy,
 )
 from mpicomp.compressors import Compressor
-from mpicomp.settings import Configured, refuse_bools
+from mpicomp.settings import Configured, to_number
+from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector
 
-Added = tuple[SparseVector, ...]  # vectors to add to the gradient's own array, in this order
+Gradient = Array | list[Array]  # a vector, or its consecutive parts
 Layout = dict[str, np.dtype[Any]]
 
 
@@ -47,66 +48,66 @@ class Feedback(Configured):
     arguments are stored in attributes of the same name: `repr` shows them, and saved states are compared by it.
     """
 
-    in_place: bool = False  # the gradient's own array holds the residual; see `ErrorFeedback`
-    sends_gradients: ClassVar[bool] = True  # the residual is in gradient units, not in those of an update of the model
-
-    takes_parts: bool = (
-        False  # `correct` and `compress` also accept a list of arrays, the consecutive parts of a gradient
-    )
-    bounds: Sequence[int] | None = None  # the first position of each segment, and the length; None for one segment
-
     _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
         self._spares: dict[str, Array] = {}
+        self._bounds: Sequence[int] = ()  # of the segments of the staged gradient
         self._begun = False  # a step was kept: the arrays are not just zeros
         self._staged = False  # `correct` was called, and `settle` was not
         self._settled: tuple[str, ...] = ()  # the arrays that `commit` swaps with their spares
 
-    def correct(self, gradient: Array) -> Array:
-        """Return the vector to compress: `gradient` (1-d) plus the residual; changes no array that is kept."""
+    @property
+    def has_gradient_units(self) -> bool:
+        """Whether the residual is an array of its own, in gradient units: in a basis it has coefficients."""
+        return True
+
+    def view(self, tensor: Tensor, gradient: Any) -> Array:
+        """Return the gradient of a tensor as a vector, for `correct`; None counts as zeros."""
+        return tensor.flatten(gradient)
+
+    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+        """Return the vector to compress, the gradient plus the residual; changes no array that is kept.
+
+        gradient: a vector (n,), or a list of its consecutive parts. bounds: the first position of each segment, and n;
+        None for one segment.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no correct(): expected a method of the class")
 
-    def compress(self, gradient: Array, compressor: Compressor) -> tuple[Array, SparseVector]:
-        """Return `correct(gradient)` and the entries that a compressor selects from a read-only view of it."""
-        corrected, added = self.correct(gradient), gradient
-        if compressor.needs_gradient:
-            kept = self.residual
-            added = corrected if kept is None else corrected - kept
-        return corrected, compressor.compress(read_only(corrected), gradient=added)
+    def compress(
+        self, gradient: Gradient, compressor: Compressor, bounds: Sequence[int] | None = None
+    ) -> tuple[Array, SparseVector]:
+        """Return `correct(gradient, bounds)`, and the entries that a compressor of all segments selects of it."""
+        corrected = self.correct(gradient, bounds)
+        return corrected, compressor.compress(read_only(corrected))
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the result of `correct` or `compress`; the feedback may write to it. mean: the result of the
-        exchange, of the dtype of the gradient. Returns, for feedback in place, the vectors to add to the gradient's
-        array, in this order; else nothing.
-
-        Raises RuntimeError without a `correct` before, ValueError for another length, OverflowError if the result
-        leaves the range of its dtype.
+        corrected: the result of `correct` or `compress`; the feedback may write to it. Raises RuntimeError without a
+        `correct` before, ValueError for another length, OverflowError if the result leaves the range of its dtype.
         """
         raise NotImplementedError(f"{type(self).__name__} has no settle(): expected a method of the class")
+
+    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
+        """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
+        if rejected is None:
+            kernels_for(corrected).clear(corrected)
+        elif rejected is not corrected:
+            np.copyto(corrected, rejected)
+        self.settle(corrected, SparseVector.empty(corrected.size, corrected.dtype, beside=corrected))
+
+    @property
+    def written(self) -> list[Array]:
+        """The caller's arrays that `commit` writes to."""
+        return []
 
     def commit(self) -> None:
         """Swap in the arrays that `settle` prepared."""
         for name in self._settled:
             self._spares[name], self._arrays[name] = self._arrays[name], self._spares[name]
         self._begun, self._settled = True, ()
-
-    @property
-    def averaging_due(self) -> bool:
-        """Whether this step ends by averaging the residuals over the ranks; the same on all ranks."""
-        return False
-
-    @property
-    def settled_residual(self) -> Array:
-        """The residual that `commit` would keep, in the dtype in which residuals are summed over the ranks."""
-        return self._spares["residual"].astype(wide(self._spares["residual"].dtype), copy=False)
-
-    def average(self, mean_residual: Array) -> None:
-        """Replace `settled_residual` by a copy of its mean over the ranks; called before `commit`."""
-        raise NotImplementedError(f"{type(self).__name__} averages no residuals")
 
     def ahead(self, x: Any) -> Any:
         """Return the point at which to evaluate the next gradient, for parameters x: x, except in `StepAhead`."""
@@ -141,15 +142,13 @@ class Feedback(Configured):
         The update from the residual then keeps its size. Raises ValueError unless 0 < factor < infinity, OverflowError
         if a value leaves its range.
         """
-        refuse_bools(factor=factor)
-        if not 0 < factor < math.inf:
-            raise ValueError(f"factor is {factor!r}: expected the old learning rate over the new one, a number above 0")
+        factor = to_number("factor", factor, above=0, remedy=", the old learning rate over the new one")
         self._staged, self._settled = False, ()
-        if not (self._begun and self.sends_gradients and "residual" in self._arrays):
+        if not (self._begun and self.has_gradient_units and "residual" in self._arrays):
             return
         residual, scaled = self._arrays["residual"], self._spare("residual")
         with np.errstate(over="ignore"):
-            np.multiply(residual, float(factor), out=scaled)
+            np.multiply(residual, factor, out=scaled)
         if not np.isfinite(scaled).all():
             raise OverflowError(f"the residual times {factor} leaves the range of {scaled.dtype}")
         self._arrays["residual"], self._spares["residual"] = scaled, residual
@@ -216,36 +215,46 @@ class Feedback(Configured):
     def _view(self, name: str) -> Array | None:
         return read_only(self._arrays[name]) if self._begun and name in self._arrays else None
 
-    def _stage(self, gradient: Array | list[Array]) -> None:
-        """Check a gradient, or the parts of one, and allocate the arrays before the first step."""
-        if isinstance(gradient, list):
-            first, shape = gradient[0], (sum(part.size for part in gradient),)
-        else:
-            first, shape = gradient, gradient.shape
-        self._settled = ()  # the spares are overwritten
+    def _stage(self, gradient: Gradient, bounds: Sequence[int] | None) -> None:
+        """Check a gradient, and allocate the arrays before the first step."""
+        parts = gradient if isinstance(gradient, list) else [gradient]
+        first, size = parts[0], sum([part.size for part in parts])
+        self._settled, self._bounds = (), bounds or (0, size)  # the spares are overwritten
         self._arrays = {name: beside(array, first) for name, array in self._arrays.items()}
-        if self._is_for(shape, first.dtype):
+        if first.ndim == 1 and self._is_for((size,), first.dtype):
             self._staged = True
             return
-        got = f"{first.dtype} of shape {shape}"
+        got = f"{first.dtype} of shape {(size,) if first.ndim == 1 else first.shape}"
         if self._begun:
             raise ValueError(
                 f"the gradient is {got}: expected {' or '.join(self._dtypes_for(self._arrays))} of shape "
                 f"({self.size},) as in the calls before; use one {type(self).__name__} for each tensor"
             )
-        if len(shape) != 1 or first.dtype not in VALUE_DTYPES:
+        if first.ndim != 1 or first.dtype not in VALUE_DTYPES:
             expected = " or ".join(map(str, VALUE_DTYPES))
             raise ValueError(f"the gradient is {got}: expected {expected} of shape (n,)")
         xp, layout = namespace(first), self._layout(first.dtype)
-        self._arrays = {name: new_vector(xp, *shape, dtype) for name, dtype in layout.items()}
+        self._arrays = {name: new_vector(xp, size, dtype) for name, dtype in layout.items()}
         self._spares, self._staged = {}, True
+
+    def _joined(self, gradient: Gradient) -> Array:
+        """Return a gradient as one vector; parts are copied to a buffer."""
+        if not isinstance(gradient, list):
+            return gradient
+        size, first = sum([part.size for part in gradient]), gradient[0]
+        return np.concatenate(gradient, out=self._buffer("gradient", first, size, first.dtype))
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""
-        array, held = self._arrays[name], self._spares.get(name)
-        if held is None or on_device(held) != on_device(array):
-            self._spares[name] = new_vector(namespace(array), array.size, array.dtype)
-        return self._spares[name]
+        array = self._arrays[name]
+        return self._buffer(name, array, array.size, array.dtype)
+
+    def _buffer(self, name: str, like: Array, size: int, dtype: np.dtype[Any]) -> Array:
+        """Return the buffer of a name, on the device of another array."""
+        held = self._spares.get(name)
+        if held is None or (held.size, held.dtype) != (size, dtype) or on_device(held) != on_device(like):
+            held = self._spares[name] = new_vector(namespace(like), size, dtype)
+        return held
 
     def _check_staged(self, size: int, *vectors: SparseVector | None) -> None:
         """Raise RuntimeError unless `correct` was called, ValueError for a vector of another length."""
@@ -278,18 +287,13 @@ class Feedback(Configured):
         return [str(dtype) for dtype in VALUE_DTYPES if self._layout(dtype) == held]
 
 
-def check_feedback(feedback: Any, compressor: Compressor) -> None:
-    """Raise TypeError unless this is a feedback that works with a compressor."""
+def check_feedback(feedback: Any) -> None:
+    """Raise TypeError unless this is a feedback."""
     if not isinstance(feedback, Feedback):
         got = f"the class {feedback.__name__}" if isinstance(feedback, type) else repr(feedback)
         raise TypeError(
             f"feedback is {got}: expected an object such as ErrorFeedback() or NoFeedback(), or of a class of your own "
             "that derives from mpicomp.Feedback"
-        )
-    if feedback.in_place and compressor.needs_gradient:
-        raise TypeError(
-            f"{compressor!r} needs the new gradient without the residual, which in_place=True adds to it: expected "
-            "ErrorFeedback()"
         )
 
 

@@ -10,17 +10,19 @@ that the collective rejects are added to it. `in_place` is the same arithmetic, 
 Invariant: residual after + sent - rejected = decay * residual before + gradient, exactly where the sums are exact.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, read_only
+from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import write_sum
-from mpicomp.feedback.base import Added, Feedback, Layout, check_range
-from mpicomp.settings import refuse_bools
-from mpicomp.vector import SparseVector
+from mpicomp.feedback.base import Feedback, Gradient, Layout, check_range
+from mpicomp.settings import to_bool, to_number
+from mpicomp.tensors import Tensor
+from mpicomp.vector import SparseVector, split, whole
 
 
 class ErrorFeedback(Feedback):
@@ -45,57 +47,84 @@ class ErrorFeedback(Feedback):
 
     def __init__(self, *, in_place: bool = False, decay: float = 1.0) -> None:
         super().__init__()
-        refuse_bools(decay=decay)
-        if not 0 < decay <= 1:
-            raise ValueError(
-                f"decay is {decay!r}: expected 0 < decay <= 1 (1 keeps all; to keep nothing take NoFeedback())"
-            )
+        remedy = " (1 keeps all; to keep nothing take NoFeedback())"
+        self.in_place = to_bool("in_place", in_place)
+        self.decay = to_number("decay", decay, above=0, most=1, remedy=remedy)
         if in_place and decay < 1:
             raise ValueError(
                 f"got in_place=True and decay={decay!r}: in place, the gradient's array holds the sum of residual and "
                 "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
             )
-        self.in_place, self.decay = bool(in_place), float(decay)
+        self._homes: list[Array] = []  # in place: the gradient's arrays
+        self._changes: tuple[SparseVector, ...] = ()  # in place: what `commit` adds to them
 
     @property
-    def takes_parts(self) -> bool:  # type: ignore[override]
-        """Whether a gradient may be a list of parts, which are added to the residual where they are."""
+    def has_gradient_units(self) -> bool:
+        """Whether the residual is an array of its own, and not in the gradient's array."""
         return not self.in_place
 
-    def correct(self, gradient: Array | list[Array]) -> Array:
+    def view(self, tensor: Tensor, gradient: Any) -> Array:
+        """Return the gradient of a tensor as a vector; in place, the writable vector that holds the residual."""
+        return tensor.residual_in(gradient) if self.in_place else tensor.flatten(gradient)
+
+    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
 
         Raises ValueError if the gradient has another size or dtype than the residual: use one object for each tensor.
         """
-        self._stage(gradient)
+        self._stage(gradient, bounds)
+        parts = gradient if isinstance(gradient, list) else [gradient]
         if self.in_place:
-            assert not isinstance(gradient, list), "takes_parts is False in place"
-            return gradient
-        corrected, parts = self._spare("residual"), gradient if isinstance(gradient, list) else [gradient]
+            self._homes = parts
+            return self._joined(gradient)
+        corrected = self._spare("residual")
         write_sum((self._arrays["residual"], self.decay, parts), corrected)
         return corrected
 
-    def compress(self, gradient: Array | list[Array], compressor: Compressor) -> tuple[Array, SparseVector]:
+    def compress(
+        self, gradient: Gradient, compressor: Compressor, bounds: Sequence[int] | None = None
+    ) -> tuple[Array, SparseVector]:
         """Return the result of `correct`, and the selected entries; in one pass, if the compressor has a kernel."""
-        if self.in_place and compressor.needs_gradient:
-            raise TypeError(f"{compressor!r} needs the new gradient: expected ErrorFeedback(in_place=False)")
-        joined = isinstance(gradient, list) and len(gradient) != len(self.bounds or (0, 0)) - 1
-        if self.in_place or joined:  # the arrays of a list are one segment
-            corrected, added = self.correct(gradient), None if joined else gradient
-            return corrected, compressor.compress(read_only(corrected), gradient=added)
-        self._stage(gradient)
+        if self.in_place:
+            return super().compress(gradient, compressor, bounds)
+        self._stage(gradient, bounds)
         residual, corrected = self._arrays["residual"], self._spare("residual")
-        bounds = self.bounds or [0, corrected.size]
-        parts = gradient if isinstance(gradient, list) else [gradient[first:end] for first, end in pairwise(bounds)]
-        return corrected, compressor.compress_segments(corrected, bounds, summands=(residual, self.decay, parts))
+        if not isinstance(gradient, list) or len(gradient) != len(self._bounds) - 1:
+            whole = self._joined(gradient)
+            gradient = [whole[first:end] for first, end in pairwise(self._bounds)]
+        return corrected, compressor.compress_segments(
+            corrected, self._bounds, summands=(residual, self.decay, gradient)
+        )
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
         """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
         if self.in_place:
-            return self._changes(corrected, sent, rejected)
-        self._subtract(corrected, sent, rejected)
-        self._settled = ("residual",)
-        return ()
+            self._changes = self._checked_changes(corrected, sent, rejected)
+        else:
+            self._subtract(corrected, sent, rejected)
+            self._settled = ("residual",)
+
+    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
+        """Prepare what was rejected as the residual; see `Feedback.settle_all`."""
+        if self.in_place:
+            before = np.concatenate(self._homes)
+            self.settle(before, whole(before), None if rejected is None else whole(rejected))
+        else:
+            super().settle_all(corrected, rejected)
+
+    @property
+    def written(self) -> list[Array]:
+        """In place, the vectors of the gradients."""
+        return self._homes
+
+    def commit(self) -> None:
+        """Swap in the residual; in place, subtract from the gradients what was sent, and add what was rejected."""
+        super().commit()
+        bounds = [0, *accumulate([home.size for home in self._homes])]
+        for changes in self._changes:
+            for home, part in zip(self._homes, split(changes, bounds), strict=True):
+                kernels_for(home).scatter_add(home, part.indices, part.values)
+        self._changes = ()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`; raises RuntimeError in place: rescale the gradient's array instead."""
@@ -106,7 +135,9 @@ class ErrorFeedback(Feedback):
     def _layout(self, dtype: np.dtype[Any]) -> Layout:
         return {} if self.in_place else super()._layout(dtype)
 
-    def _changes(self, gradient: Array, sent: SparseVector, rejected: SparseVector | None) -> Added:
+    def _checked_changes(
+        self, gradient: Array, sent: SparseVector, rejected: SparseVector | None
+    ) -> tuple[SparseVector, ...]:
         """Return the vectors to add to the gradient's array: -sent, then rejected."""
         self._check_staged(gradient.size, sent, rejected)
         back = SparseVector.empty(sent.length, sent.dtype, beside=sent.values) if rejected is None else rejected

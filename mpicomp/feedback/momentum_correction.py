@@ -21,14 +21,15 @@ Invariant: v after + sent - rejected = v before + u (Nesterov: + u + g), exactly
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.feedback.base import Added, Feedback, Layout, wide
-from mpicomp.settings import refuse_bools
+from mpicomp.feedback.base import Feedback, Gradient, Layout, wide
+from mpicomp.settings import to_bool, to_integer, to_number
 from mpicomp.vector import SparseVector, places_of
 
 _BLOCK = 65536
@@ -62,24 +63,22 @@ class MomentumCorrection(Feedback):
         ranks: int | None = None,
     ) -> None:
         super().__init__()
-        refuse_bools(momentum=momentum, clip=clip, ranks=ranks)
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum is {momentum!r}: expected 0 <= momentum <= 1")
-        if clip is not None and not 0 < clip < math.inf:
-            raise ValueError(f"clip is {clip!r}: expected a norm above 0, or None")
-        if clip is not None and (ranks is None or ranks < 1):
-            raise ValueError(f"ranks is {ranks!r}: clip needs the number of ranks, comm.size")
-        self.momentum, self.nesterov, self.masking = float(momentum), nesterov, masking
-        self.clip, self.ranks = clip, ranks
+        if clip is not None and ranks is None:
+            raise ValueError("ranks is None: clip needs the number of ranks, comm.size")
+        self.momentum = to_number("momentum", momentum, least=0, most=1)
+        self.nesterov, self.masking = to_bool("nesterov", nesterov), to_bool("masking", masking)
+        self.clip = None if clip is None else to_number("clip", clip, above=0)
+        self.ranks = None if ranks is None else to_integer("ranks", ranks)
 
     @property
     def velocity(self) -> Array | None:
         """u, shape (n,): a read-only view, valid until the next call; None before the first step."""
         return self._view("velocity")
 
-    def correct(self, gradient: Array) -> Array:
+    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return v + u for the new u; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
-        self._stage(gradient)
+        self._stage(gradient, bounds)
+        gradient = self._joined(gradient)
         before, residual = self._arrays["velocity"], self._arrays["residual"]
         velocity, corrected = self._spare("velocity"), self._spare("residual")
         if self.clip is not None and self.ranks is not None:
@@ -94,26 +93,31 @@ class MomentumCorrection(Feedback):
         np.add(residual, velocity, out=corrected, casting="same_kind")
         return corrected
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
         """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.settle`."""
         self._subtract(corrected, sent, rejected)
-        velocity = self._spares["velocity"]
-        back = rejected.indices if rejected is not None else sent.indices[:0]
         if self.masking:
-            kept, bounds = kernels_for(velocity).gather(velocity, back), self.bounds or (0, sent.length)
-            returned = [0] * len(bounds) if rejected is None else places_of(rejected, bounds)
-            for span, entries, more in zip(*map(pairwise, (bounds, places_of(sent, bounds), returned)), strict=True):
-                is_rejected, is_partial = more[1] > more[0], entries[1] - entries[0] < span[1] - span[0]
-                if is_rejected or (is_partial and _has_nonzero(corrected[slice(*span)])):
-                    velocity[sent.indices[slice(*entries)]] = 0
+            back = sent.indices[:0] if rejected is None else rejected.indices
+            velocity = self._spares["velocity"]
+            kept = kernels_for(velocity).gather(velocity, back)
+            for sent_indices in self._stale(corrected, sent, rejected):
+                velocity[sent_indices] = 0
             velocity[back] = kept
         self._settled = "residual", "velocity"
-        return ()
+
+    def _stale(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None) -> Iterator[Array]:
+        """Yield the sent indices of each segment of which something was not sent."""
+        places = places_of(sent, self._bounds)
+        returned = [0] * len(places) if rejected is None else places_of(rejected, self._bounds)
+        for span, (first, end), (low, high) in zip(*map(pairwise, (self._bounds, places, returned)), strict=True):
+            is_partial = end - first < span[1] - span[0]
+            if high > low or (is_partial and _has_nonzero(corrected[slice(*span)])):
+                yield sent.indices[first:end]
 
     def _clipped(self, gradient: Array, limit: float, out: Array) -> Array:
         """Return the gradient itself, or a copy in `out`, with a norm of at most `limit` in each segment."""
         clipped = gradient
-        for first, end in pairwise(self.bounds or (0, gradient.size)):
+        for first, end in pairwise(self._bounds):
             norm = euclidean_norm(gradient[first:end]) if end > first else 0.0
             if limit < norm < math.inf:  # a gradient that is not finite is left for the compressor to report
                 if clipped is gradient:

@@ -3,12 +3,14 @@
 Invariant: none; corrected - sent + rejected is lost.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array
-from mpicomp.feedback.base import Added, Feedback, Layout
+from mpicomp.arrays import Array, read_only
+from mpicomp.compressors import Compressor
+from mpicomp.feedback.base import Feedback, Gradient, Layout
 from mpicomp.vector import SparseVector
 
 
@@ -19,13 +21,23 @@ class NoFeedback(Feedback):
     True
     """
 
-    def correct(self, gradient: Array) -> Array:
-        """Return `gradient` itself."""
-        return gradient
+    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+        """Return `gradient` itself; its parts are copied."""
+        self._stage(gradient, bounds)
+        return self._joined(gradient)
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None, mean: SparseVector) -> Added:
+    def compress(
+        self, gradient: Gradient, compressor: Compressor, bounds: Sequence[int] | None = None
+    ) -> tuple[Array, SparseVector]:
+        """Return the gradient, and the entries that a compressor selects of it."""
+        corrected = self.correct(gradient, bounds)
+        return corrected, compressor.compress(read_only(corrected), gradient=corrected)
+
+    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
         """Keep nothing."""
-        return ()
+
+    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
+        """Keep nothing."""
 
     def _layout(self, dtype: np.dtype[Any]) -> Layout:
         return {}

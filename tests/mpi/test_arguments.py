@@ -9,14 +9,13 @@ from functools import partial
 import numpy as np
 import pytest
 import scipy.sparse
-from cases import assert_same_bits, contribution
+from cases import assert_same_bits, compressed_sum, contribution
 from mpi4py import MPI
 
 from collectives import (
     GradientExchange,
     SupportPlan,
     allreduce,
-    compressed_allreduce,
     dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
@@ -112,7 +111,7 @@ EVERY = {
     **{f"allreduce {name}": partial(sparse_allreduce, algorithm=name) for name in ("auto", *allreduce.ALGORITHMS)},
     **{f"gtopk {name}": partial(gtopk_allreduce, algorithm=name) for name in gtopk_allreduce.algorithms},
     "allgather": sparse_allgather,
-    "compressed": partial(compressed_allreduce, compressor=TopK(k=2)),
+    "compressed": compressed_sum(TopK(k=2)),
     "reduce": sparse_reduce,
     "reduce_scatter": sparse_reduce_scatter,
 }

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import LENGTH, bits, contribution, contributions, window
+from cases import LENGTH, bits, compressed_sum, contribution, contributions, window
 from disorder import Damaging, over
 
 from collectives import (
@@ -175,8 +175,8 @@ def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watch
 class Forgetful(ErrorFeedback):
     """Loses what was rejected."""
 
-    def settle(self, corrected, sent, rejected, mean):
-        return super().settle(corrected, sent, None, mean)
+    def settle(self, corrected, sent, rejected=None):
+        super().settle(corrected, sent)
 
 
 METHODS = {
@@ -185,7 +185,7 @@ METHODS = {
     "in place": partial(ErrorFeedback, in_place=True),
     "none": NoFeedback,
     "momentum": partial(MomentumCorrection, 0.9),
-    "ahead": partial(StepAhead, 0.1, 0.9, 2),
+    "ahead": partial(StepAhead, 0.1, 0.9),
 }
 
 
@@ -222,7 +222,7 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watc
 
 @pytest.mark.parametrize("small", [5, 10])
 def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
-    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), downlink=TopK(k=2), small=small)
+    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), collective=compressed_sum(TopK(k=2)), small=small)
     gradients = {"weight": np.ones(LENGTH), "bias": np.ones(8)}
     exchange(gradients)
     culprit = comm.size - 1

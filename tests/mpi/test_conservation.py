@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import compressed_sum
 from mpi4py import MPI
 
 from collectives import (
     GradientExchange,
-    compressed_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -44,7 +44,7 @@ LENGTH = 97
 COLLECTIVES = {
     "allgather": sparse_allgather,
     "allreduce": sparse_allreduce,
-    "compressed": partial(compressed_allreduce, compressor=TopK(k=5)),
+    "compressed": compressed_sum(TopK(k=5)),
     "gtopk": gtopk_allreduce,
     "gtopk tree": partial(gtopk_allreduce, algorithm="tree"),
     "gtopk exact": partial(gtopk_allreduce, algorithm="exact", k=9),
@@ -251,11 +251,14 @@ def test_the_velocity_is_cleared_where_an_entry_left_for_good(comm, collective):
 
 
 @pytest.mark.at_least(2)
-def test_a_downlink_saves_bytes_both_ways(comm):
+def test_compressing_the_sum_as_well_saves_bytes_both_ways(comm):
     """The ranks get the same bits."""
     sent, n = {}, 4000
     gradients = {name: np.random.default_rng([comm.rank, 1]).standard_normal(n) for name in "abcdefgh"}
-    for name, more in {"exact": {}, "both ways": {"downlink": TopK(density=0.005)}}.items():
+    for name, more in {
+        "exact": {},
+        "both ways": {"collective": compressed_sum(TopK(density=0.005))},
+    }.items():
         exchange = GradientExchange(comm, TopK(density=0.005), bucket_nbytes=1, **more)
         exchange(gradients)
         means = exchange(gradients)
@@ -267,26 +270,10 @@ def test_a_downlink_saves_bytes_both_ways(comm):
     assert all(abs(np.count_nonzero(mean) - 20) <= comm.size for mean in means.values())
 
 
-def test_averaging_the_residuals_leaves_their_sum(comm):
-    """Bitwise where the number of ranks is a power of two."""
-    averaging, plain = (
-        GradientExchange(comm, TopK(k=9), StepAhead(0.5, 0.5, period), sparse_allreduce, average=False)
-        for period in (2, None)
-    )
-    for step in range(2):
-        np.testing.assert_array_equal(averaging(gradient(comm.rank, step)), plain(gradient(comm.rank, step)))
-        kept = over_ranks(plain.feedback.residual, comm)
-        tolerance = 0 if comm.size & (comm.size - 1) == 0 else 1e-9
-        np.testing.assert_allclose(over_ranks(averaging.feedback.residual, comm), kept, rtol=0, atol=tolerance)
-        assert averaging.feedback.since_averaging == 1 - step
-    assert len(set(comm.allgather(averaging.feedback.residual.tobytes()))) == 1
-
-
-@pytest.mark.parametrize("period", [None, 4])
 @pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
-def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(comm, period, compressor):
+def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(comm, compressor):
     rate, momentum = 0.05, 0.9
-    exchange = GradientExchange(comm, compressor(), StepAhead(rate, momentum, period), sparse_allreduce)
+    exchange = GradientExchange(comm, compressor(), StepAhead(rate, momentum), sparse_allreduce)
 
     def normal(*seed):
         return np.random.default_rng(seed).standard_normal(LENGTH)

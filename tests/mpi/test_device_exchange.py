@@ -4,13 +4,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import compressed_sum
 from devices import assert_same, counted, cupy_for_tests, real_cupy
 
 from collectives import (
     GradientExchange,
     OuterLoop,
     aligned_allreduce,
-    compressed_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -51,8 +51,8 @@ WAYS = {
     "random": lambda comm: (RandomK(k=40, aligned=True), ErrorFeedback(), aligned_allreduce, {}),
     "two-way, step-ahead": lambda comm: (
         TopK(k=40),
-        StepAhead(0.1, 0.9, averaging_period=2),
-        partial(compressed_allreduce, compressor=TopK(k=20)),
+        StepAhead(0.1, 0.9),
+        compressed_sum(TopK(k=20)),
         {},
     ),
     "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import compressed_sum
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
 from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, RandomK, SIDCo, StepAhead, TopK
@@ -63,15 +64,15 @@ def test_nothing_is_kept_beside_the_gradient(comm):
     assert [name for name in exchange.state_dict() if "feedback" in name] == []
     with pytest.raises(RuntimeError, match="the residual is in the gradient's own array"):
         exchange.rescale(2.0)
-    with pytest.raises(TypeError, match="needs the new gradient without the residual"):
-        GradientExchange(comm, AdaComp(50), ErrorFeedback(in_place=True))
+    with pytest.raises(ValueError, match="AdaComp needs the new gradient too"):
+        GradientExchange(comm, AdaComp(50), ErrorFeedback(in_place=True))(home)
 
 
-def test_a_downlink_and_a_dense_mean_leave_the_same_residual(comm):
+def test_a_compressed_sum_and_a_dense_mean_leave_the_same_residual(comm):
     """Also where the output buffer is a part of the same memory that the gradient does not have."""
     both = np.zeros((2, 30, 40), np.float32)
-    exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(in_place=True), downlink=TopK(0.05))
-    usual = GradientExchange(comm, TopK(0.1), downlink=TopK(0.05))
+    exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(in_place=True), collective=compressed_sum(TopK(0.05)))
+    usual = GradientExchange(comm, TopK(0.1), collective=compressed_sum(TopK(0.05)))
     for step in range(3):
         mine = gradients(comm.rank, step)["w"]
         both[0] += mine

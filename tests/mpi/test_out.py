@@ -4,8 +4,15 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import compressed_sum
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+)
 from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
 
 pytestmark = pytest.mark.small_groups
@@ -150,15 +157,11 @@ def dense_of(mean, like):
     ],
 )
 def test_a_sparse_mean_is_the_dense_one(comm, collective, feedback):
-    for average, downlink in ((True, lambda: None), (False, lambda: TopK(0.05))):
+    both_ways = compressed_sum(TopK(0.05))
+    for average, total in ((True, collective), (False, both_ways)):
         settings = {"average": average, "small": 100, "bucket_nbytes": 3000}
         for form in ("array", "list", "dict"):
-            usual, exchange = (
-                GradientExchange(
-                    comm, TopK(0.1), feedback(), None if downlink() else collective, downlink=downlink(), **settings
-                )
-                for _ in range(2)
-            )
+            usual, exchange = (GradientExchange(comm, TopK(0.1), feedback(), total, **settings) for _ in range(2))
             for step in range(2):
                 mine = gradients(comm.rank, step)
                 given = {"array": mine["w"], "list": list(mine.values()), "dict": mine}[form]

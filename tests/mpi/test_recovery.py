@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import compressed_sum
 from mpi4py import MPI
 
 from collectives import (
@@ -65,7 +66,7 @@ def test_an_exchange_goes_on_with_some_of_its_ranks_and_conserves_their_mass(com
 @pytest.mark.exactly(3)
 def test_shares_of_a_sum_move_and_nothing_is_lost(comm):
     """Rank 1 goes: the others own larger shares than they have errors of."""
-    exchange = GradientExchange(comm, TopK(k=9), average=False, downlink=TopK(k=3))
+    exchange = GradientExchange(comm, TopK(k=9), average=False, collective=compressed_sum(TopK(k=3)))
     exchange(gradient(comm.rank, 0))
     some = comm.Split(comm.rank == 1, comm.rank)
     if comm.rank != 1:

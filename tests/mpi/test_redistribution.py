@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from cases import compressed_sum
 from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop, sparse_allreduce
@@ -26,7 +27,7 @@ FEEDBACKS = {
     "error feedback": lambda: ErrorFeedback(),
     "decay": lambda: ErrorFeedback(decay=0.5),
     "momentum": lambda: MomentumCorrection(0.5),
-    "step ahead": lambda: StepAhead(0.5, 0.5, averaging_period=8),
+    "step ahead": lambda: StepAhead(0.5, 0.5),
     "none": lambda: NoFeedback(),
 }
 
@@ -161,7 +162,14 @@ def test_coefficients_and_rounding_errors_are_kept_on_another_number_of_ranks(co
 def two_way_of(group):
     """Return an exchange of three buckets whose sums are compressed."""
     parts = AggregationAware(k=9), ErrorFeedback()
-    exchange = GradientExchange(group, *parts, average=False, small=0, bucket_nbytes=1, downlink=TopK(k=5))
+    exchange = GradientExchange(
+        group,
+        *parts,
+        average=False,
+        small=0,
+        bucket_nbytes=1,
+        collective=compressed_sum(TopK(k=5)),
+    )
     exchange.register({name: np.zeros((20, 60), np.float32) for name in "abc"})
     return exchange
 
@@ -239,7 +247,7 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
         table = np.array(
             [["rank", str(rank)], ["ranks", str(ranks)], ["average", "True"], ["small", "1024"], ["basis", "None"]]
         )
-        return exchange.state_dict() | arrays | {"exchange/settings": table} | more
+        return exchange.state_dict() | arrays | {"settings": table} | more
 
     exchange = GradientExchange(comm, TopK(k=1))
     exchange(np.ones(3, np.float16))
@@ -248,11 +256,11 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
     wrong = [
         (3, state, r"load\(0\): the state was saved with ranks 2: expected 3"),
         (2, lambda rank: state(0), r"load\(1\): the state was saved with rank 0: expected 1"),
-        (2, lambda rank: fresh | {"exchange/settings": state(1)["exchange/settings"]} if rank else state(0), "arrays"),
+        (2, lambda rank: fresh | {"settings": state(1)["settings"]} if rank else state(0), "arrays"),
         (2, lambda rank: state(rank, value=np.nan), "leaves the range of float16"),
         (2, lambda rank: state(rank, value=4e4), "leaves the range of float16"),
         (2, lambda rank: state(rank, **{"gradient/feedback.rate": np.array(rank)}), r"rate differs between .* 0 and 1"),
-        (2, lambda rank: {}, "the state of rank 0 has no 'exchange/settings'"),
+        (2, lambda rank: {}, "the state of rank 0 has no 'settings'"),
         (0, state, "ranks is 0"),
     ]
     for ranks, load, said in wrong:

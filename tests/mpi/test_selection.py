@@ -9,8 +9,6 @@ from cases import noisy_gradients
 from collectives import (
     GradientExchange,
     aligned_allreduce,
-    gtopk_allreduce,
-    sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
     sparse_reduce,
@@ -60,12 +58,9 @@ def test_the_roots_bytes_fall_with_the_union(comm):
             assert nbytes / plain_bytes == pytest.approx(union / plain_union, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "collective", [partial(sparse_allreduce, votes=True), sparse_allgather], ids=["allreduce", "allgather"]
-)
-def test_an_exchange_tells_the_compressor_who_voted(comm, collective):
+def test_an_exchange_tells_the_compressor_who_voted(comm):
     compressor = Quantised(AggregationAware(k=2, metric="votes"), "float16")
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(), collective)
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(), partial(sparse_allreduce, votes=True))
     gradient = np.zeros(20)
     gradient[[comm.rank, 19]] = 4, 5
     exchange(gradient)
@@ -95,19 +90,6 @@ def test_votes_that_do_not_come_raise_everywhere_and_nothing_is_lost(comm):
     with pytest.raises(ValueError, match="votes is None: expected a share for each"):
         exchange(np.arange(5.0) + comm.rank)
     assert exchange.feedback.residual is None
-
-
-def test_votes_are_counted_where_a_compressor_needs_them_and_refused_where_nobody_does(comm):
-    """Where the exchange is made, not in the first step."""
-    compressor = AggregationAware(k=2, metric="votes")
-    exchange = GradientExchange(comm, compressor)
-    exchange(np.arange(5.0) + comm.rank)
-    assert compressor._bonus.any()
-    for given in compressor, Quantised(compressor, "sign"):
-        with pytest.raises(ValueError, match="compressed_allreduce does not count the ranks that sent an entry"):
-            GradientExchange(comm, given, downlink=TopK(k=1))
-        with pytest.raises(ValueError, match="gtopk_allreduce does not count the ranks that sent an entry"):
-            GradientExchange(comm, given, collective=gtopk_allreduce)
 
 
 def test_supports_that_differ_raise_everywhere(comm):

@@ -1,0 +1,158 @@
+"""The sum of an exchange over the ranks, and the mean that is made of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.allreduce import sparse_allreduce
+from collectives.collective import declared_by, nonblocking_sum, with_votes
+from collectives.compressed import compressed_allreduce, own_share
+from collectives.dense import dense_iallreduce
+from collectives.quantised import quantised_allreduce
+from collectives.votes import contributors
+from mpicomp.arrays import Array, kernels_for, on_device
+from mpicomp.bucket import Compressed, Mean
+from mpicomp.feedback.base import check_range
+from mpicomp.vector import SparseVector, add_up, count_up, index_dtype
+
+CONTRIBUTORS, SIGN = "contributors", "sign"  # average: by the number of ranks that sent an entry; the mean's sign
+
+
+class Received(NamedTuple):
+    """The result of a sum on this rank.
+
+    total: the sum. rejected: what this rank has to keep: None, entries, or an array. votes: the number of ranks that
+    sent each entry, None if they were not counted. entries: the number of them that were received.
+    """
+
+    total: Mean
+    rejected: Any
+    votes: Array | None
+    entries: int
+
+    @property
+    def rejected_entries(self) -> int:
+        """Number of the entries to keep."""
+        return (
+            0
+            if self.rejected is None
+            else self.rejected.nnz
+            if isinstance(self.rejected, SparseVector)
+            else self.rejected.size
+        )
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The sum of an exchange.
+
+    call: the collective's nonblocking form. average: of `GradientExchange`. takes_arrays: it sums arrays, not vectors.
+    writes: it returns (sum, rejected), and writes both to arrays given as `out`. owned: returns the range of a vector
+    that its rank sums and does not send, of (length, rank, size).
+    """
+
+    call: Callable[..., Any]
+    average: bool | str
+    takes_arrays: bool = False
+    writes: bool = False
+    owned: Callable[[int, int, int], tuple[int, int]] | None = None
+
+    def start(self, contribution: Compressed | Exception, comm: Any) -> Any:
+        """Start the collective; return its Request, or its result if it blocks. An exception is raised on all ranks."""
+        if isinstance(contribution, Exception):
+            return self.call(contribution, comm)
+        if contribution.sent is not None:
+            return self.call(contribution.sent, comm)
+        corrected = contribution.corrected
+        if not self.writes:
+            return self.call(corrected, comm)
+        rejected = np.empty_like(corrected) if contribution.is_gradient else corrected
+        return self.call(corrected, comm, out=(np.empty_like(corrected), rejected))
+
+    def own_range(self, length: int, comm: Any) -> tuple[int, int]:
+        """Return the range of a vector that this rank sums; empty if it sends all that it selects."""
+        return (0, 0) if self.owned is None else self.owned(length, comm.rank, comm.size)
+
+    def received(self, outcome: Any) -> Received:
+        """Return the parts of what the collective returned."""
+        if not self.takes_arrays:
+            return unpack_sum(outcome, counting=self.average == CONTRIBUTORS)
+        total, rejected = outcome if self.writes else (outcome, None)
+        return Received(total, rejected, None, total.size)
+
+    def mean(self, received: Received, dtype: Any, ranks: int, whole: Sequence[tuple[int, int]]) -> Mean:
+        """Return the mean in a dtype; of an array in its place.
+
+        whole: ranges of which every rank sends all values. Raises OverflowError if a value is not finite.
+        """
+        total = received.total
+        if not isinstance(total, SparseVector):
+            mean = np.divide(total, ranks, out=total) if self.average in (True, CONTRIBUTORS) else total
+            check_range(mean, "sum over the ranks")
+            return mean
+        divisor: Any = ranks if self.average is True else 1
+        if self.average == CONTRIBUTORS:
+            divisor = contributors(total, received.votes, ranks, whole)
+        vector = total.with_values((total.values / divisor).astype(dtype, copy=False))
+        try:
+            vector.validate()
+        except ValueError:
+            check_range(vector, "sum over the ranks")
+            raise
+        return vector
+
+
+def reduction(collective: Any, bits: int | None, average: bool | str) -> Reduction:
+    """Return the sum for the arguments of `GradientExchange`; raises for a collective that it cannot use."""
+    if bits is not None:
+        if collective is not None:
+            raise ValueError(
+                "got bits and collective: expected one of them; bits= is partial(quantised_allreduce, ...)"
+            )
+        collective = partial(quantised_allreduce, bits=bits)
+    collective = sparse_allreduce if collective is None else collective
+    known = declared_by(collective)
+    takes_arrays = known is not None and known.takes_arrays
+    return Reduction(
+        nonblocking_sum(with_votes(collective) if average == CONTRIBUTORS else collective),
+        average,
+        takes_arrays=takes_arrays,
+        writes=takes_arrays and "out" in signature(known).parameters,  # type: ignore[arg-type]
+        owned=own_share if known is compressed_allreduce else None,
+    )
+
+
+def dense_reduction(average: bool | str) -> Reduction:
+    """Return the sum of tensors too small to be compressed."""
+    return Reduction(dense_iallreduce, average, takes_arrays=True)
+
+
+def unpack_sum(outcome: Any, *, counting: bool) -> Received:
+    """Return the parts of what a collective of sparse vectors returned.
+
+    outcome: a SparseVector; (sum, rejected) or (sum, votes); a list of every rank's vector, which are added up in rank
+    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 is converted to float32
+    first, so that it is rounded once, and a mean may be in range if the sum is not. Raises TypeError for anything else.
+    """
+    result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
+    if isinstance(result, np.ndarray) or on_device(result):
+        result = SparseVector(
+            kernels_for(result).consecutive(0, result.size, index_dtype(result.size)), result, result.size
+        )
+    parts = result if isinstance(result, list) else [result]
+    if not all(isinstance(part, SparseVector) for part in parts):
+        raise TypeError(
+            f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or the "
+            "votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
+        )
+    rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
+    if counting and isinstance(result, list):
+        votes = count_up(parts).values
+    wide = np.promote_types(parts[0].dtype, np.float32)
+    if len(parts) > 1 or parts[0].dtype != wide:
+        parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
+    return Received(add_up(parts), rejected, votes, sum([part.nnz for part in parts]))
