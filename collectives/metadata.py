@@ -10,6 +10,7 @@ allgather; if only some do, the chosen algorithm follows as usual.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
 
 WHOLE_NBYTES = 1 << 16  # of all other ranks' vectors: they take no longer than the rounds of the metadata
-MOST_BITS = 2**15 - 1
+MOST_BITS = 2**15 - 1  # of a value as coded: the field has 15 bits
 PARTITIONS = ("auto", "equal", "sampled")
 
 
@@ -51,9 +52,19 @@ class Metadata:
 
     def of_vectors(self, *, digests: bool) -> "Metadata":
         """Return what the metadata would be without the vectors, which they keep. digests: as in `metadata_of`."""
-        found = [to_numpy(vector.indices) for vector in self.vectors]
-        samples = [sample(each, rank, len(found)) for rank, each in enumerate(found)]
-        overlap = overlap_of(found, self.counts, self.length) if digests else 0.0
+        return self.sampled([(vector, True) for vector in self.vectors], digests=digests)
+
+    def sampled(self, received: Sequence[tuple[SparseVector, bool]], *, digests: bool) -> "Metadata":
+        """Return the metadata with samples and overlap, from each rank's vector, or its indices in place of it."""
+        supports = [to_numpy(vector.indices) for vector, _ in received]
+        samples = []
+        for rank, (indices, (_, is_whole)) in enumerate(zip(supports, received, strict=True)):
+            if is_whole:
+                indices = sample(indices, rank, len(supports))
+            elif digests:
+                indices = indices[~in_digest(indices, level_of(self.counts[rank]))]
+            samples.append(indices)
+        overlap = overlap_of(supports, self.counts, self.length) if digests else 0.0
         return replace(self, samples=samples, overlap=overlap)
 
     def ranges(self, size: int) -> Ranges:
@@ -78,21 +89,24 @@ def exchange_metadata(
     sampling: send samples for a partition. bits: bits of an entry's values as coded, if the metadata are for choosing
     an algorithm; a message between nodes then contains a digest. None otherwise. whole: send the vector instead.
     """
+    digests = bits is not None and len(group.nodes()) > 1  # inside a node bytes cost less than making a digest
     sent = vector
-    apart = len(group.nodes()) > 1  # inside a node bytes count for little, and a digest is not worth making
-    digests = bits is not None and apart
     if not whole:
-        chosen = sample(vector.indices, group.rank, group.size) if sampling and partition != "equal" else None
-        if digests:
-            passes = in_digest(vector.indices, level := level_of(vector.nnz))
-            others = vector.indices[:0] if chosen is None else chosen[~in_digest(chosen, level)]
-            chosen = np.sort(np.concatenate([vector.indices[passes], others]))
-        sent = group.nothing
-        if chosen is not None and chosen.size:
-            sent = SparseVector(chosen, vector.support().values[: chosen.size], vector.length)
-    metadata = vector.nnz << 16 | min(round(bits or 0), MOST_BITS) << 1 | whole
-    received = yield from group.gather(sent, metadata)
+        sent = indices_to_send(vector, group, samples=sampling and partition != "equal", digest=digests)
+    received = yield from group.gather(sent, pack(vector.nnz, bits or 0, whole))
     return metadata_of(received, vector.length, partition, digests=digests)
+
+
+def indices_to_send(vector: SparseVector, group: Group, *, samples: bool, digest: bool) -> SparseVector:
+    """Return a vector of placeholder values at the indices that a rank sends: samples, and its digest."""
+    indices = sample(vector.indices, group.rank, group.size) if samples else vector.indices[:0]
+    if digest:
+        level = level_of(vector.nnz)
+        others = indices[~in_digest(indices, level)]
+        indices = np.sort(np.concatenate([vector.indices[in_digest(vector.indices, level)], others]))
+    if not indices.size:
+        return group.nothing
+    return SparseVector(indices, vector.support().values[: indices.size], vector.length)
 
 
 def is_short(vector: SparseVector, group: Group) -> bool:
@@ -107,14 +121,21 @@ def is_long(nbytes: int, group: Group) -> bool:
 
 def metadata_of(received: Sequence[Part], length: int, partition: str, *, digests: bool) -> Metadata:
     """Return the metadata in the messages of all ranks. digests: whether the messages contain digests."""
-    counts, whole = [said >> 16 for _, said in received], [bool(said & 1) for _, said in received]
-    coded = sum([count * (said >> 1 & MOST_BITS) for count, (_, said) in zip(counts, received, strict=True)])
-    bits = coded / max(1, sum(counts))
+    vectors, fields = zip(*received, strict=True)
+    counts, bits, whole = unpack(fields)
+    mean_bits = sum(map(mul, counts, bits)) / max(1, sum(counts))
     if all(whole):
-        return Metadata(counts, [], length, partition, bits=bits, vectors=tuple([vector for vector, _ in received]))
-    found = [to_numpy(vector.indices) for vector, _ in received]
-    samples = found
-    if digests:
-        samples = [each[~in_digest(each, level_of(count))] for each, count in zip(found, counts, strict=True)]
-    samples = [sample(found[rank], rank, len(found)) if whole[rank] else each for rank, each in enumerate(samples)]
-    return Metadata(counts, samples, length, partition, overlap_of(found, counts, length) if digests else 0.0, bits)
+        return Metadata(counts, [], length, partition, bits=mean_bits, vectors=vectors)
+    metadata = Metadata(counts, [], length, partition, bits=mean_bits)
+    return metadata.sampled(list(zip(vectors, whole, strict=True)), digests=digests)
+
+
+def pack(entries: int, bits: float, whole: bool) -> int:
+    """Return the fields of a rank's metadata in one integer: entries, bits of a value as coded, whole vector or not."""
+    return entries << 16 | min(round(bits), MOST_BITS) << 1 | whole
+
+
+def unpack(fields: Sequence[int]) -> tuple[list[int], list[int], list[bool]]:
+    """Return the three fields of `pack`, each of all ranks."""
+    entries, bits, whole = zip(*[(each >> 16, each >> 1 & MOST_BITS, each & 1 == 1) for each in fields], strict=True)
+    return list(entries), list(bits), list(whole)
