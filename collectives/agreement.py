@@ -14,38 +14,26 @@ import numpy as np
 from collectives.collective import NOTHING, Call, collective
 from collectives.faults import recovery
 from collectives.faults import ulfm as failure
-from collectives.runtime.group import DisagreementError, Group
+from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.errors import CollectiveError
 from mpicomp.vector import SparseVector
 
 
-def no_vectors(result: Any) -> tuple[list[Any], list[Any]]:
-    """Promise nothing about vectors."""
-    return [], []
-
-
-@collective(no_vectors)
-def _gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
-    contribution: Any = value if isinstance(value, Exception) else NOTHING
-    return Call(contribution, comm, own={"value": value}, operation=operation)
-
-
-@_gather_objects.algorithm
-def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
-    return (yield from group.gather_objects(value))
-
-
-def gather_objects(value: Any, comm: Any, operation: str) -> list[Any]:
+@collective(promise=None)
+def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     """Return every rank's value, in rank order, on all ranks.
 
     value: serialisable as JSON; or an exception: this rank raises it, and the others raise CollectiveError that names
     it. operation: the name in errors; CollectiveError if it differs between ranks.
     """
-    try:
-        return _gather_objects(value, comm, operation)
-    finally:
-        del value  # an error, its traceback and this frame would hold each other
+    contribution: Any = value if isinstance(value, Exception) else NOTHING
+    return Call(contribution, comm, own={"value": value}, operation=operation)
+
+
+@gather_objects.algorithm
+def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
+    return (yield from group.gather_objects(value))
 
 
 def gather_results(call: Callable[[], Any], comm: Any, operation: str) -> list[Any]:
@@ -72,13 +60,18 @@ def check_same(what: str, given: list[dict[str, str]]) -> None:
                 )
 
 
-@collective(no_vectors)
-def _raise_together(error: Exception | None, comm: Any, operation: str) -> Call[None]:
+@collective(promise=None)
+def raise_together(error: Exception | None, comm: Any, operation: str) -> Call[None]:
+    """Raise on all ranks if one has an error: that error on its own rank, CollectiveError on the others.
+
+    All ranks have completed the same collectives, so MPI's sum of the failures suffices; it is faster than messages
+    with the signature of each rank's call. Those follow only if the sum is not zero.
+    """
     return Call(NOTHING, comm, own={"error": error}, operation=operation)
 
 
-@_raise_together.algorithm(meets=True)
-def _compare(vector: SparseVector, group: Group, error: Exception | None) -> Steps[None]:
+@raise_together.algorithm(meets=True)
+def _sum_of_failures(vector: SparseVector, group: Group, error: Exception | None) -> Steps[None]:
     failed = np.array([error is not None], np.float32)
     total = np.empty_like(failed)
     with group.turn() as turn:
@@ -86,20 +79,7 @@ def _compare(vector: SparseVector, group: Group, error: Exception | None) -> Ste
         summing = group.reduce(failed, total)
     yield (summing,)
     if total[0]:
-        group.error = error
-        raise DisagreementError
-
-
-def raise_together(error: Exception | None, comm: Any, operation: str) -> None:
-    """Raise on all ranks if one has an error: that error on its own rank, CollectiveError on the others.
-
-    All ranks have completed the same collectives, so MPI's sum of the failures suffices; it is faster than messages
-    with the signature of each rank's call. Those follow only if the sum is not zero.
-    """
-    try:
-        _raise_together(error, comm, operation)
-    finally:
-        del error  # it, its traceback and this frame would hold each other
+        group.fail(error)
 
 
 @contextmanager

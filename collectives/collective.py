@@ -41,7 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Algorithm = Callable[..., Steps[Any]]  # (vector, group, and the collective's own arguments by name)
-Promise = Callable[[Any], tuple[list[Any], list[Any]]]
+Promise = Callable[[Any], tuple[list[Any], list[Any]]] | None
 Meet = Callable[[Group], Steps[None]]
 Prepare = Callable[["Call[Any]", int], SparseVector]
 
@@ -147,7 +147,10 @@ class Collective(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
-        return self._start(self._call(*args, **kwargs)).wait()
+        try:
+            return self._start(self._call(*args, **kwargs)).wait()
+        finally:
+            del args, kwargs  # else an error among them, its traceback and this frame hold each other
 
     def __get__(self, owner: Any, kind: Any = None) -> "Collective[P, T]":
         """Act as a function, for `help` too, that does not bind to an object."""
@@ -221,13 +224,14 @@ def collective(
     """Return a decorator that turns a function that returns a `Call` into a collective.
 
     promise: a function of an algorithm's result that returns two lists: the vectors that are the same on all ranks, and
-    those that are this rank's part of the sum; the debug mode checks both. meet: compares the calls of the ranks before
+    those that are this rank's part of the sum; the debug mode checks both. None: the result contains no vectors, and
+    `COLLECTIVES` not the collective. meet: compares the calls of the ranks before
     an algorithm that needs it, over the schedule with which "auto" begins. gives_sum, takes_arrays: see `Collective`.
     """
 
     def declare(call: Callable[P, Call[T]]) -> Collective[P, T]:
         declared = Collective(call, promise, meet, gives_sum=gives_sum, takes_arrays=takes_arrays)
-        if not declared.name.startswith("_"):
+        if promise is not None and not declared.name.startswith("_"):
             COLLECTIVES[declared.name] = declared
         return declared
 
@@ -296,10 +300,7 @@ def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group,
 
 
 def _finished(steps: Steps[Any], finish: Callable[[Any], T]) -> Steps[T]:
-    try:
-        return finish((yield from steps))
-    finally:
-        del finish, steps  # else the traceback of an error would hold the vector
+    return finish((yield from steps))
 
 
 def _no_steps() -> Steps[Any]:

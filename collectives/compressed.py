@@ -22,7 +22,7 @@ from collectives.collective import Call, Codec, collective
 from collectives.gtopk import Result, numbers, result_and_rejected
 from collectives.partition import equal_ranges
 from collectives.reduce_scatter import sum_of_share
-from collectives.runtime.group import DisagreementError, Group
+from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import read_only
 from mpicomp.compressors import Compressor
@@ -98,12 +98,9 @@ def split_allgather(vector: SparseVector, group: Group, compressor: str, second:
     The call signatures take no extra rounds: in the first step every rank sends to every other one.
     """
     share = yield from sum_of_share(vector, group, equal_ranges(vector.length, group.size))
-    try:
+    with group.raise_on_all():
         kept = compressed(share, *own_share(vector.length, group.rank, group.size), second)
         rejected = without_zeros(merge(share, kept.with_values(-kept.values)))
-    except Exception as error:  # whatever it is: the other ranks must learn of it
-        group.error = error.with_traceback(None)
-        raise DisagreementError from None
     return join([theirs for theirs, _ in (yield from group.gather(kept))]), rejected
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from collectives.choice import algorithm_for
 from collectives.collective import Call, collective
 from collectives.patterns import agreed, core_doubling, folded
-from collectives.runtime.group import DisagreementError, Group, PartOf
+from collectives.runtime.group import Group, PartOf
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving as halves
 from mpicomp.arrays import (
@@ -234,11 +234,8 @@ def shares_of_sum(rounding: Rounding, group: Group, *, checked: bool = False) ->
 
 def refuse_not_finite(values: Array, group: Group) -> None:
     """Raise ValueError on this rank, and CollectiveError on the others, if a value is not finite."""
-    try:
+    with group.raise_on_all():
         kernels_for(values).raise_not_finite(values)
-    except ValueError as error:
-        group.error = error.with_traceback(None)
-        raise DisagreementError from None
 
 
 @quantised_allreduce.algorithm

@@ -30,29 +30,36 @@ from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
-Promise = Callable[[Any], tuple[list[Any], list[Any]]]
+Promise = Callable[[Any], tuple[list[Any], list[Any]]]  # of a result: the vectors of all ranks, and of this rank
 
 
-def checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
+def checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise | None) -> Steps[T]:
     """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
     contributed: the vector, or the array that MPI sums. promise: see `collectives.collective.collective`.
     """
-    return _checked(group, steps, contributed, promise, _caller())  # the frames of the caller are gone later
+    call = [group.signature["operation"], _caller()]  # now: later the caller's frames are gone
+    return _compared(group, call, steps if promise is None else _audited(group, steps, contributed, promise))
 
 
-def _checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise, caller: str) -> Steps[T]:
-    where, operation = f"MPICOMP_CHECK: call {group.number} on this communicator, ", group.signature["operation"]
+def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
+    """Run an operation once the ranks have compared their calls: the operation and the calling line."""
+    with group.reserve_turn():
+        _compare_calls((yield from group.gather_objects(call)), _where(group))
+        return (yield from run_or_notify(group, steps))
 
-    def audited() -> Steps[T]:
-        result = yield from steps
-        accounts = yield from group.gather_objects(_account(contributed, promise, result))
-        _audit(accounts, group.signature.get("dtype") or "float32", f"{where}{operation}: ")
-        return result
 
-    with group.turn() as group.turn_reserved:  # before the first yield, as the operation itself would
-        _compare_calls((yield from group.gather_objects([operation, caller])), where)
-        return (yield from run_or_notify(group, audited()))
+def _audited(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
+    """Run an operation, and compare what the ranks contributed with what they received."""
+    result = yield from steps
+    accounts = yield from group.gather_objects(_account(contributed, promise, result))
+    where = f"{_where(group)}{group.signature['operation']}: "
+    _audit(accounts, group.signature.get("dtype") or "float32", where)
+    return result
+
+
+def _where(group: Group) -> str:
+    return f"MPICOMP_CHECK: call {group.number} on this communicator, "
 
 
 def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:

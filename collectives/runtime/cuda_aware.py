@@ -39,20 +39,15 @@ def agreed(comm: "MPI.Intracomm") -> bool:
     """
     from mpi4py import MPI
 
-    error: ValueError | None = None
+    wrong = f"another rank has a bad {VARIABLE}: see its error; set the same value on all ranks"
     try:
         state = _DIRECT if verdict(os.environ)[0] else _STAGED
-    except ValueError as raised:
-        state, error = _BAD, raised
+    except ValueError as error:
+        state, wrong = _BAD, str(error)
     least = np.array([state], np.int32)
     comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
     if least[0] == _BAD:
-        try:
-            raise error or ValueError(
-                f"another rank has a bad {VARIABLE}: see its error; set the same value on all ranks"
-            )
-        finally:
-            del error  # else it, its traceback and this frame hold each other
+        raise ValueError(wrong)
     return bool(least[0] == _DIRECT)
 
 

@@ -15,6 +15,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -74,8 +75,6 @@ class Group:
     rank, size: of this rank in the group, of the group. node_sizes: the number of ranks on each node.
     """
 
-    turn_reserved: Turn | None = None  # the place in the queue that `turn` is to return
-
     def __init__(
         self,
         link: Link,
@@ -86,6 +85,7 @@ class Group:
         beside: Any = None,
     ) -> None:
         self.link, self.signature, self.error, self.beside, self.codec = link, signature, error, beside, codec
+        self._turn_reserved: Turn | None = None
         self.notifications: dict[int, Buffer] = {}  # the error notifications of other ranks
         self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
         self._digest = _digest(tuple(signature), tuple(signature.values()))
@@ -127,8 +127,26 @@ class Group:
         return SparseVector.empty(*what, beside=self.beside)
 
     def turn(self) -> Turn:
-        """Reserve a turn for MPI's own collectives; call it before the first yield, for the same order on all ranks."""
-        return self.turn_reserved or Turn(self.link.turns)
+        """Return the turn for MPI's own collectives; call before the first yield, for the same order on all ranks."""
+        return self._turn_reserved or Turn(self.link.turns)
+
+    def reserve_turn(self) -> Turn:
+        """Reserve the turn that `turn` returns later, after a yield."""
+        self._turn_reserved = self.turn()
+        return self._turn_reserved
+
+    def fail(self, error: Exception | None) -> NoReturn:
+        """End the operation on all ranks, which all detect it, with the error of this rank, if it has one."""
+        self.error = error
+        raise DisagreementError
+
+    @contextmanager
+    def raise_on_all(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks; all ranks must send to all others after it."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error.with_traceback(None))  # its frames would hold vectors
 
     def agree(self) -> Steps[None]:
         """Compare the call signatures first, in ceil(lg P) messages of one line; raises DisagreementError.
