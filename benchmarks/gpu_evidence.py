@@ -109,17 +109,18 @@ def parts(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[floa
         f"tests, {options.ranks} ranks": lambda left: tested(launched, folder / "mpi.xml", left),
     }
     mpicomp, ranks = [sys.executable, "-m", "mpicomp_bench"], ["mpirun", "-n", str(options.ranks)]
+    kernels = [sys.executable, "benchmarks/kernels.py", "--device", "gpu"]
     small, repeats = options.lengths[0], ["--repeats", "1" if options.dry_run else "9"]
 
     def add(name: str, command: Sequence[str], **environment: str) -> None:
         found[name] = lambda left: measured(command, folder / f"{len(name)}-{time.time_ns()}.json", left, environment)
 
-    add(f"kernels {small}", [*mpicomp, "bench", "kernels", "--device", "gpu", "--length", small, *repeats])
+    add(f"kernels {small}", [*kernels, "--length", small, *repeats])
     for way, setting in WAYS.items():
         step = [*ranks, sys.executable, "-m", "mpi4py", "benchmarks/gpu_step.py", "--length", small, *repeats]
         add(f"step {way}", step, MPICOMP_CUDA_AWARE=setting)
     for length in options.lengths[1:]:
-        add(f"kernels {length}", [*mpicomp, "bench", "kernels", "--device", "gpu", "--length", length, *repeats])
+        add(f"kernels {length}", [*kernels, "--length", length, *repeats])
     bench = [
         "bench",
         "gtopk",

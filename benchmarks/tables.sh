@@ -80,7 +80,7 @@ exchange() {
 machine() {
   exchange
   keep threads python "$here/threads.py" --json "$out/threads.json"
-  keep kernels mpicomp bench kernels --repeats 5 --json "$out/kernels.json"
+  keep kernels python "$here/kernels.py" --repeats 5 --json "$out/kernels.json"
 }
 
 case $table in

@@ -4,11 +4,9 @@ The order of the calls is random in each turn, the same on all ranks; else one c
 With a communicator every call starts after a barrier, and a time is that of the slowest rank.
 """
 
-import contextlib
 import importlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +14,6 @@ from numpy.typing import NDArray
 
 Call = Callable[[], Any]
 Row = dict[str, Any]  # of a table, and of the JSON: figures by name, times in seconds
-Progress = Callable[[str], None]  # after a step: the step's label
 
 
 class Contestant(NamedTuple):
@@ -41,33 +38,27 @@ def interleave(
     turns: int,
     comm: Any = None,
     *,
-    seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
     warm: bool = True,
 ) -> list[NDArray[np.float64]]:
     """Return the seconds of each contestant, of shape (ranks, its turns), on all ranks.
 
-    seconds: turns are repeated until this time has passed on rank 0. warm: begin with a turn that is not counted.
-    clock: returns seconds.
+    warm: begin with a turn that is not counted. clock: returns seconds.
     """
     own: list[list[float]] = [[] for _ in contestants]
-    shown, began, turn = comm is None or comm.rank == 0, time.perf_counter(), -warm
-    on_all_ranks = bool if comm is None else comm.bcast
-    with progress((turns + warm) * len(contestants) if shown else 0) as done:
-        while turn < turns or (seconds and on_all_ranks(time.perf_counter() - began < seconds)):
-            for place in np.random.default_rng([5, turn + 1]).permutation(len(contestants)):
-                each = contestants[place]
-                if turn % each.every == 0 or turn < 0:
-                    if each.before:
-                        each.before()
-                    if comm is not None:
-                        comm.Barrier()
-                    start = clock()
-                    for _ in range(each.loops):
-                        each.call()
-                    own[place].append((clock() - start) / each.loops)
-                done(str(each.name))
-            turn += 1
+    for turn in range(-warm, turns):
+        for place in np.random.default_rng([5, turn + 1]).permutation(len(contestants)):
+            each = contestants[place]
+            if turn % each.every and turn >= 0:
+                continue
+            if each.before:
+                each.before()
+            if comm is not None:
+                comm.Barrier()
+            start = clock()
+            for _ in range(each.loops):
+                each.call()
+            own[place].append((clock() - start) / each.loops)
     every_rank = [own] if comm is None else comm.allgather(own)
     return [np.array(times)[:, warm:] for times in zip(*every_rank, strict=True)]
 
@@ -89,25 +80,6 @@ def paced(calls: Mapping[Any, Call], comm: Any = None) -> list[Contestant]:
         )
         for (name, call), taken in zip(calls.items(), seconds, strict=True)
     ]
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Progress]:
-    """Show a progress bar of `steps` on a terminal's stderr, if tqdm is installed; none for 0 steps."""
-    try:
-        tqdm: Any = importlib.import_module("tqdm") if total else None
-    except ImportError:
-        tqdm = None
-    if tqdm is None:
-        yield lambda label: None
-        return
-    with tqdm.tqdm(total=total, file=sys.stderr, disable=None, leave=False) as bar:
-
-        def done(label: str) -> None:
-            bar.set_description_str(label, refresh=False)
-            bar.update()
-
-        yield done
 
 
 def timed(seconds: NDArray[np.float64]) -> Row:
@@ -146,3 +118,25 @@ def compare(
 def read_once(values: NDArray[Any]) -> Call:
     """Return a call that reads `values` once with vector instructions: the largest of them as integers."""
     return values.view(f"i{values.itemsize}").max
+
+
+def until_done(call: Call) -> Call:
+    """Return a call that also synchronises the stream."""
+    cupy: Any = importlib.import_module("cupy")
+
+    def wait() -> None:
+        call()
+        cupy.cuda.get_current_stream().synchronize()
+
+    return wait
+
+
+def missing_gpu() -> str | None:
+    """Return why there is no GPU to measure on, and the remedy; None where there is one."""
+    try:
+        cupy: Any = importlib.import_module("cupy")
+    except ImportError:
+        return "CuPy is not installed: pip install cupy-cuda12x or cupy-cuda13x, as the driver is"
+    if not cupy.cuda.is_available():
+        return "CuPy sees no GPU here: run it on a machine with one, or leave --device out"
+    return None

@@ -1,12 +1,12 @@
 """`mpicomp bench`, with tiny lengths: each suite's rows, and the measurements that all share."""
 
-import io
 import json
 import math
 import sys
 import time
 from types import SimpleNamespace
 
+import kernels
 import numpy as np
 import pytest
 from commands import written
@@ -22,7 +22,7 @@ from mpicomp_bench.bench.compressors import NAMES, captured
 from mpicomp_bench.bench.data import FAMILIES, PATTERNS, draw, draw_sparse, gradient_above
 from mpicomp_bench.bounds import index_bits
 from mpicomp_bench.info import library_and_version
-from mpicomp_bench.measuring import Contestant, interleave, progress
+from mpicomp_bench.measuring import Contestant, interleave
 
 SUBJECTS = list(algorithms())
 
@@ -64,45 +64,30 @@ def test_preparations_are_not_timed_and_slow_ones_have_fewer_turns():
     assert [each for each in seen if each != "slow"] == ["prepare", "call"] * 3
 
 
-def test_a_terminal_gets_a_progress_bar_where_tqdm_is_installed(monkeypatch):
-    tqdm = pytest.importorskip("tqdm")
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(measuring.importlib, "import_module", lambda name: tqdm)
-    with progress(3) as done:
-        done("one")
-    assert "0/3" in terminal.getvalue()
-
-
-def test_without_tqdm_there_is_none(bench, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    bench("exchange", "--length", "100", "--density", "0.1")
-    assert capsys.readouterr().err == ""
-
-
 def test_numbers_that_are_not_finite_are_null_in_json():
     about = json.loads(output.as_json([{"loss": np.inf, "curve": [(0, 5.0), (1, np.nan)]}], {"ranks": 2}))
     assert about == {"ranks": 2, "rows": [{"loss": None, "curve": [[0, 5.0], [1, None]]}]}
 
 
-def test_kernels(capsys, bench):
-    about = bench("kernels", "--length", "20000")
-    lines = capsys.readouterr().out.splitlines()
-    assert (about["subject"], about["ranks"], about["length"]) == ("kernels", 1, 20_000)
-    assert len(lines) == 1 + len(about["rows"])
-    names = {row["name"].split()[0] for row in about["rows"]}
+def test_kernels(capsys, tmp_path):
+    file = tmp_path / "rows.json"
+    assert kernels.main(["--length", "20000", "--repeats", "2", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    names = {row["name"].split()[0] for row in rows}
     assert names >= {"top_k", "moments", "merge", "accumulate", "scatter_add", "gather", "encode", "decode"}
-    consistent(about["rows"])
+    consistent(rows)
 
 
 def test_kernels_of_a_gpu_say_what_is_missing(capsys, monkeypatch):
     unseeing = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
     for cupy, missing in (None, "CuPy is not installed"), (unseeing, "CuPy sees no GPU here"):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        for subject in "kernels", "gtopk":
-            assert main(["bench", subject, "--device", "gpu"]) == 2
-            assert f"bench {subject}: {missing}" in capsys.readouterr().err
+        assert main(["bench", "gtopk", "--device", "gpu"]) == 2
+        assert f"bench gtopk: {missing}" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            kernels.main(["--device", "gpu"])
+        assert f"kernels.py: error: {missing}" in capsys.readouterr().err
 
 
 def test_exchange_compares_with_the_dense_allreduce(capsys, bench):

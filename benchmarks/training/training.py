@@ -13,7 +13,7 @@ from tasks import Task
 
 from collectives import traffic
 from mpicomp import CollectiveError, Compressor
-from mpicomp_bench.measuring import Progress, Row, progress
+from mpicomp_bench.measuring import Row
 
 TUNING_SEED = 1_000_000  # never one of those that are shown
 LATENCY = 50e-6  # seconds that a message takes beside its bytes: TCP over Ethernet
@@ -36,21 +36,18 @@ def trained(
     varied = f"{name}-{every}" if every else name
     varied = at_density(varied, density) or varied if density else varied
     stage = options.warm_up_steps or -(-len(task.training("test")) // (options.batch * comm.size))  # an epoch
-    tuned = len(options.rate) > 1
-    steps = (options.seeds + tuned * len(options.rate)) * options.steps
-    with progress(0 if comm.rank else steps) as done:
 
-        def outcome(rate: float, seed: int, held_out: str, points: int) -> Row:
-            network, record = task.network(seed), () if seed else options.record
-            terms = Terms(rate, MOMENTUM, options.warm_up, stage, record, network.tensors)
-            descent = descent_of(comm, varied, terms)
-            about = f"{varied} at {rate:g}"
-            told = argparse.Namespace(**{**vars(options), "points": points})
-            return train(task, network, descent, seed, held_out, told, lambda figure: done(f"{about}: {figure}"))
+    def outcome(rate: float, seed: int, held_out: str, points: int) -> Row:
+        network, record = task.network(seed), () if seed else options.record
+        terms = Terms(rate, MOMENTUM, options.warm_up, stage, record, network.tensors)
+        told = argparse.Namespace(**{**vars(options), "points": points})
+        return train(task, network, descent_of(comm, varied, terms), seed, held_out, told)
 
-        tried = {rate: outcome(rate, TUNING_SEED, "validation", 1)["loss"] for rate in options.rate} if tuned else {}
-        rate = min(tried, key=lambda rate: tried[rate]) if tried else options.rate[0]
-        trainings = [outcome(rate, seed, "test", options.points) for seed in range(options.seeds)]
+    tried = {}
+    if len(options.rate) > 1:
+        tried = {rate: outcome(rate, TUNING_SEED, "validation", 1)["loss"] for rate in options.rate}
+    rate = min(tried, key=lambda rate: tried[rate]) if tried else options.rate[0]
+    trainings = [outcome(rate, seed, "test", options.points) for seed in range(options.seeds)]
     fields = "figure", "loss", "messages", "nbytes", "sent", "received", "seconds", "exchange_seconds"
     means = {name: float(np.mean([each[name] for each in trainings])) for name in fields}
     spread = 0.0
@@ -71,12 +68,11 @@ def train(
     seed: int,
     held_out: str,
     options: argparse.Namespace,
-    done: Progress,
 ) -> Row:
     """Train on all ranks, and return the outcome, the same on all of them except `captured`.
 
-    network: with initial parameters. held_out: "test" or "validation". done: called after every step with the last
-    figure. options: steps, batch of a rank, and points of the curve after its start.
+    network: with initial parameters. held_out: "test" or "validation". options: steps, batch of a rank, and points of
+    the curve after its start.
 
     The outcome: figure, the task's result on the held-out part; loss there, in nats; curve, of (step, figure, loss in
     nats on a sample of the training part, seconds of training on rank 0); messages and nbytes sent by the busiest rank
@@ -107,7 +103,6 @@ def train(
         if not diverged:
             step += 1
             log.add(descent, perf_counter() - began, perf_counter() - computed)
-        done(f"{curve[-1][1]:.2f}" if curve else "")
     now, (loss, curve) = traffic(comm), comm.bcast((loss, curve))
     counted = [(now.messages - before.messages) / max(1, step), (now.nbytes - before.nbytes) / max(1, step)]
     about = {"figure": curve[-1][1], "loss": loss, "curve": curve, "diverged": diverged}

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any, TextIO
 
 from mpicomp import threads
-from mpicomp_bench.bench import choice, collective, compressors, exchange, kernels, quantised
+from mpicomp_bench.bench import choice, collective, compressors, exchange, quantised
 from mpicomp_bench.bench.suite import Suite
 from mpicomp_bench.files import look, new_file, settings, write
 from mpicomp_bench.info import library_and_version
@@ -18,7 +18,6 @@ from mpicomp_bench.output import COMPARISON, as_json, show
 __all__ = ["SUITES", "add_to", "run"]
 
 SUITES: dict[str, Suite] = {
-    "kernels": kernels.SUITE,
     "exchange": exchange.SUITE,
     "compressors": compressors.SUITE,
     "quantised": quantised.SUITE,
@@ -28,13 +27,13 @@ SUITES: dict[str, Suite] = {
 
 EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange
-mpicomp bench kernels --length 1e6
+mpicomp bench compressors --length 1e6
 """
 
 
 def add_to(commands: Any) -> None:
     """Add the command and its suites to the command line."""
-    about = "time collectives, compressors, kernels or whole steps, with baselines"
+    about = "time collectives, compressors or whole steps, with baselines"
     bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     for name, suite in SUITES.items():

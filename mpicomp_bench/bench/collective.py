@@ -22,11 +22,10 @@ from collectives.collective import Collective, link_of
 from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
 from mpicomp.vector import add_up, parted, top_k
-from mpicomp_bench.bench import kernels
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.bounds import dense_nbytes, least_nbytes
-from mpicomp_bench.measuring import Call, Contestant, Row, interleave, timed
+from mpicomp_bench.measuring import Call, Contestant, Row, interleave, missing_gpu, timed, until_done
 from mpicomp_bench.options import add_list, positive, share
 from mpicomp_bench.output import Column, figure, show, text
 
@@ -168,7 +167,7 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
         into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
         found.append(contestant(f"GradientExchange {algorithm}", codec, partial(exchange, gradient, out=into)))
     if on_gpu:
-        found = [each._replace(call=kernels.until_done(each.call)) for each in found]
+        found = [each._replace(call=until_done(each.call)) for each in found]
     return found
 
 
@@ -293,7 +292,8 @@ def refuse(options: Options, comm: Any) -> str | None:
     """Return the reason why these options cannot be measured here."""
     if "none" in options.baselines:
         options.baselines = []
-    if fault := kernels.refuse(options) or too_many(cases(options), comm.size):
+    missing = missing_gpu() if options.device == "gpu" else None
+    if fault := missing or too_many(cases(options), comm.size):
         return fault
     if options.interfaces:
         link = link_of(comm)

@@ -5,12 +5,11 @@ import importlib
 import random
 
 import comparisons
+import kernels
 import numpy as np
 import pytest
 from devices import cupy_for_tests, real_cupy
 from emulator import SCHEDULES, VARIABLE
-
-from mpicomp_bench.bench import kernels
 
 
 @pytest.fixture
@@ -91,6 +90,6 @@ def test_errors_are_those_of_the_host(cupy, device):
 def test_the_benchmark_of_a_gpu_runs(cupy, monkeypatch):
     monkeypatch.setattr(kernels, "argpartition", lambda xp, values, k: xp.argsort(values)[-k:])
     options = argparse.Namespace(device="gpu", length=30_000, repeats=1)
-    rows = list(kernels.rows(options, None))
+    rows = list(kernels.rows(options))
     assert {row["name"].split()[0] for row in rows} >= {"top_k", "survey", "merge", "accumulate", "scatter_add"}
     assert all(row["floor"] for row in rows if row["name"].startswith("top_k"))

@@ -1,11 +1,16 @@
-"""`mpicomp bench kernels`: kernels of the host or a GPU, compared with NumPy, CuPy and PyTorch, and with one read.
+"""Time kernels of the host or a GPU, compared with NumPy, CuPy and PyTorch, and with one read.
 
-On the host all run on one thread, except in the rows that compare numbers of threads. On a GPU the time is from the
+    python benchmarks/kernels.py --length 1e6 --repeats 3 --json kernels.json
+    python benchmarks/kernels.py --device gpu --length 1e9
+
+On the host all run on one thread. On a GPU the time is from the
 call until the stream is synchronised, so it includes launches, as in a step.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +26,12 @@ from mpicomp.compressors import TopK
 from mpicomp.few_bits import BITS, quantise
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
+from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.data import FAMILIES
-from mpicomp_bench.bench.suite import Options, Suite
-from mpicomp_bench.measuring import Call, Row, compare, read_once
+from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.measuring import Call, Row, compare, missing_gpu, read_once, until_done
+from mpicomp_bench.options import Parser, positive
+from mpicomp_bench.output import COMPARISON, as_json, show
 
 Sparse = tuple[Array, Array]
 # name, the kernel's call, baselines, and the array that one read of is the floor, or how many entries a call works on
@@ -31,13 +39,8 @@ Comparisons = Iterator[tuple[str, Call, Mapping[str, Call], Any]]
 ONE = {"threads": 1}
 _LONG, _BLOCK = 100_000_000, 1 << 22  # values of a long vector on a GPU, and of the block that it repeats
 
-EXAMPLES = """
-mpicomp bench kernels --length 1e6 --repeats 3 --json kernels.json
-mpicomp bench kernels --device gpu --length 1e9
-"""
 
-
-def rows(options: Options, comm: Any) -> Iterator[Row]:
+def rows(options: Namespace) -> Iterator[Row]:
     """Yield all comparisons, for gradients of `length` values."""
     rng, length, repeats = np.random.default_rng(0), options.length, options.repeats
     if options.device == "gpu":
@@ -51,7 +54,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
         yield from compared(top_k(np, host, rng, size), 3 * repeats if size <= 1_000_000 else repeats)
     for both in passes, sums, dense:
         yield from compared(both(np, host, rng, length), repeats)
-    for subject in fused, transforms, several_threads, few_bits, coding, offsets:
+    for subject in fused, transforms, few_bits, coding, offsets:
         yield from compared(subject(rng, length), repeats)
 
 
@@ -193,23 +196,6 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
     )
 
 
-def several_threads(rng: np.random.Generator, length: int) -> Comparisons:
-    """Kernels on as many threads as they take by default, against one thread."""
-    a, b = (rng.standard_normal(length, np.float32) for _ in range(2))
-    out, k = np.empty_like(a), length // 1000
-    calls: dict[str, Callable[..., Any]] = {
-        "largest 0.1 %": partial(host.largest, a, k),
-        "add": partial(host.add, a, b, out),
-        "add_largest 0.1 %": partial(host.add_largest, a, b, out, k),
-        "above, 0.27 %": partial(host.above, a, 3),
-        "moments": partial(host.moments, a),
-        "raise_not_finite": partial(host.raise_not_finite, a),
-    }
-    for name, ours in calls.items():
-        full = f"{name} {length / 1e6:g}e6 on {threads.count()} threads"
-        yield full, ours, {"one thread": partial(ours, threads=1)}, a
-
-
 def sums(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
     """The sums of two and of more sparse vectors: dense enough for tiles, and too sparse for them."""
 
@@ -311,17 +297,6 @@ def coded(name: str, vector: SparseVector, form: Coding, against: Mapping[str, C
     yield f"decode {what}", partial(decode, message), into, vector.nnz
 
 
-def until_done(call: Call) -> Call:
-    """Return a call that also synchronises the stream."""
-    cupy: Any = importlib.import_module("cupy")
-
-    def wait() -> None:
-        call()
-        cupy.cuda.get_current_stream().synchronize()
-
-    return wait
-
-
 def read_once_on_gpu(values: Any) -> Call:
     """Return a call that reads `values` once, 16 bytes at a time."""
     from mpicomp.kernels.device.compiling import MOST_BLOCKS, launch
@@ -364,31 +339,22 @@ def sparse(rng: np.random.Generator, length: int, k: int, dtype: Any) -> Sparse:
     return indices, rng.standard_normal(indices.size).astype(dtype)
 
 
-def refuse(options: Options, comm: Any = None) -> str | None:
-    """Return an error if a GPU is requested and there is none."""
-    if options.device == "cpu":
-        return None
-    try:
-        cupy: Any = importlib.import_module("cupy")
-    except ImportError:
-        return "CuPy is not installed: pip install cupy-cuda12x or cupy-cuda13x, as the driver is"
-    if not cupy.cuda.is_available():
-        return "CuPy sees no GPU here: run it on a machine with one, or leave --device out"
-    return None
-
-
-def add_options(parser: Any) -> None:
-    """Add the options of the suite."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    parser = Parser(prog="kernels.py", description=__doc__.partition("\n")[0])
     about = "whose kernels; those of a GPU against CuPy and PyTorch there (%(default)s)"
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=about)
+    parser.add_argument("--length", type=positive, default=25_000_000, help="values of a gradient (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows as JSON (not written)")
+    options = parser.parse_args(arguments)
+    look(options)
+    if fault := missing_gpu() if options.device == "gpu" else None:
+        parser.error(fault)
+    found = show(rows(options), COMPARISON, sys.stdout)
+    about_all = {**machine(), "length": options.length}
+    return write(options, json=lambda file: file.write_text(as_json(found, about_all)))
 
 
-SUITE = Suite(
-    help="each kernel of one rank, against NumPy, PyTorch and one read",
-    examples=EXAMPLES,
-    add_options=add_options,
-    rows=rows,
-    length=25_000_000,
-    alone=True,
-    refuse=refuse,
-)
+if __name__ == "__main__":
+    sys.exit(main())
