@@ -13,7 +13,8 @@ validates the section, and returns None unless its size is that of the format fo
 """
 
 import struct
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 
@@ -25,100 +26,87 @@ INT32, INT64, RANGE, BITMAP, ELIAS_FANO = range(5)
 _FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begins with
 
 
-class IndexFormat(Protocol):
-    """A format for the indices of a vector."""
+class IndexFormat(ABC):
+    """Base class of formats for the indices of a vector."""
 
+    @abstractmethod
     def nbytes(self, vector: SparseVector) -> int | None:
         """Return the bytes that the indices of a vector take; None if the format cannot represent them."""
-        ...
 
+    @abstractmethod
     def write(self, vector: SparseVector, section: Buffer) -> None:
         """Fill the whole section, including padding."""
-        ...
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
+    @abstractmethod
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
         """Return `count` indices of a dtype, or int64 if they do not fit it; None if the section is not valid.
 
-        said: the section, or its copy in host memory, from which the leading numbers are read.
+        fields: the section, or its copy in host memory, from which the leading numbers are read.
         """
-        ...
 
 
-class Plain:
+class Plain(IndexFormat):
     """Formats 0 and 1."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        """See `IndexFormat.nbytes`."""
         return _padded(vector.indices.nbytes) if vector.indices.dtype == self.dtype else None
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
-        """See `IndexFormat.write`."""
         nbytes = vector.indices.nbytes
         if nbytes < section.size:
             section[nbytes:] = 0
             section = section[:nbytes]
         section.view(self.dtype)[:] = vector.indices
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
-        """See `IndexFormat.read`; a view of the section."""
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
         nbytes = count * dtype.itemsize
         return section[:nbytes].view(dtype) if dtype == self.dtype and section.size == _padded(nbytes) else None
 
 
-class Range:
+class Range(IndexFormat):
     """Format 2."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        """See `IndexFormat.nbytes`."""
         return 8 if vector.nnz and vector.span == vector.nnz and vector.width != 0 else None
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
-        """See `IndexFormat.write`."""
         write_fields(section, _FIRST, vector.first)
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
-        """See `IndexFormat.read`."""
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
         if section.size != 8 or not count:
             return None
-        (first,) = read_fields(said, _FIRST)
+        (first,) = read_fields(fields, _FIRST)
         if not 0 <= first <= MAX_LENGTH - count:
             return None
-        room = _room_for(first + count, dtype)
-        indices: Array = kernels_for(section).consecutive(first, first + count, room)
-        return indices
+        return kernels_for(section).consecutive(first, first + count, _room_for(first + count, dtype))  # type: ignore[no-any-return]
 
 
-class Bitmap:
+class Bitmap(IndexFormat):
     """Format 3."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        """See `IndexFormat.nbytes`."""
         return 16 + 8 * _words(vector.span)
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
-        """See `IndexFormat.write`."""
         _write_span(vector, section)
         kernels_for(section).to_bitmap(vector.indices, vector.first, section[16:].view(np.uint64))
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
-        """See `IndexFormat.read`."""
-        bounds = _read_span(said)
-        if bounds is None or count > bounds[1] or section.size != 16 + 8 * _words(bounds[1]):
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+        first, span = _read_span(fields)
+        if not count <= span or section.size != 16 + 8 * _words(span):
             return None
-        first, span = bounds
         indices: Array = namespace(section).empty(count, _room_for(first + span, dtype))
-        found = kernels_for(section).from_bitmap(section[16:].view(np.uint64), first, indices)
-        return indices if found == count and (not count or indices[-1] < first + span) else None
+        bits_set = kernels_for(section).from_bitmap(section[16:].view(np.uint64), first, indices)
+        return indices if bits_set == count and (not count or indices[-1] < first + span) else None
 
 
-class EliasFano:
+class EliasFano(IndexFormat):
     """Format 4."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        """See `IndexFormat.nbytes`."""
         _, lows, highs = self._layout(vector.nnz, vector.span)
         return 16 + 8 * (lows + highs)
 
@@ -129,37 +117,26 @@ class EliasFano:
         return low_bits, _words(count * low_bits) + 1, _words(count + (span >> low_bits))
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
-        """See `IndexFormat.write`."""
         _write_span(vector, section)
         low_bits, lows, _ = self._layout(vector.nnz, vector.span)
         words = section[16:].view(np.uint64)
         kernels_for(section).to_elias_fano(vector.indices, vector.first, low_bits, words[:lows], words[lows:])
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], said: Buffer) -> Array | None:
-        """See `IndexFormat.read`."""
-        bounds = _read_span(said)
-        if bounds is None or count > bounds[1]:
-            return None
-        first, span = bounds
+    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+        first, span = _read_span(fields)
         low_bits, lows, highs = self._layout(count, span)
-        if section.size != 16 + 8 * (lows + highs):
+        if not count <= span or section.size != 16 + 8 * (lows + highs):
             return None
         words = section[16:].view(np.uint64)
         # What the words can say at most: 64 zeros more than there are steps, and all low bits set.
         indices: Array = namespace(section).empty(count, _room_for(first + span + (128 << low_bits), dtype))
-        found = kernels_for(section).from_elias_fano(words[:lows], words[lows:], first, low_bits, indices)
-        if found != count or (count and indices[-1] != first + span - 1):
+        decoded = kernels_for(section).from_elias_fano(words[:lows], words[lows:], first, low_bits, indices)
+        if decoded != count or (count and indices[-1] != first + span - 1):
             return None
         return indices
 
 
-INDEX_FORMATS: tuple[IndexFormat, ...] = (
-    Plain(np.int32),
-    Plain(np.int64),
-    Range(),
-    Bitmap(),
-    EliasFano(),
-)
+INDEX_FORMATS: tuple[IndexFormat, ...] = (Plain(np.int32), Plain(np.int64), Range(), Bitmap(), EliasFano())
 
 
 def _padded(nbytes: int) -> int:
@@ -176,12 +153,10 @@ def _write_span(vector: SparseVector, section: Buffer) -> None:
     section[16:] = 0
 
 
-def _read_span(section: Buffer) -> tuple[int, int] | None:
-    """Return the first index and the span at the beginning of a section; None if they are not valid."""
-    if section.size < 16:
-        return None
-    first, span = read_fields(section, _PAIR)
-    return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else None
+def _read_span(section: Buffer) -> tuple[int, int]:
+    """Return the first index and the span at the beginning of a section; a span of -1 if they are not valid."""
+    first, span = read_fields(section, _PAIR) if section.size >= _PAIR.size else (0, -1)
+    return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else (0, -1)
 
 
 def _room_for(end: int, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -19,9 +19,10 @@ the bits of its magnitudes, the least first; then the number of runs. All of the
 """
 
 import struct
+from abc import ABC, abstractmethod
 from functools import reduce
 from operator import or_
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,73 +42,53 @@ from mpicomp.arrays import (
 _SAMPLE = 8  # values that are looked at before all of them are
 _PAIR = struct.Struct("<qq")  # that offsets end with
 _MOST_RUNS = 1024
-_RUNS_OF = {(dtype, most): 6 + 3 * most + place for most in (1, 2) for place, dtype in enumerate(VALUE_DTYPES)}
-_OFFSETS_OF = {dtype: number for number, dtype in enumerate(VALUE_DTYPES, 15)}
 _FEW = 32  # values: below, offsets spare next to nothing
 
 
-class ValueFormat(Protocol):
-    """A format for values of a dtype; messages contain its number."""
+class ValueFormat(ABC):
+    """Base class of formats for values of a dtype; messages contain the number."""
 
-    number: int
-    dtype: np.dtype[Any]
+    def __init__(self, number: int, dtype: Any) -> None:
+        self.number, self.dtype = number, np.dtype(dtype)
 
+    @abstractmethod
     def nbytes(self, count: int) -> int:
         """Return the bytes that `count` values take."""
-        ...
 
+    @abstractmethod
     def write(self, values: Array, section: Buffer) -> None:
         """Fill the section with values that fit."""
-        ...
 
+    @abstractmethod
     def read(self, section: Buffer, count: int) -> Array:
-        """Return `count` values from a section of the right size; a view of it if possible."""
-        ...
+        """Return `count` values from a section of the right size, as a view if possible; ValueError for others."""
 
 
-class FixedFormat(ValueFormat, Protocol):
-    """A format that is the same for all values."""
-
-    def may_fit(self, one_has: int) -> bool:
-        """Return whether values may fit, by a sample of them: a fast test that rejects most values that do not.
-
-        one_has: the bits set in at least one value of the sample.
-        """
-        ...
-
-    def fits(self, values: Array) -> bool:
-        """Return whether values (1-d, of the dtype) are stored without loss."""
-        ...
-
-
-class Stored:
-    """Formats 0 to 8: the values of one dtype, stored as numbers of another one."""
+class Stored(ValueFormat):
+    """Formats 0 to 8: the values of one dtype, stored as another one whose fraction has `precision` bits."""
 
     def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
-        """Store the dtype of the values, the dtype in which they are stored, and the bits of its fraction."""
-        self.number, self.dtype, self.stored = number, np.dtype(dtype), np.dtype(stored)
+        super().__init__(number, dtype)
+        self.stored = np.dtype(stored)
         self._itemsize = int(self.stored.itemsize)
         cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
         self._lost = (1 << cut) - 1
 
-    def nbytes(self, count: int) -> int:
-        """See `ValueFormat.nbytes`."""
-        return count * self._itemsize
-
-    def may_fit(self, one_has: int) -> bool:
-        """See `FixedFormat.may_fit`."""
-        return not one_has & self._lost
+    def may_fit(self, bits_set: int) -> bool:
+        """Return whether values may fit, by the bits set in any of a sample: rejects most that do not."""
+        return not bits_set & self._lost
 
     def fits(self, values: Array) -> bool:
-        """See `FixedFormat.fits`."""
+        """Return whether values (1-d, of the dtype) are stored without loss."""
         return self.dtype == self.stored or bool((_bits(self._back(self._shortened(values))) == _bits(values)).all())
 
+    def nbytes(self, count: int) -> int:
+        return count * self._itemsize
+
     def write(self, values: Array, section: Buffer) -> None:
-        """See `ValueFormat.write`."""
         section.view(self.stored)[:] = self._shortened(values)
 
     def read(self, section: Buffer, count: int) -> Array:
-        """See `ValueFormat.read`."""
         return self._back(section.view(self.stored))
 
     def _shortened(self, values: Array) -> Array:
@@ -139,12 +120,15 @@ class StoredBfloat16(Stored):
         return super()._back(wide.view(np.float32))
 
 
-class Runs:
-    """Formats 9 to 14: runs of values with at most one magnitude, or two."""
+class Runs(ValueFormat):
+    """Formats 9 to 14: runs of values with at most one magnitude, or two.
+
+    most: magnitudes of a run. table: in host memory, a row for each run: its start, and its magnitudes.
+    """
 
     def __init__(self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]) -> None:
-        """Store the maximum number of magnitudes of a run, and a row for each run, in host memory: see the module."""
-        self.number, self.dtype, self.most, self.table = _RUNS_OF[dtype, most], dtype, most, table
+        super().__init__(6 + 3 * most + VALUE_DTYPES.index(dtype), dtype)
+        self.most, self.table = most, table
 
     @classmethod
     def of(cls, values: Array, most: int) -> "Runs | None":
@@ -155,9 +139,8 @@ class Runs:
         changes = np.flatnonzero(magnitudes[1:] != magnitudes[:-1]) + 1
         firsts = np.concatenate([xp.zeros(1, changes.dtype), changes])
         stretches = magnitudes[firsts]  # each of equal magnitudes, and next to it another one
-        breaks = (
-            np.flatnonzero(stretches[most:] != stretches[:-most]) + most
-        )  # of runs, and behind each perhaps one more
+        # Of runs, and behind each perhaps one more.
+        breaks = np.flatnonzero(stretches[most:] != stretches[:-most]) + most
         if breaks.size > most * _MOST_RUNS or (breaks.size and not stretches.all()):  # zeros: of a dense vector
             return None
         starts = [0]
@@ -173,11 +156,9 @@ class Runs:
         return cls(values.dtype, most, np.stack(columns, axis=1))
 
     def nbytes(self, count: int) -> int:
-        """See `ValueFormat.nbytes`."""
         return self.most * _plane_nbytes(count) + self.table.nbytes + 8
 
     def write(self, values: Array, section: Buffer) -> None:
-        """See `ValueFormat.write`."""
         section[:] = 0
         plane = _plane_nbytes(values.size)
         _write_plane(section[:plane], np.signbit(values))
@@ -187,7 +168,6 @@ class Runs:
         section[self.most * plane :] = namespace(section).asarray(tail)
 
     def read(self, section: Buffer, count: int) -> Array:
-        """See `ValueFormat.read`; raises ValueError unless the table has runs in order, and their magnitudes."""
         (starts, *bits), sign, plane = self.table.T, _sign_of(self.dtype), _plane_nbytes(count)
         if starts[0] or (np.diff(starts) <= 0).any() or starts[-1] >= count:
             raise ValueError(f"got runs of {count} values: expected starts in order, from 0 on, below the number")
@@ -209,12 +189,11 @@ class Runs:
         return found
 
 
-class Offsets:
-    """Formats 15 to 17: differences of the bits of the magnitudes from the least one."""
+class Offsets(ValueFormat):
+    """Formats 15 to 17: differences of `width` bits between the bits of the magnitudes and the least of these."""
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
-        """Store the bits of the least magnitude, and the number of bits of an offset."""
-        self.number, self.dtype = _OFFSETS_OF[dtype], dtype
+        super().__init__(15 + VALUE_DTYPES.index(dtype), dtype)
         self.least, self.width = least, width
 
     @classmethod
@@ -224,18 +203,15 @@ class Offsets:
         return cls(values.dtype, least, (largest - least).bit_length())
 
     def nbytes(self, count: int) -> int:
-        """See `ValueFormat.nbytes`."""
         octets, bits = divmod(self.width + 1, 8)
         return 8 * (octets * -(-count // 8) + bits * -(-count // 64)) + _PAIR.size
 
     def write(self, values: Array, section: Buffer) -> None:
-        """See `ValueFormat.write`."""
         section[:] = 0
         kernels_for(values).to_offsets(values, self.least, self.width, section[: -_PAIR.size])
         write_fields(section[-_PAIR.size :], _PAIR, self.least, self.width)
 
     def read(self, section: Buffer, count: int) -> Array:
-        """See `ValueFormat.read`."""
         values: Array = namespace(section).empty(count, self.dtype)
         kernels_for(section).from_offsets(section[: -_PAIR.size], self.least, self.width, values)
         return values
@@ -275,7 +251,7 @@ def _read_plane(section: Buffer, count: int) -> Array:
 
 
 _HALF, _SINGLE, _DOUBLE = VALUE_DTYPES
-VALUE_FORMATS: tuple[FixedFormat, ...] = (
+VALUE_FORMATS = (
     *(Stored(number, dtype, dtype) for number, dtype in enumerate(VALUE_DTYPES)),
     Stored(3, _SINGLE, _HALF),
     StoredBfloat16(4, _SINGLE),
@@ -293,21 +269,18 @@ def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
     """Return the format with a number, with parameters from the end of a message of `nbytes`; None if it is unknown."""
     if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
-    message = message[:nbytes]
-    if message.size < _PAIR.size:
+    message, (kind, place) = message[:nbytes], divmod(number, len(VALUE_DTYPES))
+    if kind > 5 or message.size < _PAIR.size:
         return None
+    dtype, most = VALUE_DTYPES[place], kind - 2
     least, last = read_fields(message[-_PAIR.size :], _PAIR)
-    for (dtype, most), its_own in _RUNS_OF.items():
-        if number == its_own:
-            nbytes = 8 * (1 + most) * last
-            if not 0 < last <= _MOST_RUNS or nbytes + 8 > message.size:
-                return None
-            table = to_numpy(message[-8 - nbytes : -8]).copy().view(np.int64)
-            return Runs(dtype, most, table.reshape(last, 1 + most))
-    for dtype, its_own in _OFFSETS_OF.items():
-        if number == its_own and least >= 0 and 0 <= last < 8 * dtype.itemsize:
-            return Offsets(dtype, least, last)
-    return None
+    if kind == 5:
+        return Offsets(dtype, least, last) if least >= 0 and 0 <= last < 8 * dtype.itemsize else None
+    table_nbytes = 8 * (1 + most) * last
+    if not 0 < last <= _MOST_RUNS or table_nbytes + 8 > message.size:
+        return None
+    table = to_numpy(message[-8 - table_nbytes : -8]).copy().view(np.int64)
+    return Runs(dtype, most, table.reshape(last, 1 + most))
 
 
 def as_they_are(values: Array) -> ValueFormat:
@@ -327,10 +300,10 @@ def smallest(values: Array) -> ValueFormat:
 def _shortest(values: Array) -> ValueFormat:
     """Return the format that stores values in the fewest bytes, except offsets."""
     some = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
-    one_has, sign = reduce(or_, some, 0), _sign_of(values.dtype)
-    candidates: list[Runs | FixedFormat] = [each for each in _FORMATS_FOR[values.dtype] if each.may_fit(one_has)]
-    found = len({bits & ~sign for bits in some})
-    candidates += [each for most in (1, 2) if found <= most and (each := Runs.of(values, most)) is not None]
+    bits_set, sign = reduce(or_, some, 0), _sign_of(values.dtype)
+    candidates: list[Runs | Stored] = [form for form in _FORMATS_FOR[values.dtype] if form.may_fit(bits_set)]
+    magnitudes = len({bits & ~sign for bits in some})
+    candidates += [runs for most in (1, 2) if magnitudes <= most and (runs := Runs.of(values, most)) is not None]
     for form in sorted(candidates, key=lambda form: form.nbytes(values.size)):
         if isinstance(form, Runs) or form.fits(values):
             return form
