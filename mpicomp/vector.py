@@ -146,16 +146,11 @@ class SparseVector:
             raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
         else:
             kernels_for(out).clear(out)
-        return self._scatter(out)
-
-    def _scatter(self, out: Array, first: int = 0) -> Array:
-        """Write the entries to an array of the positions from `first` on, and return it."""
-        self.check_order(len(out), first)
-        kernels, places = kernels_for(self.values), self.indices - first if first else self.indices
+        self.check_order()
         if self.width is None:
-            kernels.scatter(out, places, self.values)
+            kernels_for(out).scatter(out, self.indices, self.values)
         else:
-            out[places] = self.values
+            out[self.indices] = self.values
         return out
 
     def add_to(self, array: Any, scale: float = 1.0) -> None:
@@ -178,7 +173,7 @@ class SparseVector:
             expected = f"{self.length} values" if self.width is None else f"shape {wanted}"
             raise ValueError(f"the array has shape {shape}: expected {expected}")
         scale = to_number("scale", scale)
-        self.check_order(self.length)
+        self.check_order()
         values = self.values if scale == 1 else self.values.astype(np.float64) * scale
         if self.width is None:
             kernels_for(values).scatter_add(dense, self.indices, values)
@@ -203,27 +198,28 @@ class SparseVector:
                 "indices; SparseVector.from_entries sorts entries and adds repeated ones"
             )
 
-    def check_order(self, length: int, first: int = 0) -> None:
-        """Raise ValueError unless the indices increase, and are among first, ..., first + length - 1."""
-        if not first and length == self.length and on_device(self.indices):
-            position = self._inspected()[0]
+    def check_order(self) -> None:
+        """Raise ValueError unless the indices increase, and are in range."""
+        if on_device(self.indices):
+            position = self._device_facts[0]
         else:
-            places = self.indices - first if first else self.indices
-            position = kernels_for(self.values).first_disorder(places, length)
+            position = kernels_for(self.indices).first_disorder(self.indices, self.length)
         if position < 0:
             return
-        index, found = int(self.indices[position]), f"indices[{position}] is {int(self.indices[position])}"
+        index = int(self.indices[position])
         if not 0 <= index < self.length:
-            raise ValueError(f"{found}: expected 0 <= index < length = {self.length}")
+            raise ValueError(f"indices[{position}] is {index}: expected 0 <= index < length = {self.length}")
         before = int(self.indices[position - 1])
         fault, remedy = ("repeats", "add repeated entries") if index == before else ("follows", "sort the entries")
-        raise ValueError(f"{found} and {fault} {before}: expected strictly increasing indices; {remedy} first")
+        raise ValueError(
+            f"indices[{position}] is {index} and {fault} {before}: expected strictly increasing indices; {remedy} first"
+        )
 
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
         disorder, not_finite, _, _ = self._inspected()
         if disorder >= 0:
-            self.check_order(self.length)
+            self.check_order()
         if not_finite >= 0:
             self.check_finite()
 
@@ -233,13 +229,16 @@ class SparseVector:
             kernels_for(self.values).raise_not_finite(self.values)
 
     def _inspected(self) -> tuple[int, int, int, int]:
-        """Return what `kernels.inspect` returns; on a device at most one launch and one copy to the host."""
-        found: tuple[int, int, int, int] | None = vars(self).get("_facts")
-        if found is None:
-            found = kernels_for(self.values).inspect(self.indices, self.values, self.length)
-            if on_device(self.values):  # the owner of arrays in host memory may have changed them, against the contract
-                vars(self)["_facts"] = found
-        return found
+        """Return what `kernels.inspect` does; of arrays in host memory anew, as their owner may have changed them."""
+        return self._device_facts if on_device(self.values) else self._inspect()
+
+    @cached_property
+    def _device_facts(self) -> tuple[int, int, int, int]:
+        return self._inspect()  # one launch, and one copy to the host
+
+    def _inspect(self) -> tuple[int, int, int, int]:
+        facts: tuple[int, int, int, int] = kernels_for(self.values).inspect(self.indices, self.values, self.length)
+        return facts
 
     @property
     def _ends(self) -> tuple[int, int]:
@@ -250,7 +249,7 @@ class SparseVector:
 
     @cached_property
     def _device_ends(self) -> tuple[int, int]:
-        return self._inspected()[2:]
+        return self._device_facts[2:]
 
     @property
     def nnz(self) -> int:
@@ -302,15 +301,11 @@ class SparseVector:
 
     def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
         """Return the entries at `positions` (intp, increasing: numbers of entries), and the other entries."""
-        kernels = kernels_for(self.values)
-        indices, values, other_indices, other_values = kernels.divide(self.indices, self.values, positions)
-        trusted = SparseVector.trusted
-        return trusted(indices, values, self.length), trusted(other_indices, other_values, self.length)
+        return _two(self.length, *kernels_for(self.values).divide(self.indices, self.values, positions))
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
-        zeros = namespace(self.values).zeros((end - first, *self.values.shape[1:]), self.values.dtype)
-        values = self._scatter(zeros, first)
+        values = SparseVector.trusted(self.indices - first, self.values, end - first).to_dense()
         indices = kernels_for(self.values).consecutive(first, end, self.indices.dtype)
         return SparseVector(indices, values, self.length)
 
@@ -386,11 +381,10 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
     starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
     indices, values = vector.indices - beside(starts, vector.indices), vector.values
-    parts = zip(pairwise(places), sizes, strict=True)
-    if vector.indices.dtype == _SHORT:
-        return [SparseVector.trusted(indices[low:high], values[low:high], size) for (low, high), size in parts]
-    shortened = [(indices[low:high].astype(index_dtype(size)), values[low:high], size) for (low, high), size in parts]
-    return [SparseVector.trusted(*each) for each in shortened]
+    return [
+        SparseVector.trusted(indices[low:high].astype(index_dtype(size), copy=False), values[low:high], size)
+        for (low, high), size in zip(pairwise(places), sizes, strict=True)
+    ]
 
 
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
@@ -403,9 +397,15 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     if not k:
         return SparseVector.empty(vector.length, vector.dtype, beside=vector.values), vector
     divide_largest = kernels_for(vector.values).divide_largest
-    indices, values, other_indices, other_values = divide_largest(vector.indices, vector.values, k)
+    return _two(vector.length, *divide_largest(vector.indices, vector.values, k))
+
+
+def _two(
+    length: int, indices: Array, values: Array, other_indices: Array, other_values: Array
+) -> tuple[SparseVector, SparseVector]:
+    """Return the two vectors of one length into which a kernel divided another."""
     trusted = SparseVector.trusted
-    return trusted(indices, values, vector.length), trusted(other_indices, other_values, vector.length)
+    return trusted(indices, values, length), trusted(other_indices, other_values, length)
 
 
 def without_zeros(vector: SparseVector) -> SparseVector:

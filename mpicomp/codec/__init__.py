@@ -11,7 +11,7 @@ Layout, little-endian: a header of 64 bytes, the indices, the values. The indice
           24   i64  bytes of the whole message, header included
           32   i64  count: an integer of the sender
           40   i64  signature: a digest of what the ranks must have in common
-          48   u8   kind: 0 for a vector, 1 for text, 2 for the text of an error notification, 3 for few bits (`dense`)
+          48   u8   kind: 0 for a vector, 1 for text, 2 for that of an error notification, 3 for few bits (`few_bits`)
           52   u32  CRC-32 of the message with zeros here, or 0
 
 count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes zeros by default, and `decode`
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Buffer, namespace, read_fields, write_fields
-from mpicomp.codec import dense
+from mpicomp.codec import few_bits
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import ValueFormat, format_of
@@ -129,8 +129,8 @@ def encode(
     nbytes = middle + value_format.nbytes(values.size)
     message = _room(nbytes, line, values, out)
     formats, row = form | value_format.number << _FORM_BITS, 0 if values.ndim == 1 else 1 + values.shape[1]
-    whole = MAGIC, VERSION, formats, row, vector.length, len(values), nbytes, count, signature, VECTOR, 0
-    write_fields(message, _HEADER, *whole)
+    fields = MAGIC, VERSION, formats, row, vector.length, len(values), nbytes, count, signature, VECTOR, 0
+    write_fields(message, _HEADER, *fields)
     if nbytes > HEADER_NBYTES:
         index_format.write(vector, message[HEADER_NBYTES:middle])
         value_format.write(values.reshape(-1) if row else values, message[middle:nbytes])
@@ -149,11 +149,11 @@ def encode_few_bits(
     coded: FewBits, out: Buffer | None = None, *, count: int = 0, signature: int = 0, line: int = 1
 ) -> Buffer:
     """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`."""
-    nbytes, form, size = HEADER_NBYTES + dense.payload_nbytes(coded), dense.form_of(coded), coded.size
+    nbytes, form, size = HEADER_NBYTES + few_bits.payload_nbytes(coded), few_bits.form_of(coded), coded.size
     message = _room(nbytes, line, coded.codes, out)
-    whole = MAGIC, VERSION, form, coded.block, size, size, nbytes, count, signature, FEW_BITS, 0
-    write_fields(message, _HEADER, *whole)
-    dense.write(coded, message[HEADER_NBYTES:nbytes])
+    fields = MAGIC, VERSION, form, coded.block, size, size, nbytes, count, signature, FEW_BITS, 0
+    write_fields(message, _HEADER, *fields)
+    few_bits.write(coded, message[HEADER_NBYTES:nbytes])
     return message
 
 
@@ -228,4 +228,4 @@ def decode_few_bits(message: Buffer, header: Header | None = None) -> FewBits:
     if header.kind != FEW_BITS:
         raise CodecError(f"got a message of kind {header.kind}: expected {FEW_BITS}, values in few bits")
     payload = message[HEADER_NBYTES : header.nbytes]
-    return dense.read(payload, header.formats, header.row, header.length, header.entries)
+    return few_bits.read(payload, header.formats, header.row, header.length, header.entries)
