@@ -41,7 +41,6 @@ from mpicomp.arrays import (
     contiguous,
     kernels_for,
     like,
-    namespace,
     on_device,
     to_values,
     writable_vector,
@@ -112,21 +111,28 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
 
     Raises TypeError or ValueError for bad arguments; values that are not finite are found by the algorithms.
     """
-    given = call.contribution
+    given, out = call.contribution, call.own["out"]
     call.arguments |= {
         "bits": to_choice("bits", call.arguments["bits"], BITS),
         "block": to_choice("block", call.arguments["block"], BLOCKS),
     }
-    values = to_values(given)
-    flat, out = contiguous(values).reshape(-1), call.own["out"]
-    call.own = {"array": flat, "out": None if out is None else _outputs(out, flat)}
+    values = contiguous(to_values(given))
+    flat, dtype = values.reshape(-1), values.dtype
+    outputs = None if out is None else _outputs(out, flat)
+    wide = flat.astype(np.promote_types(dtype, np.float32), copy=False)
+    buffers = outputs if outputs and wide.dtype == dtype else (np.empty_like(wide), np.empty_like(wide))
+    call.own = {"array": wide, "out": buffers}
 
     def finish(result: Result) -> tuple[Any, Any]:
-        total, rejected = (like(each.reshape(values.shape), original=given) for each in result)
-        return out or (total, rejected)
+        if outputs is None:
+            total, rejected = (each.astype(dtype, copy=False).reshape(values.shape) for each in result)
+            return like(total, original=given), like(rejected, original=given)
+        if buffers is not outputs:  # float16
+            outputs[0][...], outputs[1][...] = result
+        return out  # type: ignore[no-any-return]
 
     call.finish = finish
-    return SparseVector.empty(flat.size, flat.dtype, beside=flat)
+    return SparseVector.empty(flat.size, dtype, beside=flat)
 
 
 def _outputs(out: Any, values: Array) -> Result:
@@ -145,9 +151,9 @@ def _outputs(out: Any, values: Array) -> Result:
     return total, rejected
 
 
-@dataclass
-class Rounding:
-    """A rank's values, or partial sums, and its errors; both float32 or float64.
+@dataclass(frozen=True)
+class Quantiser:
+    """A rank's values, or partial sums, and where their errors are written; both float32 or float64.
 
     short: decoded values are float16 numbers, so that the result is exact in float16.
     """
@@ -156,18 +162,7 @@ class Rounding:
     rejected: Array
     bits: int
     block: int
-    short: bool = False
-
-    @classmethod
-    def of(cls, array: Array, bits: int, block: int, out: Result | None) -> "Rounding":
-        """Return the rounding of an array; float16 is converted to float32. out: to write the results to, if any."""
-        wide, short = array.astype(np.promote_types(array.dtype, np.float32), copy=False), array.dtype == np.float16
-        return cls(wide, np.empty_like(wide) if out is None or short else out[1], bits, block, short)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the errors replace the values."""
-        return self.values.size > 0 and address(self.values) == address(self.rejected)
+    short: bool
 
     def bounds(self, shares: int) -> tuple[int, ...]:
         """Return the bounds of shares of whole blocks."""
@@ -182,21 +177,18 @@ class Rounding:
         own, rejected = self.values[start:end], self.rejected[start:end]
         return quantise_sum(own, others, rejected, self.bits, self.block, short=self.short)
 
-    def result(self, parts: Sequence[FewBits], dtype: np.dtype[Any], out: Result | None) -> Result:
-        """Return the decoded sum, and the errors."""
-        total = np.empty_like(self.values) if out is None or self.short else out[0]
-        start = 0
-        for part in parts:
-            part.write(total[start : start + part.size])
-            start += part.size
-        found = total.astype(dtype, copy=False), self.rejected.astype(dtype, copy=False)
-        if out is not None and self.short:
-            out[0][...], out[1][...] = found
-        return found if out is None else out
+
+def decoded(parts: Sequence[FewBits], out: Result) -> Result:
+    """Write the parts of the sum to the first array of `out`, and return both."""
+    start = 0
+    for part in parts:
+        part.write(out[0][start : start + part.size])
+        start += part.size
+    return out
 
 
 @quantised_allreduce.auto
-def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
     """Run the algorithm that `collectives.choice` takes for length and bits."""
     name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
     run = quantised_allreduce.algorithms[name]
@@ -205,29 +197,29 @@ def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array
 
 
 @quantised_allreduce.algorithm(meets=True)
-def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
-    rounding = Rounding.of(array, bits, block, out)
-    if rounding.is_in_place:  # rounding would change what is to be checked
+    if array.size and address(array) == address(out[1]):  # the errors would replace what is to be checked
         refuse_not_finite(array, group)
-    return rounding.result((yield from shares_of_sum(rounding, group, checked=True)), vector.dtype, out)
+    quantiser = Quantiser(array, out[1], bits, block, short=vector.dtype == np.float16)
+    return decoded((yield from shares_of_sum(quantiser, group, checked=True)), out)
 
 
-def shares_of_sum(rounding: Rounding, group: Group, *, checked: bool = False) -> Steps[list[FewBits]]:
+def shares_of_sum(quantiser: Quantiser, group: Group, *, checked: bool = False) -> Steps[list[FewBits]]:
     """Return the shares of the sum over a group, one of each rank.
 
     checked: refuse values that are not finite, which the scales tell without a pass over the values.
     """
-    bounds = rounding.bounds(group.size)
+    bounds = quantiser.bounds(group.size)
     start, end = bounds[group.rank : group.rank + 2]
-    parts = [rounding.code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
+    parts = [quantiser.code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
     if checked and not all([part.is_finite() for part in parts]):
-        refuse_not_finite(rounding.values, group)
-    parts.insert(group.rank, as_they_are(rounding.values[:0], rounding.block))
+        refuse_not_finite(quantiser.values, group)
+    parts.insert(group.rank, as_they_are(quantiser.values[:0], quantiser.block))
     received = yield from group.all_to_all(parts)
-    share = rounding.code_sum([theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank], start, end)
+    share = quantiser.code_sum([theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank], start, end)
     if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
-        refuse_not_finite(rounding.values, group)
+        refuse_not_finite(quantiser.values, group)
     del parts, received
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
 
@@ -239,70 +231,61 @@ def refuse_not_finite(values: Array, group: Group) -> None:
 
 
 @quantised_allreduce.algorithm
-def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
     """Halve the range in each round, and double the shares of the sum; see the module."""
     refuse_not_finite(array, group)
-    rounding = Rounding.of(array, bits, block, out)
-    if rounding.values is array:
-        rounding.values = array.copy()  # partial sums
-    outer = group.rank >= group.core
-    first = rounding.code(0, array.size) if outer else as_they_are(rounding.values, block)
+    sums = array.copy()
+    quantiser = Quantiser(sums, out[1], bits, block, short=vector.dtype == np.float16)
+    first = quantiser.code(0, array.size) if group.rank >= group.core else as_they_are(sums, block)
 
     def combine(ours: PartOf[FewBits], theirs: PartOf[FewBits], distance: int) -> PartOf[FewBits]:
-        theirs[0].add_to(rounding.values)
+        theirs[0].add_to(sums)
         return ours
 
-    core = partial(halved, rounding=rounding, group=group)
-    total, _ = yield from folded((first, 0), group, combine, core)
-    return rounding.result([total], vector.dtype, out)
+    total, _ = yield from folded((first, 0), group, combine, partial(halved, quantiser=quantiser, group=group))
+    return decoded([total], out)
 
 
-def halved(part: PartOf[FewBits], rounding: Rounding, group: Group) -> Steps[PartOf[FewBits]]:
-    """Return the sum over the core ranks, whose values are in `rounding`, in few bits."""
-    bounds, low, high = rounding.bounds(group.core), 0, group.core  # in shares
+def halved(part: PartOf[FewBits], quantiser: Quantiser, group: Group) -> Steps[PartOf[FewBits]]:
+    """Return the sum over the core ranks, whose values are in `quantiser`, in few bits."""
+    bounds, low, high = quantiser.bounds(group.core), 0, group.core  # in shares
     for partner in halves(group.rank, group.core):
         middle = (low + high) // 2
         lower, upper = (low, middle), (middle, high)
         (low, high), given = (lower, upper) if group.rank < partner else (upper, lower)
-        sent = rounding.code(bounds[given[0]], bounds[given[1]])
+        sent = quantiser.code(bounds[given[0]], bounds[given[1]])
         theirs, _ = yield from group.exchange(sent, partner)
-        theirs.add_to(rounding.values[bounds[low] : bounds[high]])
+        theirs.add_to(quantiser.values[bounds[low] : bounds[high]])
 
     def put_together(ours: PartOf[FewBits], theirs: PartOf[FewBits], block: int) -> PartOf[FewBits]:
         both = (theirs, ours) if group.rank & block // 2 else (ours, theirs)
         return join([part for part, _ in both]), 0
 
-    share = rounding.code(bounds[low], bounds[high])
+    share = quantiser.code(bounds[low], bounds[high])
     return (yield from core_doubling((share, 0), group, put_together))
 
 
 @quantised_allreduce.algorithm
-def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Any) -> Steps[Result]:
+def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
     """Reduce-scatter values inside each node, sum every share over the nodes in few bits, gather it inside each node.
 
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
     """
     refuse_not_finite(array, group)
-    nodes, whole = group.nodes(), Rounding.of(array, bits, block, out)
+    nodes, whole = group.nodes(), Quantiser(array, out[1], bits, block, short=vector.dtype == np.float16)
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
     bounds = whole.bounds(min(len(ranks) for ranks in nodes))
-    parts = [as_they_are(whole.values[start:end], block) for start, end in pairwise(bounds)]
-    lanes, nothing = len(parts), as_they_are(whole.values[:0], block)
+    parts = [as_they_are(array[start:end], block) for start, end in pairwise(bounds)]
+    lanes, nothing = len(parts), as_they_are(array[:0], block)
     received = yield from node.all_to_all(parts + [nothing] * (node.size - lanes))
     own = slice(*bounds[node.rank : node.rank + 2]) if node.rank < lanes else slice(0, 0)
-    values, share = summed(received, whole.values[own]), nothing
+    values, share = np.zeros_like(array[own]), nothing
+    for part, _ in received:
+        part.add_to(values)
     whole.rejected[...] = 0
     if node.rank < lanes:
         mine = replace(whole, values=values, rejected=whole.rejected[own])
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])
         share = join((yield from shares_of_sum(mine, lane)))
     everywhere = yield from node.all_to_all([share] * node.size)
-    return whole.result([theirs for theirs, _ in everywhere[:lanes]], vector.dtype, out)
-
-
-def summed(parts: Sequence[PartOf[FewBits]], beside: Array) -> Array:
-    """Return the sum of parts, in order, as an array of the size and dtype of another one."""
-    total: Array = namespace(beside).zeros(beside.size, beside.dtype)
-    for part, _ in parts:
-        part.add_to(total)
-    return total
+    return decoded([theirs for theirs, _ in everywhere[:lanes]], out)

@@ -144,10 +144,10 @@ def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network
             assert (name, per_node) == ("node_lanes", 1)
             continue
         simulated = Network(ranks, network)
-        own = {"bits": bits, "block": 256, "out": None, "array": np.ones(length, "f4")}
+        own = {"bits": bits, "block": 256, "array": np.ones(length, "f4")}
 
         def run(rank, group, steps=steps, own=own):
-            return steps(SparseVector.empty(length), group, **own)
+            return steps(SparseVector.empty(length), group, **own, out=(np.empty(length, "f4"), np.empty(length, "f4")))
 
         _, rounds = simulated.run(run, length=length)
         row = rows["quantised_allreduce", f"{name}, {bits} bits"]

@@ -190,7 +190,8 @@ def in_few_bits(network, name, length, bits, block=32):
     """Return results and rounds of a sum in few bits, whose conservation and bits on all ranks are checked."""
 
     def run(rank, group):
-        own = {"bits": bits, "block": block, "array": drawn(rank, length), "out": None}
+        own = {"bits": bits, "block": block, "array": drawn(rank, length)}
+        own["out"] = np.empty(length, np.float32), np.empty(length, np.float32)
         return quantised_allreduce.algorithms[name](SparseVector.empty(length), group, **own)
 
     results, rounds = network.run(run, length=length, dtype="float32")
@@ -334,7 +335,7 @@ NAMED = {
         name: partial(steps, compressor="", second=TopK(k=2)) for name, steps in compressed_allreduce.algorithms.items()
     },
     "quantised_allreduce": {
-        name: partial(steps, bits=4, block=32, array=np.ones(100), out=None)
+        name: partial(steps, bits=4, block=32, array=np.ones(100), out=(np.empty(100), np.empty(100)))
         for name, steps in [("auto", quantised_allreduce.automatic), *quantised_allreduce.algorithms.items()]
     },
 }
