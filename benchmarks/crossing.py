@@ -6,7 +6,6 @@
 leave when it is ready. Both take turns in an order drawn anew; a time is that of the slowest rank.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from collectives.allreduce import ALGORITHMS
 from collectives.runtime import messages
 from mpicomp_bench.bench.data import draw_sparse
 from mpicomp_bench.measuring import interleave, paced
+from mpicomp_bench.options import Parser
 
 WAYS = {"as they come": 1 << 62, "at once": messages.BIDIRECTIONAL}  # from how many bytes on a message awaits the other
 HEADER = "| algorithm | as they come, ms | at once, ms | of the time before |\n| --- | --- | --- | --- |"
@@ -41,7 +41,7 @@ def lines(times: dict[tuple[str, str], Any]) -> Iterator[str]:
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--length", type=float, default=1e6)
     parser.add_argument("--density", type=float, default=0.3)
     parser.add_argument("--repeats", type=int, default=15)

@@ -32,7 +32,7 @@ from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Contestant, Row, interleave, timed
-from mpicomp_bench.methods import constructed, outer_settings
+from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import Parser, add_list, positive
 from mpicomp_bench.output import as_json
 
@@ -49,7 +49,7 @@ def call_of(name: str, gradient: Array, comm: Any) -> Call:
         return partial(comm.Allreduce, gradient, out)
     if name == "fp16":  # as PyTorch's hook sends them
         return partial(sum_in_16_bits, gradient, comm, out)
-    exchange, outer = constructed(name, comm), outer_settings(name)
+    exchange, outer = construct(name, comm), outer_settings(name)
     if outer:
         return partial(local_round, OuterLoop(exchange, [out], **outer), out, gradient)
     if name.startswith("topk"):

@@ -130,7 +130,7 @@ METHODS = {
     ),
     "step-ahead-both-ways": Method(
         "step-ahead of the largest entries, and of their sum",
-        "GradientExchange(comm, TopK(density=0.01), StepAhead(rate, momentum, averaging_period=None), "
+        "GradientExchange(comm, TopK(density=0.01), StepAhead(rate, momentum), "
         "partial(compressed_allreduce, compressor=TopK(density=0.01)))",
         "density",
     ),
@@ -143,7 +143,7 @@ METHODS = {
     "sign-step-ahead-both-ways": Method(
         "step-ahead of signs with a scale, and of their sum",
         'GradientExchange(comm, Quantised(TopK(density=1.0), "sign"), '
-        "StepAhead(rate, momentum, averaging_period=None), "
+        "StepAhead(rate, momentum), "
         'partial(compressed_allreduce, compressor=Quantised(TopK(density=1.0), "sign")))',
         "density",
     ),
@@ -180,7 +180,7 @@ def method(name: str) -> Method:
     return found
 
 
-def constructed(name: str, comm: Any, **names: Any) -> Any:
+def construct(name: str, comm: Any, **names: Any) -> Any:
     """Return what the line of a method constructs; `names` are further names of the line, or replace some."""
     import collectives
     import mpicomp

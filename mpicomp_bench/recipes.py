@@ -77,17 +77,17 @@ def recipe(name: str, rate: float) -> str:
     if not found.line:
         return DENSE
     if not found.line.startswith("GradientExchange"):
-        hook = broken(f"model.register_comm_hook({found.line})")
+        hook = wrapped(f"model.register_comm_hook({found.line})")
         return HOOK.format(hook=hook, **(OF_POWERSGD if "powerSGD" in found.line else OF_FP16))
     names = [each for each in mpicomp.__all__ if re.search(rf"\b{each}\b", found.line)]
     imports = f"from mpicomp import {', '.join(names)}\n" if names else ""
     optimiser = (OF_SIGNS if "sign" in found.line else ADAMW).format(rate=rate)
-    exchange = broken(f"exchange = {found.line}")
+    exchange = wrapped(f"exchange = {found.line}")
     if found.outer:
         return LOCAL.format(imports=imports, exchange=exchange, outer=found.outer, rate=rate)
     return EXCHANGE.format(imports=imports, exchange=exchange, optimiser=optimiser)
 
 
-def broken(line: str) -> str:
+def wrapped(line: str) -> str:
     """Return a statement in lines of at most 100 characters."""
     return fill(line, 100, subsequent_indent="    ", break_long_words=False)

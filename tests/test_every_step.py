@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import OuterLoop
-from mpicomp_bench.methods import constructed, outer_settings
+from mpicomp_bench.methods import construct, outer_settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "every_step"
@@ -108,7 +108,7 @@ def test_local_steps_end_where_an_outer_loop_does(rules, name):
     method.start(SHAPES, 1)
     optimiser.start(SHAPES, 1)
     settings = outer_settings(name)
-    outer = OuterLoop(constructed(name, MPI.COMM_SELF), {"all": replica}, **settings)
+    outer = OuterLoop(construct(name, MPI.COMM_SELF), {"all": replica}, **settings)
     inner, rate = (rules.INNER, settings["rate"]) if name.startswith("diloco") else (0.01, 0.01)
     for number in range(6):
         gradient = gradients(number + 1)[-1]

@@ -7,14 +7,14 @@ import pytest
 from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop
-from mpicomp_bench.methods import METHODS, constructed, method, outer_settings
+from mpicomp_bench.methods import METHODS, construct, method, outer_settings
 
 EXCHANGES = [name for name, each in METHODS.items() if each.line.startswith("GradientExchange")]
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_the_line_of_every_exchange_constructs_it(name):
-    assert isinstance(constructed(name, MPI.COMM_SELF, rate=0.1, momentum=0.9), GradientExchange)
+    assert isinstance(construct(name, MPI.COMM_SELF, rate=0.1, momentum=0.9), GradientExchange)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -29,7 +29,7 @@ def test_every_method_has_a_text_and_arguments_that_exist(name):
 def test_local_steps_take_the_number_behind_the_name(name):
     settings = outer_settings(f"{name}-3")
     assert settings["every"] == 3
-    OuterLoop(constructed(name, MPI.COMM_SELF), {"all": np.zeros(9000, "f4")}, **settings)
+    OuterLoop(construct(name, MPI.COMM_SELF), {"all": np.zeros(9000, "f4")}, **settings)
 
 
 def test_a_number_and_settings_replace_arguments_of_the_line():

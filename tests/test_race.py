@@ -50,12 +50,12 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
 
 
 def test_methods_have_the_best_rate_of_the_simulation():
-    from taking_part import known, rate_of
+    from joining import is_known, rate_of
 
-    assert known("alone", "gpt")
-    assert known("topk-0.01", "characters")
-    assert not known("in-basis-8", "characters")
-    assert not known("powersgd-x", "gpt")
+    assert is_known("alone", "gpt")
+    assert is_known("topk-0.01", "characters")
+    assert not is_known("in-basis-8", "characters")
+    assert not is_known("powersgd-x", "gpt")
     tried = {name: rate_of(name, "gpt") for name in ("fp16", "lion", "local-sparse-10", "diloco-10", "topk-0.05")}
     assert tried == {
         "fp16": (2e-3, 3),

@@ -9,7 +9,6 @@ One rank alone on one core, so that no messages are sent. The unit is a read of 
 `mpicomp explain --train`. PowerSGD is that of the simulation, in NumPy, on square matrices of up to 512 rows.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -24,8 +23,8 @@ from mpicomp_bench.advice import MEMORY
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Call, Row, compare, read_once
-from mpicomp_bench.methods import constructed, outer_settings
-from mpicomp_bench.options import positive
+from mpicomp_bench.methods import construct, outer_settings
+from mpicomp_bench.options import Parser, positive
 from mpicomp_bench.output import as_json
 
 COMM = MPI.COMM_SELF
@@ -39,7 +38,7 @@ def round_of_local_steps(name: str, length: int) -> Call:
     """Return a round without its steps."""
     parameters = np.zeros(length, np.float32)
     change = np.random.default_rng(1).standard_normal(length, np.float32)
-    outer = OuterLoop(constructed(name, COMM), {"all": parameters}, **outer_settings(name))
+    outer = OuterLoop(construct(name, COMM), {"all": parameters}, **outer_settings(name))
 
     def call() -> None:
         parameters[...] = change
@@ -59,16 +58,15 @@ def powersgd(gradient: Floats) -> Call:
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--length", type=positive, default=16_000_000, help="values of the vector (%(default)s)")
     parser.add_argument("--repeats", type=positive, default=9, help="of each call (%(default)s)")
     parser.add_argument("--json", type=new_file, required=True, metavar="FILE")
     options = parser.parse_args()
-    options.parser = parser
     look(options)
     gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
     out = np.empty_like(gradient)
-    calls: dict[str, Call] = {name: partial(constructed(name, COMM), gradient, out=out) for name in EXCHANGES}
+    calls: dict[str, Call] = {name: partial(construct(name, COMM), gradient, out=out) for name in EXCHANGES}
     calls |= {name: round_of_local_steps(name, options.length) for name in ROUNDS}
     calls |= {"powersgd-8": powersgd(gradient)}
     done = json.loads(options.json.read_text())["rows"] if options.json.exists() else []

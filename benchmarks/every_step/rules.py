@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import mpicomp
 from mpicomp import Basis, Compressor, ErrorFeedback, Feedback
-from mpicomp_bench.methods import add, constructed, method, outer_settings
+from mpicomp_bench.methods import add, construct, method, outer_settings
 
 WEIGHT_DECAY = np.float32(0.01)
 INNER = 1e-3  # the rate of DiLoCo's local steps
@@ -234,7 +234,7 @@ def made(name: str) -> Any:
     found, outer = method(name), outer_settings(name)
     if stem == "lion":
         return Lion()
-    mean = constructed(name, None, **NAMES) if found.line else Dense()
+    mean = construct(name, None, **NAMES) if found.line else Dense()
     if outer:
         return (DiLoCo if stem.startswith("diloco") else Local)(mean, outer["every"], momentum=outer.get("momentum", 0))
     if 'average="sign"' in found.line:

@@ -28,7 +28,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.options import above_zero, add_list, positive
+from mpicomp_bench.options import Parser, above_zero, add_list, positive
 from mpicomp_bench.output import as_json
 
 RACE = Path(__file__).resolve().parent.parent / "race"
@@ -91,7 +91,7 @@ def trained(row: Row) -> Row:
 
 def parsed() -> argparse.Namespace:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_list(parser, "--methods", [], "such as in-basis-8:chunk=64; all of the plan by default ")
     add_list(parser, "--rates", [], "of the optimiser, with --methods ", type=above_zero)
     about = "linear: to 0 at the last step; with --methods (%(default)s)"
@@ -101,7 +101,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, default=4, help="(%(default)s)")
     parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="read, and written after each row")
     options = parser.parse_args()
-    options.parser = parser
     try:
         [made(name) for name in options.methods]
     except ValueError as error:

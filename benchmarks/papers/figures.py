@@ -15,14 +15,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from rendering import Panel, draw
 
 STEP, FIGURE, LOSS, SECONDS = range(4)  # of a point of a curve
-FEEDBACKS = {  # of methods both ways
-    "topk-both-ways": "error feedback",
-    "step-ahead-both-ways": "step-ahead",
-    "step-ahead-both-ways:averaging_period=20": "step-ahead, averaging every 20 steps",
-    "sign-both-ways": "error feedback",
-    "sign-step-ahead-both-ways": "step-ahead",
-    "sign-step-ahead-both-ways:averaging_period=20": "step-ahead, averaging every 20 steps",
-}
 CODED_BITS = {"conv": 8}  # of an entry in AdaComp's own format, by the kind of layer: a bin of 50; of 500
 WIDE_BITS = 16
 
@@ -120,6 +112,14 @@ def overhead_and_links(rows: Sequence[Row], path: Path) -> None:
     draw([panels for panels in (top, bottom) if panels], path)
 
 
+def feedback(row: Row) -> str:
+    """Return the feedback of a method both ways, for a reader; "" for dense."""
+    if row["name"] == "dense":
+        return ""
+    averaging = f", averaging every {row['averaging_period']} steps" if row.get("averaging_period") else ""
+    return f"{'step-ahead' if 'step-ahead' in row['name'] else 'error feedback'}{averaging}"
+
+
 def step_ahead(rows: Sequence[Row], path: Path) -> None:
     """Draw the loss on the training part by step, a panel for each network and compressor."""
     grid = []
@@ -130,7 +130,7 @@ def step_ahead(rows: Sequence[Row], path: Path) -> None:
             for row in rows:
                 if row["task"] == task and (row["name"] == "dense" or row["name"].startswith("sign") == signs):
                     x, y = curve(row, LOSS)
-                    lines.append({"label": FEEDBACKS.get(row["name"], "no compression"), "x": x, "y": y})
+                    lines.append({"label": feedback(row) or "no compression", "x": x, "y": y})
             title = f"{task}, {'scaled sign' if signs else 'top-k 1 %'} both ways"
             panels.append({"lines": lines, "title": title, "xlabel": "step", "ylabel": "training loss, nats",
                            "yscale": "log"})  # fmt: skip

@@ -11,7 +11,6 @@ interrupted experiment continues. The rows of all experiments are committed: --a
 file has the experiments.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,6 +26,7 @@ from tables import TABLES
 
 from mpicomp_bench.bench import machine
 from mpicomp_bench.measuring import Row
+from mpicomp_bench.options import Parser
 from mpicomp_bench.output import as_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -90,8 +90,7 @@ def rows_in(path: Path) -> list[Row]:
 
 def main() -> int:
     """Run what is missing, and draw."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("experiments", nargs="*", metavar="E", help=f"some of {', '.join(EXPERIMENTS)}")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     parser.add_argument("--again", action="store_true", help="run all commands, and leave the committed rows alone")

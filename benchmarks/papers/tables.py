@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from figures import FEEDBACKS, LOSS, SECONDS, curve, different, layer_rates, union
+from figures import LOSS, SECONDS, curve, different, feedback, layer_rates, union
 from rendering import table as text
 
 from mpicomp_bench.measuring import Row
@@ -83,7 +83,7 @@ def step_ahead(rows: Sequence[Row]) -> list[str]:
         steps, losses = curve(row, LOSS)
         name = "no compression" if row["name"] == "dense" else "top-k 1 %" if row["density"] < 1 else "scaled sign"
         at = [f"{losses[np.flatnonzero(steps == step)[0]]:.3f}" for step in STEPS]
-        about = f"{row['task']}: {name}{', ' if row['name'] in FEEDBACKS else ''}{FEEDBACKS.get(row['name'], '')}"
+        about = f"{row['task']}: {', '.join(filter(None, [name, feedback(row)]))}"
         lines.append([about, f"{row['rate']:g}", *at, f"{row['nbytes'] / 1e3:.1f}"])
     return text(["training loss at step", "rate", *map(str, STEPS), "kB a step"], lines)
 

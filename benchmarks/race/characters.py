@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from collectives import dense_allreduce
-from mpicomp_bench.methods import constructed
+from mpicomp_bench.methods import construct
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "training"))
 
@@ -47,7 +47,7 @@ class Trainer:
         if name == "dense":
             self.mean = lambda gradient: dense_allreduce(gradient, comm) / np.float32(comm.size)
         else:
-            self.mean = constructed(name, comm)
+            self.mean = construct(name, comm)
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""

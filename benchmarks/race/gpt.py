@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import text
 import torch
-from taking_part import sums_in_every_step
+from joining import is_in_every_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomp_bench.methods import constructed, method
+from mpicomp_bench.methods import construct, method
 
 WINDOWS = 256  # of held-out text that judge the model, all ranks together
 
@@ -115,13 +115,13 @@ class Trainer:
         """Let every step average the gradients over the ranks, by a method."""
         buckets = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}  # with several it fails over gloo
         self.model = DistributedDataParallel(self.network, **buckets)
-        if sums_in_every_step(name):
+        if is_in_every_step(name):
             from collectives.torch import attach
 
-            self.exchange = constructed(name, comm)
+            self.exchange = construct(name, comm)
             attach(self.model, self.exchange)
         elif method(name).line:
-            hook = constructed(name, comm, default_hooks=default_hooks, powerSGD_hook=powerSGD_hook)
+            hook = construct(name, comm, default_hooks=default_hooks, powerSGD_hook=powerSGD_hook)
             self.model.register_comm_hook(*hook)
 
     def step(self, number: int) -> None:

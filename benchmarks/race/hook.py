@@ -17,9 +17,9 @@ from typing import Any
 
 import gpt
 import numpy as np
+from joining import is_in_every_step, join
 from mpi4py import MPI
 from results import PARTS, where
-from taking_part import exchanging, sums_in_every_step
 
 from collectives.torch import init_process_group
 from mpicomp_bench.bench import machine
@@ -35,7 +35,7 @@ UNCOUNTED = 5  # the first steps: compilation, connections, DDP's own buckets
 def step_of(method: str, comm: Any) -> Callable[[int], list[float]]:
     """Return a function that trains one step, and returns its milliseconds: in all, and of the parts."""
     trainer = gpt.Trainer(0, comm.rank, comm.size, gpt.Sizes())
-    exchanging(method, "gpt", trainer, comm)
+    join(method, "gpt", trainer, comm)
 
     def step(number: int) -> list[float]:
         comm.Barrier()
@@ -43,7 +43,7 @@ def step_of(method: str, comm: Any) -> Callable[[int], list[float]]:
         trainer.step(number)
         comm.Barrier()
         seconds = [perf_counter() - began]
-        if sums_in_every_step(method):
+        if is_in_every_step(method):
             counted = trainer.exchange.statistics
             seconds += [getattr(counted, f"{part}_seconds") for part in PARTS]
         return [1e3 * each for each in seconds]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp_bench.files import look, new_file, write
-from mpicomp_bench.options import positive
+from mpicomp_bench.options import Parser, positive
 from mpicomp_bench.output import as_json
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -150,7 +150,7 @@ def kind_of(name: str) -> str:
 
 def main() -> int:
     """Capture, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--every", type=positive, default=15, help="local steps of a round (%(default)s)")
     add("--rounds", type=positive, default=20, help="(%(default)s)")
@@ -158,7 +158,6 @@ def main() -> int:
     add("--seed", type=int, default=0, help="of the start and of the batches (%(default)s)")
     add("--json", type=new_file, metavar="FILE", help="write the errors to a file as well")
     options = parser.parse_args()
-    options.parser = parser
     look(options)
     by_kind: dict[str, list[dict[str, float]]] = {}
     for kind, found in trained(options):

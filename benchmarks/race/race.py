@@ -27,13 +27,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from joining import ALONE, is_known, rate_of
 from results import SETTING, key, plot, settings, sittings, table
-from taking_part import ALONE, known, rate_of
 
 from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.options import above_zero, add_list, not_negative, positive
+from mpicomp_bench.options import Parser, above_zero, add_list, not_negative, positive
 from mpicomp_bench.output import as_json
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -60,8 +60,7 @@ ENVIRONMENT = {  # of the ranks; mpirun is that of the environment of this Pytho
 
 def parsed() -> argparse.Namespace:
     """Return what the command line asks for."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--model", choices=METHODS, default="gpt", help="a GPT in PyTorch, or a perceptron in NumPy (%(default)s)")
     add("--hosts", type=positive, default=4, help="one rank each (%(default)s)")
@@ -78,9 +77,9 @@ def parsed() -> argparse.Namespace:
     add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
     add("--show", action="store_true", help="measure nothing: table and figure of all rows in the file")
     options = parser.parse_args()
-    options.parser, options.methods = parser, options.methods or METHODS[options.model]
+    options.methods = options.methods or METHODS[options.model]
     for name in options.methods:
-        if not known(name, options.model):
+        if not is_known(name, options.model):
             parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
     look(options)
     return options

@@ -15,10 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from taking_part import exchanging, known, period, rate_of
+from joining import is_known, join, period, rate_of
 
 from mpicomp_bench.bench.collective import COUNTERS, sent_by_host
-from mpicomp_bench.options import above_zero, add_list, positive
+from mpicomp_bench.options import Parser, above_zero, add_list, positive
 
 POINTS = 20  # of a curve, beside its start
 MODELS = "gpt", "characters"
@@ -76,7 +76,7 @@ def next_stretch(done: float, limit: float, steps: int, every: int) -> int:
 def compile_kernels(method: str, options: argparse.Namespace, comm: Any) -> None:
     """Take a round on a model that is then dropped."""
     trainer = new_trainer(options, comm)
-    outer = exchanging(method, options.model, trainer, comm)
+    outer = join(method, options.model, trainer, comm)
     for step in range(period(method)):
         trainer.step(step)
         if outer:
@@ -87,7 +87,7 @@ def row_of(method: str, options: argparse.Namespace, comm: Any) -> dict[str, Any
     """Train with a method, and return the row, on all ranks."""
     compile_kernels(method, options, comm)
     trainer, every = new_trainer(options, comm), period(method)
-    outer = exchanging(method, options.model, trainer, comm)
+    outer = join(method, options.model, trainer, comm)
     curve = curve_of(trainer, outer, every, options, comm)
     parameters = sum(math.prod(array.shape) for array in trainer.arrays.values())
     about = {"model": options.model, "method": method, "seed": options.seed, **rate_of(method, options.model)._asdict()}
@@ -98,7 +98,7 @@ def main() -> int:
     """Train, and write the rows on rank 0."""
     from mpi4py import MPI
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="gpt", help="(%(default)s)")
     add_list(parser, "--methods", ["dense"], "such as powersgd-8, topk-0.01 or local-sparse-10 ")
@@ -110,7 +110,7 @@ def main() -> int:
     add("--json", type=Path, required=True, metavar="FILE", help="the rows are written to this file")
     options = parser.parse_args()
     for name in options.methods:
-        if not known(name, options.model):
+        if not is_known(name, options.model):
             parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
     comm = MPI.COMM_WORLD
     if options.model == "gpt":

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from joining import ALONE
 from numpy.typing import NDArray
-from taking_part import ALONE
 
 from mpicomp_bench.measuring import Row
 

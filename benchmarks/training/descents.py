@@ -9,10 +9,10 @@ import numpy as np
 from layers import Floats
 
 import collectives
-from collectives import GradientExchange, OuterLoop, dense_allreduce
+from collectives import GradientExchange, OuterLoop, average_residuals, dense_allreduce
 from mpicomp import Compressor, Feedback, SparseVector, WarmUp
 from mpicomp.compressors import Wrapper
-from mpicomp_bench.methods import constructed, method, outer_settings
+from mpicomp_bench.methods import construct, method, outer_settings
 
 MOMENTUM = 0.9
 SIGN_RATE = 0.01  # of a method that returns signs, by the rate of the others
@@ -44,6 +44,7 @@ class Terms(NamedTuple):
 
     warm_up: densities of the first stages, of `stage` steps each. record: the steps whose corrected gradients are
     stored. tensors: returns the parts of a flat vector by name, for methods that compress each tensor.
+    averaging_period: steps from one averaging of the residuals to the next; None for none.
     """
 
     rate: float
@@ -52,6 +53,7 @@ class Terms(NamedTuple):
     stage: int = 1
     record: Collection[int] = ()
     tensors: Callable[[Floats], dict[str, Floats]] = lambda flat: {"gradient": flat}
+    averaging_period: int | None = None
 
 
 def at_density(name: str, density: float) -> str | None:
@@ -84,7 +86,7 @@ def exchange_of(comm: Any, name: str, terms: Terms) -> GradientExchange:
         return GradientExchange(comm, prepared(compressor), feedback, collective, small=0, **settings)
 
     names = {**CODED, **NAMES, "rate": terms.rate, "momentum": terms.momentum}
-    found: GradientExchange = constructed(name, comm, GradientExchange=exchange, **names)
+    found: GradientExchange = construct(name, comm, GradientExchange=exchange, **names)
     return found
 
 
@@ -108,6 +110,7 @@ class Descent:
             self.rate, self.momentum = np.float32(1), 0.0
         elif "MomentumCorrection" in line:
             self.momentum = 0.0
+        self.averaging_period, self.number = terms.averaging_period, 0
         self._velocity: Floats | float = 0.0
 
     def point(self, parameters: Floats) -> Floats:
@@ -133,6 +136,9 @@ class Descent:
             mean = dense_allreduce(gradient, self.comm) / np.float32(self.comm.size)
         elif self.tensors is None:
             mean = self.exchange(gradient)
+            self.number += 1
+            if self.averaging_period and self.number % self.averaging_period == 0:
+                average_residuals(self.exchange)
         else:
             mean = np.empty_like(gradient)
             self.exchange(self.tensors(gradient), out=self.tensors(mean))

@@ -67,6 +67,8 @@ def parser() -> Parser:
     add_list(parser, "--warm-up", [], "densities of the first stages, before --density ", type=share)
     about = "steps of a stage of --warm-up (as many as an epoch has)"
     add("--warm-up-steps", type=positive, metavar="N", help=about)
+    about = "steps from one averaging of the residuals over the ranks to the next (no averaging)"
+    add("--averaging-period", type=positive, metavar="N", help=about)
     add_list(parser, "--every", [15], "local steps between two exchanges, of methods with local steps ", type=positive)
     add(
         "--seeds",

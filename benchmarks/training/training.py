@@ -39,7 +39,7 @@ def trained(
 
     def outcome(rate: float, seed: int, held_out: str, points: int) -> Row:
         network, record = task.network(seed), () if seed else options.record
-        terms = Terms(rate, MOMENTUM, options.warm_up, stage, record, network.tensors)
+        terms = Terms(rate, MOMENTUM, options.warm_up, stage, record, network.tensors, options.averaging_period)
         told = argparse.Namespace(**{**vars(options), "points": points})
         return train(task, network, descent_of(comm, varied, terms), seed, held_out, told)
 
@@ -55,7 +55,14 @@ def trained(
         finals = [each["figure"] for each in trainings]
         spread = float(np.std(finals, ddof=1)) if np.isfinite(finals).all() else np.nan
     simulated = {f"{bits:g}": means["messages"] * LATENCY + 8 * means["nbytes"] / bits for bits in NETWORKS}
-    about: Row = {"name": name, "warm_up": options.warm_up, "density": density, "every": every, "rate": rate}
+    about: Row = {
+        "name": name,
+        "warm_up": options.warm_up,
+        "averaging_period": options.averaging_period,
+        "density": density,
+        "every": every,
+        "rate": rate,
+    }
     about["tried"] = {f"{each:g}": tried[each] for each in tried}
     about |= {"captured": [each.pop("captured") for each in trainings][0]}  # noqa: RUF015  (all lose it)
     return {**about, **means, "spread": spread, "network_seconds": simulated, "trainings": trainings}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives import OuterLoop
-from mpicomp_bench.methods import constructed, method, outer_settings
+from mpicomp_bench.methods import construct, method, outer_settings
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "every_step"))
 
@@ -48,7 +48,7 @@ def simulated() -> dict[str, list[Any]]:
     return found
 
 
-def known(name: str, model: str) -> bool:
+def is_known(name: str, model: str) -> bool:
     """Return whether a model has a method."""
     if name == ALONE:
         return True
@@ -64,17 +64,17 @@ def period(name: str) -> int:
     return int(outer_settings(name)["every"]) if name != ALONE and method(name).outer else 1
 
 
-def sums_in_every_step(name: str) -> bool:
+def is_in_every_step(name: str) -> bool:
     """Return whether a method is a GradientExchange in every step."""
     return name != ALONE and method(name).line.startswith("GradientExchange") and not method(name).outer
 
 
-def exchanging(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | None:
+def join(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | None:
     """Let a trainer take part in a method; return the outer loop to step after each step, where there is one."""
     trainer.optimise(name, rate_of(name, model).learning_rate)
     if name == ALONE:
         return None
     if method(name).outer:
-        return OuterLoop(constructed(name, comm), trainer.arrays, **outer_settings(name))
+        return OuterLoop(construct(name, comm), trainer.arrays, **outer_settings(name))
     trainer.average(name, comm)
     return None
