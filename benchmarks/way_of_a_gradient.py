@@ -11,8 +11,9 @@ on one array, with sys.setprofile on rank 0, and prints two counts.
 
 1. The way of the gradient: the functions of `mpicomp` and `collectives` between the call of the exchange and the call
    of the collective, and from the collective's result to the return; in the order of the calls, with their files. A
-   function counts when one of its arguments, `self` included, is an array, a SparseVector, a Step, a Flight or Outputs,
-   or a list, tuple or dict that holds one. Attributes of arguments are not looked at. Not counted are
+   function counts when one of its arguments, `self` included, is an array, a SparseVector, a Step, a state of a bucket
+   in a step (Compressed, Started, Received, Finished), or a list, tuple or dict that holds one. Attributes of arguments
+   are not looked at. Not counted are
 
    * properties, comprehensions, generator expressions, lambdas, and dunder methods but __init__ and __call__;
    * the collective itself, the methods of its Request, and the agreement to keep the step (`agree_to_keep`), with all
@@ -40,20 +41,20 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-from collectives.exchange.flight import Flight
 from mpi4py import MPI
 
 import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
 from collectives.agreement import agree_to_keep
-from collectives.exchange.step import Step
+from collectives.exchange.reduction import Received
+from collectives.exchange.step import Finished, Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
-from mpicomp.tensors import Outputs
+from mpicomp.bucket import Compressed
 
 LENGTH = 1_000_000
 ROOTS = {Path(package.__file__).parent: package.__name__ for package in (mpicomp, collectives)}
-CARRIERS = np.ndarray, SparseVector, Step, Flight, Outputs
+CARRIERS = np.ndarray, SparseVector, Step, Compressed, Started, Received, Finished
 COLLECTIVE = gtopk_iallreduce.__code__  # the form in which the exchange calls gtopk_allreduce
 TRANSPORT = {
     COLLECTIVE,

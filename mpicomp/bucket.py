@@ -84,7 +84,8 @@ class Bucket:
         A tensor without an array counts as zero. Adjacent arrays are one vector, without a copy. Raises TypeError or
         ValueError for a bad gradient.
         """
-        parts = [self.feedback.view(tensor, arrays.get(tensor.name)) for tensor in self.tensors]
+        view = self.feedback.view
+        parts = [view(tensor, arrays.get(tensor.name)) for tensor in self.tensors]
         whole = adjacent(parts)
         gradient = parts if whole is None else whole
         return gradient if self.basis is None else self._forward(gradient, self.basis)
@@ -105,13 +106,6 @@ class Bucket:
             raise
         return Compressed(corrected, None, 0, corrected is gradient)
 
-    def settle(self, compressed: Compressed, rejected: Any) -> None:
-        """Prepare what the feedback keeps. rejected: by the collective: None, entries, or an array if all was sent."""
-        if compressed.sent is None:
-            self.feedback.settle_all(compressed.corrected, rejected)
-        else:
-            self.feedback.settle(compressed.corrected, compressed.sent, rejected)
-
     def _forward(self, gradient: Gradient, basis: Basis) -> Array:
         """Return the coefficients of a gradient in a basis, segment by segment, in a buffer of the bucket."""
         if self._coefficients is None:
@@ -122,10 +116,9 @@ class Bucket:
             basis.forward(values[run], out[run])
         return out
 
-    def values(self, mean: Mean) -> Mean:
-        """Return a mean as values: coefficients of a basis are transformed, to a new array."""
-        if self.basis is None:
-            return mean
+    def values(self, mean: Mean) -> Array:
+        """Return the values of a mean of coefficients, as a new array."""
+        assert self.basis is not None, "without a basis a mean has values"
         values = mean.to_dense() if isinstance(mean, SparseVector) else mean.copy()
         for run in self._runs(self.basis):
             self.basis.inverse(values[run], values[run])
@@ -149,9 +142,13 @@ class Bucket:
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
         if not given:
-            whole = mean.to_dense() if isinstance(mean, SparseVector) else mean
+            if isinstance(mean, SparseVector):
+                whole = self.tensors[0].xp.zeros(self.length, mean.dtype)
+                kernels_for(whole).scatter(whole, mean.indices, mean.values)
+            else:
+                whole = mean
             pairs = zip(self.tensors, pairwise(self.bounds), strict=True)
-            return {each.name: each.wrapped(whole[first:end]) for each, (first, end) in pairs}, []
+            return {each.name: each.wrap(whole[first:end].reshape(each.shape)) for each, (first, end) in pairs}, []
         buffers = [given.get(tensor.name) for tensor in self.tensors]
         if len(given) == len(buffers) and (joined := adjacent([*given.values()])) is not None:
             return {}, [(joined, mean)]

@@ -187,7 +187,10 @@ class GradientExchange:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
         step = self._step = self._step or self._begin(self.comm)
         with self._ended_on_error():
-            step.add(self._buckets, arrays, outs or {})
+            step.arrays |= arrays
+            step.outs |= outs or {}
+            step.start(self._buckets)
+            step.advance()
 
     def progress(self) -> None:
         """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""
@@ -358,8 +361,8 @@ class GradientExchange:
             yield
         except BaseException as error:
             step, self._step = self._step, None
-            if step is not None:
-                step.restore_unless_kept()
+            if step is not None and not step.finished:
+                step.undo()
             if self._checked and isinstance(error, Exception):
                 name_step(error, self.steps, self.comm.rank)
             clear_frames(error.__traceback__)  # else they, the error and the arrays of the step hold each other

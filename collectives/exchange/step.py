@@ -7,7 +7,7 @@ rank, and CollectiveError on the others, so no rank waits for ever. NumPy's floa
 have different settings; overflow is checked instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -51,14 +51,6 @@ class Started:
         """The caller's arrays that `Finished.commit` writes to."""
         return [*self.bucket.feedback.written, *self.buffers.values()]
 
-    def advance(self) -> bool:
-        """Advance the sum, without waiting; return whether it has ended."""
-        return self.outcome.test() if isinstance(self.outcome, Request) else True
-
-    def wait(self) -> Any:
-        """Wait for the sum, and return it, or the error that it raises on all ranks."""
-        return outcome_of(self.outcome.wait) if isinstance(self.outcome, Request) else self.outcome
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -74,15 +66,6 @@ class Finished:
     rejected: int
     results: dict[str, Any]
     writes: list[tuple[Array, Mean]]
-
-    def commit(self) -> dict[str, Any]:
-        """Keep what was not sent, write the mean to the caller's buffers, and return the new results."""
-        self.started.bucket.feedback.commit()
-        for buffer, part in self.writes:
-            write_mean(buffer, part)
-        if self.started.audit is not None:
-            self.started.audit.close(self.mean)
-        return self.results
 
 
 class Step:
@@ -118,34 +101,28 @@ class Step:
         with np.errstate(all="ignore"):
             try:
                 with all_or_none(self._comm, OPERATION):
-                    self.start(buckets, complete=True, error=error)
+                    self.start(buckets, is_complete=True, error=error)
                     sums = self._sums(error)
                     check_apart([array for each in self.started for array in each.written])
                     finished = [self._finish(each, total, form) for each, total in sums]
                 self.finished = finished
             finally:
-                self.restore_unless_kept()
+                if not self.finished:
+                    self.undo()
             self.results = self._commit() if finished else self._skip(buckets, form)
 
-    def add(self, buckets: Sequence[Bucket], arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
-        """Add the gradients of some tensors, with their output buffers, and start the buckets that are now full."""
-        self.arrays |= arrays
-        self.outs |= outs
+    def start(self, buckets: Sequence[Bucket], *, is_complete: bool = False, error: Exception | None = None) -> None:
+        """Start the full buckets in order; all of them if all gradients have been added."""
         with np.errstate(all="ignore"):
-            self.start(buckets)
-
-    def start(self, buckets: Sequence[Bucket], *, complete: bool = False, error: Exception | None = None) -> None:
-        """Start the full buckets in order (complete: all of them), and advance those in flight."""
-        for bucket in buckets[len(self.started) :]:
-            if not (complete or all([name in self.arrays for name in bucket.names_of_tensors])):
-                break
-            self.started.append(self._start(bucket, error))
-        self.advance()
+            for bucket in buckets[len(self.started) :]:
+                if not (is_complete or all([name in self.arrays for name in bucket.names_of_tensors])):
+                    break
+                self.started.append(self._start(bucket, error))
 
     def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
         for each in self.started:
-            if not each.advance():
+            if isinstance(each.outcome, Request) and not each.outcome.test():
                 break  # what is in flight advances together
 
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
@@ -185,7 +162,8 @@ class Step:
     def _sums(self, error: Exception | None) -> list[tuple[Started, Any]]:
         """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
         began = perf_counter()
-        outcomes = [each.wait() for each in self.started]  # of all, as the other ranks wait for them
+        outcomes = [each.outcome for each in self.started]
+        outcomes = [outcome_of(each.wait) if isinstance(each, Request) else each for each in outcomes]
         self._communicating += perf_counter() - began
         errors = [each for each in (error, *outcomes) if isinstance(each, Exception)]
         for each in errors:
@@ -203,7 +181,10 @@ class Step:
         mean = reduction.mean(received, dtype, ranks, bucket.compressor.whole)
         if isinstance(mean, SparseVector):
             bucket.compressor.observe(mean, None if received.votes is None else received.votes / ranks)
-        bucket.settle(started.compressed, received.rejected)
+        if started.compressed.sent is None:
+            bucket.feedback.settle_all(started.compressed.corrected, received.rejected)
+        else:
+            bucket.feedback.settle(started.compressed.corrected, started.compressed.sent, received.rejected)
         results, writes = _results(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(started, mean, received.entries, received.rejected_entries, results, writes)
@@ -211,10 +192,17 @@ class Step:
     def _commit(self) -> dict[str, Any]:
         """Commit all buckets, and return the results by name, complete on any stream of a device."""
         began = perf_counter()
-        results = {name: result for each in self.finished for name, result in each.commit().items()}
+        results = {name: out for name, out in self.outs.items() if out is not None}
+        for each in self.finished:
+            each.started.bucket.feedback.commit()
+            for buffer, part in each.writes:
+                write_mean(buffer, part)
+            results |= each.results
+            if each.started.audit is not None:
+                each.started.audit.close(each.mean)
         staging.complete(each.started.bucket.tensors[0].xp for each in self.finished)
         self._restoring += perf_counter() - began
-        return results | {name: out for name, out in self.outs.items() if out is not None}
+        return results
 
     def _skip(self, buckets: Sequence[Bucket], form: str) -> dict[str, Any]:
         """Return the results of a step that all ranks skip, by name: zeros, or vectors without entries."""
@@ -231,11 +219,10 @@ class Step:
         staging.complete(bucket.tensors[0].xp for bucket in buckets)
         return results
 
-    def restore_unless_kept(self) -> None:
-        """Restore the compressors of a step that was not kept, and drop what holds its errors."""
-        if not self.finished:
-            restore(self.snapshots)
-            self.started = []
+    def undo(self) -> None:
+        """Restore the compressors, and drop what holds errors."""
+        restore(self.snapshots)
+        self.started = []
 
     def statistics(self, residual_norm: float | None) -> Statistics:
         """Return the statistics of a step that was kept."""
@@ -262,10 +249,10 @@ def _results(started: Started, mean: Mean, form: str) -> tuple[dict[str, Any], l
     """Return new results by tensor name, and what to write to the caller's buffers."""
     bucket, is_sign = started.bucket, started.reduction.average == SIGN
     if form == "dense":
-        values = bucket.values(mean)
         if bucket.basis is not None:
-            check_range(values, "mean out of the basis")
-        return bucket.dense_results(signs(values) if is_sign else values, started.buffers)
+            mean = bucket.values(mean)
+            check_range(mean, "mean out of the basis")
+        return bucket.dense_results(signs(mean) if is_sign else mean, started.buffers)
     if form == "sparse" and (bucket.basis is not None or started.reduction.writes):
         what = f"in the basis {bucket.basis!r} a mean" if bucket.basis else "the mean of dense arrays"
         raise ValueError(f"got sparse=True, and {what} has all values: expected sparse=False")

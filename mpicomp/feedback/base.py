@@ -7,7 +7,7 @@ their spares: it allocates nothing and raises nothing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,10 @@ class Feedback(Configured):
         """Whether the residual is an array of its own, in gradient units: in a basis it has coefficients."""
         return True
 
-    def view(self, tensor: Tensor, gradient: Any) -> Array:
-        """Return the gradient of a tensor as a vector, for `correct`; None counts as zeros."""
-        return tensor.flatten(gradient)
+    @property
+    def view(self) -> Callable[[Tensor, Any], Array]:
+        """The method of a tensor that returns a gradient as a vector, for `correct`."""
+        return Tensor.flatten
 
     def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return the vector to compress, the gradient plus the residual; changes no array that is kept.
@@ -220,7 +221,8 @@ class Feedback(Configured):
         parts = gradient if isinstance(gradient, list) else [gradient]
         first, size = parts[0], sum([part.size for part in parts])
         self._settled, self._bounds = (), bounds or (0, size)  # the spares are overwritten
-        self._arrays = {name: beside(array, first) for name, array in self._arrays.items()}
+        if any([type(array) is not type(first) for array in self._arrays.values()]):
+            self._arrays = {name: beside(array, first) for name, array in self._arrays.items()}
         if first.ndim == 1 and self._is_for((size,), first.dtype):
             self._staged = True
             return
@@ -246,7 +248,9 @@ class Feedback(Configured):
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""
-        array = self._arrays[name]
+        array, held = self._arrays[name], self._spares.get(name)
+        if held is not None and type(held) is type(array):
+            return held
         return self._buffer(name, array, array.size, array.dtype)
 
     def _buffer(self, name: str, like: Array, size: int, dtype: np.dtype[Any]) -> Array:

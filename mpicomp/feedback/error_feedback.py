@@ -10,7 +10,7 @@ that the collective rejects are added to it. `in_place` is the same arithmetic, 
 Invariant: residual after + sent - rejected = decay * residual before + gradient, exactly where the sums are exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -63,9 +63,10 @@ class ErrorFeedback(Feedback):
         """Whether the residual is an array of its own, and not in the gradient's array."""
         return not self.in_place
 
-    def view(self, tensor: Tensor, gradient: Any) -> Array:
-        """Return the gradient of a tensor as a vector; in place, the writable vector that holds the residual."""
-        return tensor.residual_in(gradient) if self.in_place else tensor.flatten(gradient)
+    @property
+    def view(self) -> Callable[[Tensor, Any], Array]:
+        """The method of a tensor that returns a gradient as a vector; in place a writable one."""
+        return Tensor.residual_in if self.in_place else Tensor.flatten
 
     def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
@@ -89,9 +90,10 @@ class ErrorFeedback(Feedback):
             return super().compress(gradient, compressor, bounds)
         self._stage(gradient, bounds)
         residual, corrected = self._arrays["residual"], self._spare("residual")
-        if not isinstance(gradient, list) or len(gradient) != len(self._bounds) - 1:
-            whole = self._joined(gradient)
-            gradient = [whole[first:end] for first, end in pairwise(self._bounds)]
+        if isinstance(gradient, list) and len(gradient) != len(self._bounds) - 1:
+            gradient = self._joined(gradient)
+        if not isinstance(gradient, list):
+            gradient = [gradient[first:end] for first, end in pairwise(self._bounds)]
         return corrected, compressor.compress_segments(
             corrected, self._bounds, summands=(residual, self.decay, gradient)
         )
