@@ -23,7 +23,7 @@ from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import Ranges, equal_ranges
-from collectives.patterns import add, core_doubling, doubling, folded, hand_down, reduce_up
+from collectives.patterns import add, core_doubling, doubling, folded
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
@@ -44,7 +44,6 @@ SumAlgorithm = Literal[
     "recursive_halving",
     "dense",
     "dense_mpi",
-    "node_leaders",
     "node_lanes",
 ]
 Partition = Literal["auto", "equal", "sampled"]
@@ -65,7 +64,7 @@ def sparse_allreduce(
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "dense_mpi": MPI's
     own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node
-    "node_leaders" or "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
+    "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
     partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, or
     "auto": equal ranges unless one would hold over 1.25 times the mean, else quantiles. "dense" always uses equal
     ranges; "dense_mpi" has no shares.
@@ -263,18 +262,6 @@ def dense_mpi(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[S
     total = beside(summed, values).astype(vector.dtype, copy=False).reshape(values.shape)
     indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
     return SparseVector(indices, total, metadata.length)
-
-
-@algorithm
-def node_leaders(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Reduce inside each node to its first rank, sum over these ranks, and broadcast inside each node."""
-    nodes = group.nodes()
-    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
-    total, _ = yield from reduce_up((vector, 0), node, add)
-    if node.rank == 0:
-        leaders = group.subgroup([ranks[0] for ranks in nodes])
-        total = yield from among_some(total, leaders, metadata.partition)
-    return (yield from hand_down(total, node))
 
 
 @algorithm

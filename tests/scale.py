@@ -51,7 +51,6 @@ def formulas(size, n, k, union):
         ("sparse_allreduce", "recursive_halving"): 4 * union * S,
         ("sparse_allreduce", "dense"): 3 * n * S,
         ("sparse_allreduce", "dense_mpi"): 4 * n * V,
-        ("sparse_allreduce", "node_leaders"): 4 * union * S,
         ("sparse_allreduce", "node_lanes"): 4 * union * S,
         ("sparse_reduce_scatter", "split"): 4 * k * S,
         ("sparse_reduce", "tree"): 5 * union * S,

@@ -224,12 +224,6 @@ def metadata_cost(case: Case, algorithm: str) -> Cost:
     return gather(case, case.message(min(case.entries, DIGEST)) if case.nodes > 1 else LINE)
 
 
-def _node_leaders(case: Case, links: Links) -> OnNodes:
-    rounds, node = upper(case.per_node), replace(case, ranks=case.per_node)
-    inner = in_rounds(2 * rounds, rounds * node.message(case.union(case.ranks)), 2 * rounds * case.union(case.per_node))
-    return inner, _sum_between(case, 1, links), 1
-
-
 def _node_lanes(case: Case, links: Links) -> OnNodes:
     lanes, union, node = case.per_node, case.union(case.ranks), replace(case, ranks=case.per_node)
     inner = plus(split(node), gather(node, node.message(union / lanes, 1 / lanes), union))
@@ -273,7 +267,7 @@ def _compared(case: Case) -> Cost:
 
 
 ON_NODES: dict[str, dict[str, Callable[[Case, Links], OnNodes]]] = {
-    "sparse_allreduce": {"node_lanes": _node_lanes, "node_leaders": _node_leaders},
+    "sparse_allreduce": {"node_lanes": _node_lanes},
     "gtopk_allreduce": {"node_leaders": _gtopk_node_leaders},
     "quantised_allreduce": {"node_lanes": _quantised_node_lanes},
 }

@@ -144,7 +144,7 @@ def places(comm):
 
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
-@pytest.mark.parametrize("algorithm", ["auto", "node_leaders", "node_lanes"])
+@pytest.mark.parametrize("algorithm", ["auto", "node_lanes"])
 @for_each(pattern=["random", "unequal", "one_holds_all", "blocks"])
 def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
     places(names)
@@ -183,12 +183,11 @@ def test_what_leaves_a_node_is_coded(comm, places):
     assert sent() / inside == pytest.approx((53 + 8.6) / 96, rel=0.02)
 
 
-@pytest.mark.parametrize("algorithm", ["node_leaders", "node_lanes"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_hot_stretches_in_lanes(comm, places, algorithm, partition):
+def test_hot_stretches_in_lanes(comm, places, partition):
     places("AABB")
     vectors = [hot(rank, 100_000, 5000) for rank in range(comm.size)]
-    total = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, partition=partition)
+    total = sparse_allreduce(vectors[comm.rank], comm, algorithm="node_lanes", partition=partition)
     np.testing.assert_array_equal(total.to_dense(), sum(vector.to_dense() for vector in vectors))
 
 
@@ -211,9 +210,8 @@ def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
         sparse_allreduce(vector, comm, algorithm=algorithm, partition="equal", codec="quick")
         return comm.allreduce(abroad[0])
 
-    flat, lanes, leaders, auto = map(crossing, ("split_allgather", "node_lanes", "node_leaders", "auto"))
+    flat, lanes, auto = map(crossing, ("split_allgather", "node_lanes", "auto"))
     once = 2 * (vector.nnz * 4 + vector.length / 8)  # the sum of a node, its indices as a bitmap, from each of the two
     assert lanes == pytest.approx(once, rel=0.05)
-    assert leaders == pytest.approx(once, rel=0.05)
     assert abs(auto - lanes) < 0.02 * lanes
     assert flat > 3 * lanes
