@@ -22,7 +22,7 @@ import numpy as np
 from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
-from collectives.partition import Ranges, equal_ranges
+from collectives.partition import cut, equal_bounds
 from collectives.patterns import add, core_doubling, doubling, folded
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.group import Group, Part
@@ -133,25 +133,27 @@ def run_counting(
     if name == "allgather" or (name == "recursive_doubling" and group.size <= 2):
         parts = yield from all_vectors(vector, group, metadata)
         return add_up(parts), count_up(parts).values.astype(np.int64)
-    shares = equal_ranges(vector.length, group.size)
+    bounds = equal_bounds(vector.length, group.size)
     if name == "split_allgather":
-        shares = metadata.ranges(group.size)
-        received = yield from scatter(vector, group, shares)
+        bounds = metadata.bounds(group.size)
+        received = yield from scatter(vector, group, bounds)
         total = join((yield from all_vectors(add_up([theirs for theirs, _ in received]), group)))
     else:
         total = (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
-        received = yield from scatter(vector.support(), group, shares)
+        received = yield from scatter(vector.support(), group, bounds)
     counts = count_up([theirs for theirs, _ in received])
-    return total, (yield from gather_votes(total, counts, shares, group))
+    return total, (yield from gather_votes(total, counts, bounds, group))
 
 
 def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: bool = True) -> Steps[Choice]:
     """Choose an algorithm by the contributions of the ranks.
 
-    Small vectors are sent in the metadata exchange itself, and so are those that the last call like this one gathered;
-    the choice is the same as without. whole: the group contains all ranks of the communicator, so it can call MPI's own
-    allreduce.
+    Two ranks need no metadata to choose: none sends less than the vectors. Small vectors are sent in the metadata
+    exchange itself, and so are those that the last call like this one gathered; the choice is the same as without.
+    whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
     """
+    if group.size <= 2:
+        return "recursive_doubling", NO_METADATA
     coding = group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
     best = partial(algorithm_for, "sparse_allreduce", vector, group, whole=whole)
@@ -176,12 +178,10 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
 
 @sparse_allreduce.auto
 def automatic(vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
-    """Run the fastest algorithm. Two ranks need no metadata to choose it: none sends less than the vectors."""
-    if group.size > 2:
-        return run_chosen(choose_freely, vector, group, partition, votes)
-    if votes:
-        return run_counting("recursive_doubling", None, vector, group, NO_METADATA)
-    return recursive_doubling(vector, group, NO_METADATA)
+    """Run the fastest algorithm."""
+    if group.size <= 2 and not votes:
+        return recursive_doubling(vector, group, NO_METADATA)  # in no turn, as it calls no allreduce of MPI's
+    return run_chosen(choose_freely, vector, group, partition, votes)
 
 
 def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> Steps[Choice]:
@@ -191,8 +191,6 @@ def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> S
 
 def among_some(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
-    if group.size <= 2:
-        return (yield from recursive_doubling(vector, group, NO_METADATA))
     name, metadata = yield from choose_freely(vector, group, partition, whole=False)
     return (yield from ALGORITHMS[name](vector, group, metadata))
 
@@ -217,21 +215,21 @@ def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -
 @algorithm
 def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Sum every share on its owner, and gather the shares."""
-    shares = metadata.ranges(group.size)
-    share = yield from sum_of_share(vector, group, shares)
+    bounds = metadata.bounds(group.size)
+    share = yield from sum_of_share(vector, group, bounds)
     return join((yield from all_vectors(share, group)))
 
 
 @algorithm
 def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Reduce-scatter by recursive halving, then allgather by recursive doubling."""
-    bounds = metadata.ranges(group.core).bounds
+    bounds = metadata.bounds(group.core)
 
     def core(part: Part) -> Steps[Part]:
         held, (low, high) = part[0], (0, group.core)  # in shares of the index space
         for partner in halving(group.rank, group.core):
             middle = (low + high) // 2
-            lower, upper = Ranges((bounds[low], bounds[middle], bounds[high])).cut(held)
+            lower, upper = cut(held, (bounds[low], bounds[middle], bounds[high]))
             keep, give = (lower, upper) if group.rank < partner else (upper, lower)
             low, high = (low, middle) if group.rank < partner else (middle, high)
             held, _ = add((keep, 0), (yield from group.exchange(give, partner)))
@@ -243,9 +241,9 @@ def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) ->
 @algorithm
 def dense(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
     """Sum every share on its owner, and gather the shares as dense pieces."""
-    shares = equal_ranges(metadata.length, group.size)
-    share = yield from sum_of_share(vector, group, shares)
-    first, end = shares.bounds[group.rank : group.rank + 2]
+    bounds = equal_bounds(metadata.length, group.size)
+    share = yield from sum_of_share(vector, group, bounds)
+    first, end = bounds[group.rank : group.rank + 2]
     return join((yield from all_vectors(share.filled(first, end), group)))
 
 
@@ -273,8 +271,8 @@ def node_lanes(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[
     nodes = group.nodes()
     lanes = min(len(ranks) for ranks in nodes)
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
-    shares = metadata.ranges(lanes)
-    share = yield from sum_of_share(vector, node, shares)
+    bounds = metadata.bounds(lanes)
+    share = yield from sum_of_share(vector, node, bounds)
     if node.rank < lanes:
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])
         share = yield from among_some(share, lane, metadata.partition)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from collectives.collective import Call, Codec, collective
 from collectives.gtopk import Result, numbers, result_and_rejected
-from collectives.partition import equal_ranges
+from collectives.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
@@ -87,7 +87,7 @@ def check_stateless(compressor: Any, name: str = "compressor") -> None:
 
 def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
     """Return the first index of a rank's share, and the first one after it."""
-    first, end = equal_ranges(length, size).bounds[rank : rank + 2]
+    first, end = equal_bounds(length, size)[rank : rank + 2]
     return first, end
 
 
@@ -97,7 +97,7 @@ def split_allgather(vector: SparseVector, group: Group, compressor: str, second:
 
     The call signatures take no extra rounds: in the first step every rank sends to every other one.
     """
-    share = yield from sum_of_share(vector, group, equal_ranges(vector.length, group.size))
+    share = yield from sum_of_share(vector, group, equal_bounds(vector.length, group.size))
     with group.raise_on_all():
         kept = compressed(share, *own_share(vector.length, group.rank, group.size), second)
         rejected = without_zeros(merge(share, kept.with_values(-kept.values)))

@@ -1,16 +1,15 @@
 """gTop-k: the k largest entries of a sum, without computing the whole sum.
 
 Source: S. Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359). The paper reduces over a tree and broadcasts the result; recursive doubling
-halves the rounds and leaves no rank idle.
+networks", ICDCS 2019 (arXiv 1901.04359). `tree` is the published algorithm, the baseline: it reduces over a tree and
+broadcasts the result.
 
-Rounds: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a round.
-`tree` is the published algorithm, the baseline. `exact` is a reduce-scatter, after which the owners of the shares
-gather their largest entries; owners of which none was rejected send more (`largest_of_all`). Usually that is one
-allgather of slightly more than k entries. There is no search for a threshold, whose rounds would carry only counts (as
-in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004).
-`node_leaders` is for several ranks on each of several nodes, and exact too: nodes exchange the indices of each node's
-sum once, values only at indices of several nodes, and slightly more than k entries.
+Rounds of `recursive_doubling`: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a
+round. `exact` is a reduce-scatter, after which the owners of the shares gather their largest entries, usually in one
+allgather of slightly more than k entries (`largest_of_all`). There is no search for a threshold, whose rounds would
+carry only counts (as in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004).
+`node_leaders` is exact too: nodes exchange the indices of each node's sum once, values only at indices of several
+nodes, and slightly more than k entries.
 
 Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bitwise, because merge() is commutative
 and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of these as `rejected`.
@@ -27,7 +26,7 @@ import numpy as np
 
 from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
-from collectives.partition import equal_ranges, likely
+from collectives.partition import cut, equal_bounds, likely
 from collectives.patterns import Combine, add, agreed, doubling, hand_down, reduce_up
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part
@@ -47,16 +46,13 @@ def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
-TopKAlgorithm = Literal["auto", "recursive_doubling", "tree", "exact", "node_leaders"]
-
-
 @collective(result_and_rejected, meet=agreed, gives_sum=True)
 def gtopk_allreduce(
     vector: SparseVector,
     comm: "MPI.Comm",
     k: int | None = None,
     *,
-    algorithm: TopKAlgorithm = "auto",
+    algorithm: Literal["auto", "recursive_doubling", "tree", "exact", "node_leaders"] = "auto",
     codec: Codec = "auto",
 ) -> Call[Result]:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
@@ -113,10 +109,7 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Run the fastest algorithm for the length and k, which all ranks know: asking for more takes up to a third.
-
-    So the supports count as independent.
-    """
+    """Run the fastest algorithm by what all ranks know: the supports count as independent, as asking takes a round."""
     entries = min(vector.length, max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k)
     name = algorithm_for("gtopk_allreduce", vector, group, entries)
     result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
@@ -147,7 +140,7 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     Owners keep the rejected entries of their shares. The call signatures take no extra rounds: in the first step every
     rank sends to every other one (`collectives.faults.notification`).
     """
-    parts = yield from scatter(vector, group, equal_ranges(vector.length, group.size))
+    parts = yield from scatter(vector, group, equal_bounds(vector.length, group.size))
     share = without_zeros(add_up([theirs for theirs, _ in parts]))  # what cancelled out is missing nowhere
     k = max(count for _, count in parts) if k is None else k
     entries, here = sum(count for _, count in parts), sum(theirs.nnz for theirs, _ in parts)
@@ -177,7 +170,7 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
     The owner of a share of the index space receives the indices in it, and requests the values of those that several
     ranks have. All other entries stay on their ranks. Then every rank holds disjoint entries of the sum.
     """
-    parts = equal_ranges(vector.length, group.size).cut(vector)
+    parts = cut(vector, equal_bounds(vector.length, group.size))
     supports = yield from group.all_to_all([part.support() for part in parts], vector.nnz)
     counts = count_up([theirs for theirs, _ in supports])
     several = counts.divide(np.flatnonzero(counts.values > 1))[0]

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from collectives.choice.formulas import LONG_NBYTES
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.partition import (
-    Ranges,
-    balanced_ranges,
-    equal_ranges,
-    quantile_ranges,
+    Bounds,
+    balanced_bounds,
+    equal_bounds,
+    quantile_bounds,
     sample,
 )
 from collectives.runtime.group import Group, Part
@@ -67,11 +67,11 @@ class Metadata:
         overlap = overlap_of(supports, self.counts, self.length) if digests else 0.0
         return replace(self, samples=samples, overlap=overlap)
 
-    def ranges(self, size: int) -> Ranges:
-        """Return the shares of `size` owners."""
+    def bounds(self, size: int) -> Bounds:
+        """Return the bounds of the shares of `size` owners."""
         if self.partition == "equal":
-            return equal_ranges(self.length, size)
-        choose = balanced_ranges if self.partition == "auto" else quantile_ranges
+            return equal_bounds(self.length, size)
+        choose = balanced_bounds if self.partition == "auto" else quantile_bounds
         return choose(self.samples, self.counts, self.length, size)
 
 

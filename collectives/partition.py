@@ -1,12 +1,11 @@
 """Partitions of the index space into shares: pure functions, the same on every rank.
 
-`Ranges` are contiguous shares, one for each owner: of equal length, between sampled quantiles of the indices, or the
-caller's own.
+Shares are ranges, given by their bounds: owner r has bounds[r] <= index < bounds[r + 1]. They are of equal length,
+between sampled quantiles of the indices, or the caller's own.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -22,28 +21,22 @@ SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a 
 SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """Contiguous shares: owner r has bounds[r] <= index < bounds[r + 1]."""
-
-    bounds: tuple[int, ...]
-
-    def cut(self, vector: SparseVector) -> list[SparseVector]:
-        """Return the part of each owner, as views; indices stay as they are."""
-        bounds = beside(np.array(self.bounds, vector.indices.dtype), vector.indices)
-        places = np.searchsorted(vector.indices, bounds).tolist()
-        return [
-            SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
-            for start, end in pairwise(places)
-        ]
+Bounds = tuple[int, ...]
 
 
-def equal_ranges(length: int, size: int) -> Ranges:
-    """Return `size` ranges whose lengths differ by one at most.
+def cut(vector: SparseVector, bounds: Bounds) -> list[SparseVector]:
+    """Return the part of each owner, as views; indices stay as they are."""
+    edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)
+    places = np.searchsorted(vector.indices, edges).tolist()
+    return [
+        SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
+        for start, end in pairwise(places)
+    ]
 
-    Uses Python integers, as length * size may exceed 64 bits.
-    """
-    return Ranges(tuple(length * owner // size for owner in range(size + 1)))
+
+def equal_bounds(length: int, size: int) -> Bounds:
+    """Return the bounds of `size` ranges whose lengths differ by one at most."""
+    return tuple(length * owner // size for owner in range(size + 1))  # Python's integers: 64 bits may not suffice
 
 
 def likely(mean: float, size: int) -> int:
@@ -56,28 +49,22 @@ def likely(mean: float, size: int) -> int:
     return math.ceil(mean + math.sqrt(bound * mean) + bound / 3) if mean else 0
 
 
-def given_ranges(bounds: Any, length: int, size: int) -> Ranges:
-    """Return the ranges between the caller's bounds, any iterable of integers.
+def given_bounds(bounds: Any, length: int, size: int) -> Bounds:
+    """Return the caller's bounds, any iterable of integers, as Python's.
 
     Raises ValueError or TypeError if they do not cover the index space.
     """
     try:
-        ranges = Ranges(tuple(index(bound) for bound in bounds))
+        found = tuple(index(bound) for bound in bounds)
     except TypeError as error:
         raise TypeError(f"partition is {bounds!r}: expected {size + 1} integers ({error})") from None
-    found = ranges.bounds
     if len(found) != size + 1 or (found[0], found[-1]) != (0, length):
         ends = f" from {found[0]} to {found[-1]}" if found else ""
         raise ValueError(f"partition has {len(found)} bounds{ends}: expected {size + 1} from 0 to the length {length}")
     for start, end in pairwise(found):
         if start > end:
             raise ValueError(f"partition has bounds that decrease, {start} before {end}: expected them in order")
-    return ranges
-
-
-def samples_of(entries: int, size: int) -> int:
-    """Return the number of samples that a rank with `count` entries contributes for the shares of `size` owners."""
-    return min(SAMPLES_A_SHARE * size, MOST_SAMPLES, entries // SAMPLED_ENTRIES)
+    return found
 
 
 def sample(indices: Array, rank: int, size: int) -> Array:
@@ -86,43 +73,41 @@ def sample(indices: Array, rank: int, size: int) -> Array:
     The entries are cut into equal runs, with one sample in each, at an offset that depends on the rank: ranks with the
     same support have different samples.
     """
-    runs = samples_of(indices.size, size)
-    ends = _run_ends(indices.size, runs)
-    starts = np.concatenate([ends[:1] * 0, ends[:-1]])
-    chosen: Array = indices[beside(starts + (ends - starts) * (2 * rank + 1) // (2 * size), indices)]
+    edges = _run_edges(indices.size, min(SAMPLES_A_SHARE * size, MOST_SAMPLES, indices.size // SAMPLED_ENTRIES))
+    chosen: Array = indices[beside(edges[:-1] + np.diff(edges) * (2 * rank + 1) // (2 * size), indices)]
     return chosen
 
 
-def quantile_ranges(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Ranges:
-    """Return `size` ranges with about equal numbers of entries, from every rank's `sample` and number of entries."""
+def quantile_bounds(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Bounds:
+    """Return the bounds of shares with about equal numbers of entries, from every rank's `sample` and entries."""
     places, entries = _distribution(samples, counts)
     if not entries.size:
-        return equal_ranges(length, size)
+        return equal_bounds(length, size)
     total = int(entries[-1])
     inner = np.searchsorted(entries, [total * owner // size for owner in range(1, size)])
-    return Ranges((0, *places[inner].tolist(), length))
+    return (0, *places[inner].tolist(), length)
 
 
-def balanced_ranges(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Ranges:
-    """Return equal ranges if none of them holds over 1.25 times the mean, else `quantile_ranges`."""
-    equal = equal_ranges(length, size)
+def balanced_bounds(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Bounds:
+    """Return `equal_bounds` if no share has over 1.25 times the mean, else `quantile_bounds`."""
+    equal = equal_bounds(length, size)
     places, entries = _distribution(samples, counts)
     if not entries.size:
         return equal
-    below = np.concatenate([[0], entries])[np.searchsorted(places, np.array(equal.bounds, places.dtype))]
+    below = np.concatenate([[0], entries])[np.searchsorted(places, np.array(equal, places.dtype))]
     even = np.diff(below).max() * size <= SKEW * entries[-1]
-    return equal if even else quantile_ranges(samples, counts, length, size)
+    return equal if even else quantile_bounds(samples, counts, length, size)
 
 
-def _run_ends(count: int, runs: int) -> Array:
-    """Return the ends of `runs` equal runs of `count` entries. 64 bits: count is below 2^63 / runs."""
-    ends: Array = np.arange(1, runs + 1, dtype=np.int64) * count // max(1, runs)
-    return ends
+def _run_edges(count: int, runs: int) -> Array:
+    """Return the edges of `runs` equal runs of `count` entries. 64 bits: count is below 2^63 / runs."""
+    edges: Array = np.arange(runs + 1, dtype=np.int64) * count // max(1, runs)
+    return edges
 
 
 def _distribution(samples: Sequence[Array], counts: Sequence[int]) -> tuple[Array, Array]:
     """Return all samples in order, and the estimated number of entries up to each of them."""
     places = np.concatenate(samples)
-    runs = [np.diff(_run_ends(count, chosen.size), prepend=0) for chosen, count in zip(samples, counts, strict=True)]
+    runs = [np.diff(_run_edges(count, chosen.size)) for chosen, count in zip(samples, counts, strict=True)]
     order = np.argsort(places, kind="stable")
     return places[order], np.cumsum(np.concatenate(runs)[order])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from collectives.collective import Call, Codec, collective, sound
-from collectives.partition import Ranges, equal_ranges, given_ranges
+from collectives.partition import Bounds, cut, equal_bounds, given_bounds
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
@@ -58,7 +58,7 @@ def divided(call: Call[Any], size: int) -> SparseVector:
     """Return the vector if it is valid, and store the partition as text in the call's arguments."""
     vector, partition = sound(call, size), call.arguments["partition"]
     if not isinstance(partition, str):
-        call.arguments["partition"] = " ".join(map(str, given_ranges(partition, vector.length, size).bounds))
+        call.arguments["partition"] = " ".join(map(str, given_bounds(partition, vector.length, size)))
     elif partition != "equal":
         raise ValueError(f"partition is {partition!r}: expected 'equal' or {size + 1} bounds")
     return vector
@@ -67,24 +67,21 @@ def divided(call: Call[Any], size: int) -> SparseVector:
 @sparse_reduce_scatter.algorithm(meets=True)
 def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum every share on its owner; see the module."""
-    if partition == "equal":
-        shares = equal_ranges(vector.length, group.size)
-    else:
-        shares = Ranges(tuple(map(int, partition.split())))
-    return (yield from sum_of_share(vector, group, shares))
+    given = tuple(map(int, partition.split())) if partition != "equal" else equal_bounds(vector.length, group.size)
+    return (yield from sum_of_share(vector, group, given))
 
 
-def sum_of_share(vector: SparseVector, group: Group, shares: Ranges) -> Steps[SparseVector]:
+def sum_of_share(vector: SparseVector, group: Group, bounds: Bounds) -> Steps[SparseVector]:
     """Send every owner its part, and add up the parts of this rank's share."""
-    parts = yield from scatter(vector, group, shares)
+    parts = yield from scatter(vector, group, bounds)
     return add_up([theirs for theirs, _ in parts])
 
 
-def scatter(vector: SparseVector, group: Group, shares: Ranges) -> Steps[list[Part]]:
+def scatter(vector: SparseVector, group: Group, bounds: Bounds) -> Steps[list[Part]]:
     """Send every owner its part, and return the parts of this rank's share, each with its sender's number of entries.
 
     With fewer shares than ranks, the last ranks own nothing.
     """
-    parts = shares.cut(vector)
+    parts = cut(vector, bounds)
     parts += [group.nothing] * (group.size - len(parts))
     return (yield from group.all_to_all(parts, vector.nnz))

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from collectives.partition import Ranges
+from collectives.partition import Bounds, cut
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import Array, beside, namespace
 from mpicomp.vector import SparseVector, join
 
 
-def gather_votes(total: SparseVector, counts: SparseVector, shares: Ranges, group: Group) -> Steps[Array]:
+def gather_votes(total: SparseVector, counts: SparseVector, bounds: Bounds, group: Group) -> Steps[Array]:
     """Return the votes for each entry of a sum that all ranks have, as int64, from the counts of the shares' owners.
 
     counts: for this rank's share, float32. An owner sends its most frequent count once, without indices.
     """
-    supports = shares.cut(total)
+    supports = cut(total, bounds)
     own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)
     if own.size == counts.nnz:  # the same entries
         own[...] = counts.values

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from strategies import sparse_vectors
 
 from collectives.partition import (
-    Ranges,
-    balanced_ranges,
-    equal_ranges,
-    given_ranges,
+    balanced_bounds,
+    cut,
+    equal_bounds,
+    given_bounds,
     likely,
-    quantile_ranges,
+    quantile_bounds,
     sample,
 )
 from mpicomp import SparseVector
@@ -22,7 +22,7 @@ from mpicomp.vector import join
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 2000))
 def test_equal_ranges_cover_everything_and_differ_by_one_at_most(length, size):
-    bounds = equal_ranges(length, size).bounds
+    bounds = equal_bounds(length, size)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, length, size + 1)
     lengths = [end - start for start, end in pairwise(bounds)]
     assert min(lengths) >= 0
@@ -31,12 +31,12 @@ def test_equal_ranges_cover_everything_and_differ_by_one_at_most(length, size):
 
 @given(st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.integers(1, 12))
 def test_cut_gives_every_entry_to_its_owner_and_join_undoes_it(vector, size):
-    ranges = equal_ranges(vector.length, size)
-    parts = ranges.cut(vector)
+    bounds = equal_bounds(vector.length, size)
+    parts = cut(vector, bounds)
     assert len(parts) == size
     for rank, part in enumerate(parts):
         part.validate()
-        assert all(ranges.bounds[rank] <= index < ranges.bounds[rank + 1] for index in part.indices)
+        assert all(bounds[rank] <= index < bounds[rank + 1] for index in part.indices)
     whole = join(parts)
     assert whole.indices.tolist() == vector.indices.tolist()
     assert whole.values.tobytes() == vector.values.tobytes()
@@ -47,10 +47,10 @@ def test_cut_gives_every_entry_to_its_owner_and_join_undoes_it(vector, size):
 def test_bounds_are_right_at_the_largest_lengths(length, size):
     """Published code takes the average of P boundaries in 32 bits."""
     last = SparseVector([length - 1], [1.0], length)
-    assert [part.nnz for part in equal_ranges(length, size).cut(last)] == [0] * (size - 1) + [1]
+    assert [part.nnz for part in cut(last, equal_bounds(length, size))] == [0] * (size - 1) + [1]
     everywhere = np.linspace(length / 2, length - 10_000, 4096).astype(np.int64)
     shares = [sample(everywhere, rank, size) for rank in range(size)]
-    bounds = quantile_ranges(shares, [4096] * size, length, size).bounds
+    bounds = quantile_bounds(shares, [4096] * size, length, size)
     assert all(start < end for start, end in pairwise(bounds))
     places = np.searchsorted(everywhere, np.array(bounds))
     assert np.diff(places).max() <= 1.1 * 4096 / size
@@ -66,7 +66,7 @@ def hot(rank, length, entries):
 def largest_share(partition, supports, length):
     """Return the entries that the busiest owner gets, over the mean."""
     vectors = [SparseVector(support, np.ones(support.size), length) for support in supports]
-    received = np.sum([[part.nnz for part in partition.cut(vector)] for vector in vectors], axis=0)
+    received = np.sum([[part.nnz for part in cut(vector, partition)] for vector in vectors], axis=0)
     return received.max() / received.mean()
 
 
@@ -76,10 +76,10 @@ def test_quantiles_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(s
     supports = [hot(rank, length, 20_000) for rank in range(size)]
     counts = [support.size for support in supports]
     samples = [sample(support, rank, size) for rank, support in enumerate(supports)]
-    assert largest_share(equal_ranges(length, size), supports, length) > min(15, 0.6 * size)
+    assert largest_share(equal_bounds(length, size), supports, length) > min(15, 0.6 * size)
     for partition in (
-        quantile_ranges(samples, counts, length, size),
-        balanced_ranges(samples, counts, length, size),
+        quantile_bounds(samples, counts, length, size),
+        balanced_bounds(samples, counts, length, size),
     ):
         assert largest_share(partition, supports, length) <= 1.1
 
@@ -90,7 +90,7 @@ def test_one_rank_with_everything_and_one_support_on_all_ranks_are_balanced_too(
     for supports in ([support] * size, [support] + [support[:0]] * (size - 1), [support[:3]] + [support] * (size - 1)):
         counts = [each.size for each in supports]
         samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
-        assert largest_share(quantile_ranges(samples, counts, length, size), supports, length) <= 1.1
+        assert largest_share(quantile_bounds(samples, counts, length, size), supports, length) <= 1.1
 
 
 def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
@@ -98,7 +98,7 @@ def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
     supports = [hot(0, length, 20_000)] * size
     samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
     assert np.unique(np.concatenate(samples)).size == size * samples[0].size
-    balanced = quantile_ranges(samples, [each.size for each in supports], length, size)
+    balanced = quantile_bounds(samples, [each.size for each in supports], length, size)
     assert largest_share(balanced, supports, length) <= 1.01
 
 
@@ -106,10 +106,10 @@ def test_even_supports_keep_equal_ranges_and_so_do_small_ones():
     rng = np.random.default_rng(0)
     even = [np.sort(rng.choice(100_000, 5000, replace=False)) for _ in range(4)]
     samples = [sample(support, rank, 4) for rank, support in enumerate(even)]
-    assert balanced_ranges(samples, [5000] * 4, 100_000, 4) == equal_ranges(100_000, 4)
+    assert balanced_bounds(samples, [5000] * 4, 100_000, 4) == equal_bounds(100_000, 4)
     few = [sample(np.arange(15), rank, 4) for rank in range(4)]
-    assert balanced_ranges(few, [15] * 4, 100_000, 4) == equal_ranges(100_000, 4)
-    assert quantile_ranges(few, [15] * 4, 100_000, 4) == equal_ranges(100_000, 4)
+    assert balanced_bounds(few, [15] * 4, 100_000, 4) == equal_bounds(100_000, 4)
+    assert quantile_bounds(few, [15] * 4, 100_000, 4) == equal_bounds(100_000, 4)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_even_supports_keep_equal_ranges_and_so_do_small_ones():
 )
 def test_bounds_that_do_not_cover_the_indices_are_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
-        given_ranges(bounds, 10, 3)
+        given_bounds(bounds, 10, 3)
 
 
 def test_the_callers_own_bounds():
-    assert given_ranges(np.array([0, 0, 7, 10]), 10, 3) == Ranges((0, 0, 7, 10))
+    assert given_bounds(np.array([0, 0, 7, 10]), 10, 3) == (0, 0, 7, 10)
     with pytest.raises(TypeError):
-        given_ranges([0, 2.5, 10], 10, 2)
+        given_bounds([0, 2.5, 10], 10, 2)
 
 
 @pytest.mark.parametrize("size", [2, 8, 64, 1024])

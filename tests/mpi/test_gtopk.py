@@ -70,7 +70,7 @@ def test_the_sum_is_conserved_and_the_same_everywhere(comm, algorithm, pattern, 
 def test_a_k_of_zero_is_refused_on_all_ranks_before_a_vector_is_sent(comm, algorithm):
     """As int(density * length) makes it: every step would keep all of the gradient, and train nothing."""
     before = traffic(comm).nbytes
-    with pytest.raises(ValueError, match=r"k is 0: expected 1 <= k < \d+; from a density take max\(1, round\("):
+    with pytest.raises(ValueError, match=r"k is 0: expected an integer of at least 1, .* take max\(1, round\("):
         gtopk_allreduce(contribution("random", 0, 1), comm, k=0, algorithm=algorithm)
     assert traffic(comm).nbytes - before <= 1024 * comm.size, "no more than the error notifications"
 

@@ -5,7 +5,7 @@ import pytest
 from cases import LENGTH, PATTERNS, assert_equal, bits, contribution, contributions, window
 
 from collectives import sparse_bcast, sparse_reduce, sparse_reduce_scatter
-from collectives.partition import equal_ranges
+from collectives.partition import equal_bounds
 from mpicomp import CollectiveError, SparseVector
 
 
@@ -13,7 +13,7 @@ from mpicomp import CollectiveError, SparseVector
 def test_reduce_scatter_gives_every_rank_its_range_of_the_sum(comm, pattern):
     share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm)
     expected = sum(window(vector) for vector in contributions(pattern, comm.size))
-    first, end = equal_ranges(LENGTH, comm.size).bounds[comm.rank : comm.rank + 2]
+    first, end = equal_bounds(LENGTH, comm.size)[comm.rank : comm.rank + 2]
     expected[:first] = expected[end:] = 0
     assert share.length == LENGTH
     assert_equal(share, expected)
