@@ -8,6 +8,7 @@ PyTorch and several ranks, run in `make test-torch` (tests/pytorch/test_scripts.
 import ast
 import configparser
 import importlib.util
+import inspect
 import pathlib
 import re
 import runpy
@@ -20,6 +21,7 @@ from commands import SUBCOMMANDS
 import collectives
 import mpicomp
 from collectives.collective import COLLECTIVES
+from collectives.exchange.step import Step
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -49,6 +51,8 @@ def inner_step(batch):
 """
 OWN = {  # what the blocks of a page need beside the common names
     "architecture.md": """
+from collections.abc import Sequence
+from mpicomp.bucket import Bucket
 from collectives.patterns import butterfly
 from mpicomp.vector import add_up, merge, top_k
 """,
@@ -120,6 +124,13 @@ def test_the_python_of_a_page_runs(page, names):
             exec(compile("\n" * (line - 1) + code, page, "exec"), names)
     if left_out:
         pytest.skip(f"{page.name} has blocks that lack {left_out}, by their lines")
+
+
+def test_the_architecture_quotes_the_step():
+    """As it is, without its docstring."""
+    source = textwrap.dedent(inspect.getsource(Step.run))
+    quotation = re.sub(r' +""".*?"""\n', "", source, flags=re.DOTALL)
+    assert f"```python\n{quotation}```" in (DOCS / "architecture.md").read_text()
 
 
 @pages

@@ -100,16 +100,16 @@ class Step:
         """
         with np.errstate(all="ignore"):
             try:
-                with all_or_none(self._comm, OPERATION):
-                    self.start(buckets, is_complete=True, error=error)
+                with all_or_none(self._comm, OPERATION):  # an error of any rank raises on all
+                    self.start(buckets, is_complete=True, error=error)  # residuals added, entries selected, sums begun
                     sums = self._sums(error)
                     check_apart([array for each in self.started for array in each.written])
-                    finished = [self._finish(each, total, form) for each, total in sums]
+                    finished = [self._finish(each, total, form) for each, total in sums]  # beside the state before
                 self.finished = finished
             finally:
                 if not self.finished:
                     self.undo()
-            self.results = self._commit() if finished else self._skip(buckets, form)
+            self.results = self._commit() if finished else self._skip(buckets, form)  # cannot fail
 
     def start(self, buckets: Sequence[Bucket], *, is_complete: bool = False, error: Exception | None = None) -> None:
         """Start the full buckets in order; all of them if all gradients have been added."""
