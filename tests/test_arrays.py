@@ -139,15 +139,6 @@ def test_bfloat16_of_numpy():
     assert like(to_array(array), array).dtype == bfloat16
 
 
-def test_bfloat16_of_jax():
-    jax = pytest.importorskip("jax")
-    array = jax.numpy.array([1.0, 2.5], jax.numpy.bfloat16)
-    assert to_array(array).tolist() == [1, 2.5]
-    back = like(np.ones(2, np.float32), array)
-    assert isinstance(back, jax.Array)
-    assert back.dtype == jax.numpy.bfloat16
-
-
 def test_writable_vector_a_torch_tensor_is_its_memory():
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(2, 3)
@@ -157,12 +148,6 @@ def test_writable_vector_a_torch_tensor_is_its_memory():
         writable_vector(tensor.bfloat16())
     with pytest.raises(ValueError, match="not C-contiguous"):
         writable_vector(tensor.T)
-
-
-def test_there_is_no_writable_vector_a_jax_array():
-    jax = pytest.importorskip("jax")
-    with pytest.raises(ValueError, match="read-only"):
-        writable_vector(jax.numpy.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -192,13 +177,3 @@ def test_sparse_tensors_are_refused_with_the_remedy(library):
         to_array(tensor)
     tensor.layout = "torch.strided"
     assert to_array(tensor).tolist() == [0, 1, 2]
-
-
-def test_a_sparse_tensor_of_torch_is_refused():
-    torch = pytest.importorskip("torch")
-    tensor = torch.tensor([0.0, 2, 0, 3]).to_sparse()
-    for call in (to_array, SparseVector.from_dense, lambda tensor: SparseVector([1], tensor, 4)):
-        with pytest.raises(TypeError, match="coalesce"):
-            call(tensor)
-    tensor = tensor.coalesce()
-    assert SparseVector(tensor.indices()[0], tensor.values(), len(tensor)).to_dense().tolist() == [0, 2, 0, 3]

@@ -5,10 +5,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from devices import assert_same, cupy_for_tests
 from kernel_cases import expected_in_chunks
 
-from mpicomp import ChunkedTopK, Quantised, SparseVector, TopK, quantise
+from mpicomp import ChunkedTopK, SparseVector, TopK, quantise
 from mpicomp.codec import decode, encode, smallest
 from mpicomp.kernels import host
 from mpicomp.vector import split
@@ -54,14 +53,6 @@ def test_a_layer_of_small_gradients_is_not_left_out():
     assert TopK(k=128).compress(gradient).indices.max() < 4096
 
 
-@pytest.mark.parametrize("chunk", [100, 1 << 17])
-def test_what_is_not_finite_is_refused_in_any_chunk(chunk):
-    gradient = np.zeros(300_000, np.float32)
-    gradient[[199_999, 200_000]] = np.inf, np.nan
-    with pytest.raises(ValueError, match=r"values\[199999\] is inf: expected finite values"):
-        ChunkedTopK(3, chunk).compress(gradient)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,28 +65,6 @@ def test_what_is_not_finite_is_refused_in_any_chunk(chunk):
 def test_bad_settings_are_refused(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ChunkedTopK(*arguments)
-
-
-@pytest.mark.parametrize(("chunk", "length"), [(4096, 13_001), (2048, 5000), (1 << 17, 300_000)])
-def test_chunks_on_a_device_are_those_of_the_host(chunk, length):
-    gradient = np.random.default_rng(1).laplace(size=length).astype(np.float32)
-    cupy = cupy_for_tests()
-    compressor = Quantised(ChunkedTopK(20, chunk), "two_bit")
-    assert_same(compressor.compress(cupy.asarray(gradient)), compressor.compress(gradient))
-
-
-@pytest.mark.parametrize(
-    ("family", "in_chunks", "overall"),
-    [("normal", 0.1194, 0.1196), ("laplace", 0.2153, 0.2158), ("t3", 0.4191, 0.4199)],
-)
-def test_independent_values_lose_nothing_by_chunks(family, in_chunks, overall):
-    gradient, vector = selected(family)
-    captured = energy(vector.values) / energy(gradient)
-    by_top_k = energy(TopK(k=vector.nnz).compress(gradient).values) / energy(gradient)
-    within = 0.05 if family == "t3" else 0.005  # the largest of heavy tails differ from draw to draw
-    assert captured == pytest.approx(in_chunks, rel=within)
-    assert by_top_k == pytest.approx(overall, rel=within)
-    assert 0.995 * by_top_k < captured < by_top_k
 
 
 def published(values):

@@ -135,21 +135,6 @@ def test_an_altered_state_is_refused_or_works(name, steps):
         assert not check_load(used(name, steps), {**sound, more: np.array(1)})
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_aggregate_of_another_length_or_dtype_is_refused_before_anything_changes(steps):
-    for other in (np.ones(LENGTH + 1, np.float32), np.ones(LENGTH)):
-        compressor = used("AggregationAware support", steps)
-        if steps:
-            with pytest.raises(ValueError, match=r"as 0._bonus: expected 1000 values of float32 as in the last aggr"):
-                compressor.load_state_dict({"0._bonus": other})
-        else:
-            compressor.load_state_dict({"0._bonus": other})
-            with pytest.raises(ValueError, match=r"corrected (has 1000 values|is float32)"):
-                compressor.compress(gradient(0))
-            compressor.reset()
-        compressor.compress(gradient(0))
-
-
 def test_the_error_names_the_value_and_what_was_expected():
     with pytest.raises(ValueError, match=re.escape("the state has array(-1) as 0.step: expected an integer from 0 to")):
         RandomK(0.1).load_state_dict({"0.step": np.array(-1)})

@@ -48,16 +48,6 @@ def test_a_first_step_is_against_the_sign_of_the_gradient(rules, name):
     assert 16 < bits <= 32
 
 
-@pytest.mark.parametrize("basis", ["Hadamard", "Cosine"])
-@pytest.mark.parametrize("tile", [False, True])
-def test_all_coefficients_are_the_gradient(rules, basis, tile):
-    given = gradients(3)
-    parameters, _ = stepped(rules, f"in-basis-64:basis={basis},chunk=64{',tile=True' * tile}", given)
-    mean = np.mean(given, axis=0)
-    clear = np.abs(mean) > 1e-4
-    np.testing.assert_array_equal(parameters[clear], -0.5 * np.sign(mean[clear]))
-
-
 def test_few_coefficients_take_few_bits_and_the_rest_is_kept(rules):
     method, parameters = rules.made("in-basis-two-bit-2:chunk=64,decay=1"), np.zeros(SIZE, np.float32)
     method.start(SHAPES, 2)
@@ -73,19 +63,6 @@ def test_a_mean_over_contributors_divides_by_those_of_a_coefficient(rules):
         name = f"in-basis-1:chunk=2,mean={mean}"
         parameters, _ = stepped(rules, name, [shared, alone, shared])
         np.testing.assert_array_equal(parameters[:2], [expected, -0.5])
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-def test_few_bits_round_and_lose_nothing(rules, bits):
-    method, parameters, given = rules.made(f"few-bits-{bits}"), np.zeros(SIZE, np.float32), gradients(3)
-    method.start(SHAPES, 3)
-    mean, sent = method.mean.mean(given)
-    assert bits < sent < bits + 1
-    residual = method.mean.residuals.sum(axis=0)
-    np.testing.assert_allclose(3 * mean + residual, np.sum(given, axis=0), atol=1e-5)
-    assert np.linalg.norm(residual) > 0
-    method.step(parameters, given, 0.1)
-    assert np.isfinite(parameters).all()
 
 
 def test_powersgd_sends_a_matrix_of_its_rank_whole_and_keeps_the_rest(rules):

@@ -372,16 +372,6 @@ def test_sums_that_are_nan_come_as_they_were_written(mode, dtype):
         assert found.tobytes() == out[positions].tobytes()
 
 
-def test_vectors_with_gaps_are_added_before_the_largest_are_found():
-    a, b = np.random.default_rng(0).standard_normal((2, 4000), np.float32)
-    out, total = np.empty(2000, np.float32), a[::2] + b[1::2]
-    positions, found = host.add_largest(a[::2], b[1::2], out, 9, long=0)
-    np.testing.assert_array_equal(positions, expected_top_k(total, 9))
-    np.testing.assert_array_equal(found, total[positions])
-    np.testing.assert_array_equal(out, total)
-    np.testing.assert_array_equal(host.add_above(a[::2], b[1::2], out, 2.0)[1], total[np.abs(total) >= 2])
-
-
 def moments_in_the_order_of_the_docstring(values):
     blocks = np.zeros(-(-max(1, values.size) // 16384) * 16384)
     blocks[: values.size] = np.abs(values.astype(np.float64))

@@ -94,15 +94,6 @@ def test_every_form_of_the_mean_is_divided_alike(comm):
     assert len(set(comm.allgather(out.tobytes() + b"".join(mean.tobytes() for mean in means.values())))) == 1
 
 
-def test_an_entry_of_one_rank_comes_back_with_its_bits(comm):
-    mine = np.zeros(LENGTH, np.float32)
-    mine[comm.rank :: comm.size] = np.random.default_rng(comm.rank).standard_normal(mine[comm.rank :: comm.size].size)
-    total = np.zeros_like(mine)
-    comm.Allreduce(mine, total)
-    exchange = GradientExchange(comm, TopK(1.0), average="contributors")
-    assert exchange(mine).tobytes() == total.tobytes()
-
-
 @every_collective
 def test_all_ranks_count_for_what_is_sent_dense(comm, collective):
     """`Dense` beside TopK in one message, and `Dense` whose values are sent quantised; zeros count."""

@@ -108,26 +108,6 @@ def test_settings_that_do_not_go_together_are_refused(comm):
         GradientExchange(comm, bits=3)(np.ones(9))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("delay", [0, 1])
-def test_local_steps_with_all_values_of_the_pseudo_gradient_in_few_bits(comm, momentum, delay):
-    """The anchor, what has been learnt since, and the residuals are what all ranks learnt, without momentum."""
-    parameters = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    exchange = GradientExchange(comm, bits=8)
-    loop = OuterLoop(exchange, parameters, every=2, momentum=momentum, nesterov=bool(momentum), delay=delay)
-    learnt = np.zeros(1441)
-    for step in range(6):
-        mine = gradients(comm.rank, step, np.float64)
-        for name in SHAPES:
-            parameters[name] += mine[name]
-        learnt += flat(mine)
-        loop.step()
-    assert len(set(comm.allgather(flat(loop.anchor).tobytes()))) == 1
-    if not (momentum or delay):
-        expected = comm.allreduce(learnt + residual(exchange)) / comm.size
-        np.testing.assert_allclose(flat(loop.anchor), expected, atol=1e-9)
-
-
 def test_the_dense_sum_in_16_bits_of_the_benchmark_is_the_sum(comm):
     for length in (0, 1, 7, 1000):
         mine, total = np.arange(length, dtype=np.float32) * (comm.rank + 1), np.empty(length, np.float32)

@@ -149,14 +149,6 @@ def test_every_step_and_dense_it_is_dense_sgd_bit_for_bit(comm, inner, outer, dt
 # Pitfalls of published code
 
 
-def test_the_rate_is_applied_once_in_the_direction_of_the_progress(comm):
-    mine = np.zeros(300)
-    _, loop = made(comm, parameters=mine, compressor=Dense(), every=1, rate=0.5)
-    mine += 8 * comm.size * (comm.rank + 1)
-    loop.step()
-    assert set(mine) == {4 * sum(rank + 1 for rank in range(comm.size))}
-
-
 @few
 def test_a_round_of_rate_0_discards_its_progress_and_the_residual(comm):
     """So that nothing of a warm-up is applied later."""
@@ -170,19 +162,6 @@ def test_a_round_of_rate_0_discards_its_progress_and_the_residual(comm):
     train(comm, fresh, other, 1, 5)
     assert bits(parameters) == bits(fresh)
     assert loop.exchange.residual_norm > 0
-
-
-def test_rounds_without_progress_end_at_what_was_learnt_and_decay_no_weight(comm):
-    """An inner learning rate of 0: the residuals are sent, round by round, and then nothing changes any more."""
-    parameters = {"weight": np.full(600, 3.0)}
-    _, loop = made(comm, parameters=parameters, every=1, average=False, momentum=0.0)
-    progress = np.random.default_rng(5).integers(-9, 10, 600)
-    parameters["weight"] += progress * (comm.rank + 1)
-    for _ in range(12):
-        loop.step()
-    expected = 3 + progress * sum(rank + 1 for rank in range(comm.size))
-    np.testing.assert_array_equal(parameters["weight"], expected)
-    assert loop.exchange.residual_norm == 0
 
 
 def test_ranks_with_different_numbers_of_batches_lose_nothing(comm):

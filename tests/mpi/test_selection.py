@@ -4,58 +4,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import noisy_gradients
 
 from collectives import (
     GradientExchange,
     aligned_allreduce,
     sparse_allreduce,
-    sparse_bcast,
-    sparse_reduce,
-    traffic,
 )
-from mpicomp import AggregationAware, CollectiveError, ErrorFeedback, Quantised, RandomK, SparseVector, TopK
-
-
-class Server:
-    """The server pattern as a collective: reduce to the root, and out again; counts what the root sends for the sum."""
-
-    def __init__(self, votes):
-        self.votes, self.nbytes = votes, []
-
-    def __call__(self, vector, comm):
-        total = sparse_reduce(vector, comm, votes=self.votes)
-        total, votes = total if self.votes and comm.rank == 0 else (total, None)
-        before = traffic(comm).nbytes
-        total = sparse_bcast(total, comm, codec="plain")  # so that an entry has the same bytes at any density
-        self.nbytes.append(traffic(comm).nbytes - before)
-        if not self.votes:
-            return total
-        counts = SparseVector(total.indices, votes.astype(np.float16), total.length) if comm.rank == 0 else None
-        return total, sparse_bcast(counts, comm).values.astype(int)
-
-
-def sent_by_the_root(comm, compressor, votes=False, rounds=60, length=50_000):
-    """Return the mean bytes of the aggregate that leave the root in the last 10 rounds, and the mean union."""
-    server, unions = Server(votes), []
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(), server)
-    for _, gradient in zip(range(rounds), noisy_gradients(comm.rank, length), strict=False):
-        unions.append(np.count_nonzero(exchange(gradient)))
-    return np.mean(server.nbytes[-10:]), np.mean(unions[-10:])
-
-
-@pytest.mark.exactly(16)
-def test_the_roots_bytes_fall_with_the_union(comm):
-    """From about 12 k entries to under 6 k, and the bytes on the wire by the same ratio."""
-    k = 500
-    plain_bytes, plain_union = sent_by_the_root(comm, TopK(k=k))
-    assert 11 * k < plain_union < 13 * k
-    for metric, weight in (("support", 1.0), ("recency", 1.0), ("votes", 4.0)):
-        aware = AggregationAware(k=k, metric=metric, weight=weight)
-        nbytes, union = sent_by_the_root(comm, aware, votes=metric == "votes")
-        assert union < 6 * k
-        if comm.rank == 0:
-            assert nbytes / plain_bytes == pytest.approx(union / plain_union, rel=0.1)
+from mpicomp import AggregationAware, CollectiveError, ErrorFeedback, Quantised, RandomK, SparseVector
 
 
 def test_an_exchange_tells_the_compressor_who_voted(comm):

@@ -166,21 +166,6 @@ def test_a_skipped_step_changes_no_parameter(world, mesh, scaled):
     assert scaler is None or scaler.get_scale() == 2.0
 
 
-def test_residuals_of_shards_do_not_depend_on_the_scale_of_the_loss(world, mesh):
-    found = []
-    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
-        model = sharded(mesh["shard"])
-        handle = attach_fsdp(model, GradientExchange(between_replicas(world, mesh), TopK(0.1), small=0), scaler=scaler)
-        loss = model(batch(world, 0)).square().mean()
-        (scaler.scale(loss) if scaler else loss).backward()
-        found.append(([each / (scaler.get_scale() if scaler else 1) for each in shards(model).values()], handle))
-    for mine, other in zip(found[0][0], found[1][0], strict=True):
-        np.testing.assert_array_equal(mine, other)
-    (_, first), (_, second) = found
-    for name, left in first.state_dict().items():
-        assert torch.equal(left, second.state_dict()[name]), name
-
-
 def test_local_steps_between_nodes_with_fsdp_inside(world, mesh):
     model = sharded(mesh["shard"])
     outer = outer_loop(model, GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback()), every=2)
