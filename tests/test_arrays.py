@@ -164,7 +164,7 @@ def test_residuals_begin_at_a_cache_line_also_when_they_were_loaded():
             gradient = np.arange(step, step + 1003, dtype=np.float32)
             corrected, sent = feedback.compress(gradient, TopK(k=9))
             assert address(corrected) % 64 == 0
-            feedback.settle(corrected, sent, None, sent)
+            feedback.settle(corrected, sent)
             feedback.commit()
         other.load_state_dict(one.state_dict())
 

@@ -63,7 +63,7 @@ def ratios(compressor, family, steps, feedback=None, n=100_000):
         corrected = feedback.correct(gradient) if feedback else gradient
         vector = compressor.compress(corrected)
         if feedback:
-            feedback.settle(corrected, vector, None, vector)
+            feedback.settle(corrected, vector)
             feedback.commit()
         found.append(compressor.report.achieved / compressor.report.target)
     return np.array(found)
@@ -88,7 +88,7 @@ def test_the_default_holds_its_density_on_a_network_in_training(density, rate):
     for _ in range(150):
         gradient = network.gradient(*task.examples(shard[batches.integers(shard.size, size=32)]))
         corrected, sent = feedback.compress(gradient, compressor)
-        feedback.settle(corrected, sent, None, sent)
+        feedback.settle(corrected, sent)
         feedback.commit()
         velocity = np.float32(0.9) * velocity + sent.to_dense()
         network.parameters -= np.float32(rate) * velocity
@@ -328,7 +328,7 @@ def test_nothing_is_lost_with_feedback():
         gradient = np.round(20 * rng.laplace(size=5000))
         corrected = feedback.correct(gradient)
         vector = compressor.compress(corrected, gradient=gradient)
-        feedback.settle(corrected, vector, None, vector)
+        feedback.settle(corrected, vector)
         feedback.commit()
         given_in += gradient
         sent += vector.to_dense()
