@@ -26,12 +26,11 @@ from mpicomp.compressors import TopK
 from mpicomp.few_bits import BITS, quantise
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
-from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.data import FAMILIES
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import look, new_file
 from mpicomp_bench.measuring import Call, Row, compare, missing_gpu, read_once, until_done
 from mpicomp_bench.options import Parser, positive
-from mpicomp_bench.output import COMPARISON, as_json, show
+from mpicomp_bench.output import COMPARISON, show, write_rows
 
 Sparse = tuple[Array, Array]
 # name, the kernel's call, baselines, and the array that one read of is the floor, or how many entries a call works on
@@ -352,8 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if fault := missing_gpu() if options.device == "gpu" else None:
         parser.error(fault)
     found = show(rows(options), COMPARISON, sys.stdout)
-    about_all = {**machine(), "length": options.length}
-    return write(options, json=lambda file: file.write_text(as_json(found, about_all)))
+    return write_rows(options, found, {"length": options.length})
 
 
 if __name__ == "__main__":

@@ -28,13 +28,12 @@ from mpi4py import MPI
 
 from collectives import OuterLoop, traffic
 from mpicomp.arrays import Array
-from mpicomp_bench.bench import machine
 from mpicomp_bench.bench.quantised import sum_in_16_bits
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import look, new_file
 from mpicomp_bench.measuring import Contestant, Row, interleave, timed
 from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import Parser, add_list, positive
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import write_rows
 
 Call = Callable[[], Any]
 
@@ -95,7 +94,7 @@ def main() -> int:
         rows.append(row(method, options.length, options.turns, comm))
         if comm.rank == 0:
             print(f"{method:<18} {rows[-1]['nbytes'] / 1e6:10.1f} MB {rows[-1]['seconds']:9.3f} s", flush=True)
-    return 0 if comm.rank else write(options, json=lambda file: file.write_text(as_json(rows, machine())))
+    return 0 if comm.rank else write_rows(options, rows)
 
 
 if __name__ == "__main__":

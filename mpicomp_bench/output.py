@@ -1,10 +1,16 @@
 """Tables and JSON from rows."""
 
+import argparse
 import json
 import math
+import os
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any, TextIO
 
+from mpicomp import threads
+from mpicomp_bench.files import write
 from mpicomp_bench.measuring import Row
 
 Column = tuple[str, str, Callable[[Row], str]]  # its head; alignment and width, as in a format; the text of a cell
@@ -58,6 +64,13 @@ def _line(columns: Sequence[Column], cells: Sequence[str]) -> str:
     return "  ".join(f"{cell:{form}}" for (_, form, _), cell in zip(columns, cells, strict=True)).rstrip() + "\n"
 
 
+def write_rows(
+    options: argparse.Namespace, rows: Sequence[Row], about: Mapping[str, Any] | None = None, comm: Any = None
+) -> int:
+    """Write rows, machine and description of a run as JSON where --json names a file; see `files.write`."""
+    return write(options, comm, json=lambda file: file.write_text(as_json(rows, {**machine(), **(about or {})})))
+
+
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     """Return rows and description of a run as JSON; numbers that are not finite become null."""
     return json.dumps(_finite({**about, "rows": rows}), indent=1, allow_nan=False)
@@ -69,3 +82,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def machine() -> dict[str, Any]:
+    """Return the properties of the machine that results depend on."""
+    versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "numba")}}
+    return {"machine": platform.platform(), "cpus": os.cpu_count(), "threads": threads.count(), **versions}

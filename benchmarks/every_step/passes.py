@@ -20,12 +20,11 @@ from mpi4py import MPI
 
 from collectives import OuterLoop
 from mpicomp_bench.advice import MEMORY
-from mpicomp_bench.bench import machine
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import look, new_file
 from mpicomp_bench.measuring import Call, Row, compare, read_once
 from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import Parser, positive
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import write_rows
 
 COMM = MPI.COMM_SELF
 
@@ -77,8 +76,7 @@ def main() -> int:
     rows = [{"method": row["name"], "reads": row["seconds"] / unit, **row} for row in found]
     for row in rows:
         print(f"{row['method']:18} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
-    about = {**machine(), "length": options.length}
-    return write(options, json=lambda file: file.write_text(as_json([*done, *rows], about)))
+    return write_rows(options, [*done, *rows], {"length": options.length})
 
 
 if __name__ == "__main__":

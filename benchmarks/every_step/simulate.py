@@ -25,11 +25,10 @@ from plan import SCHEDULES, plan
 from rules import made
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from mpicomp_bench.bench import machine
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import look, new_file
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser, above_zero, add_list, positive
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import write_rows
 
 RACE = Path(__file__).resolve().parent.parent / "race"
 KEY = "method", "rate", "schedule", "seed", "steps", "ranks"
@@ -120,8 +119,7 @@ def main() -> int:
             continue
         rows.append(trained(row))
         sys.stderr.write(f"{method}, {schedule} rate {rate:g}, seed {seed}: {rows[-1]['loss']:.4f}\n")
-        about = {**machine(), "torch": metadata.version("torch")}
-        if write(options, json=lambda file, about=about: file.write_text(as_json(rows, about))):
+        if write_rows(options, rows, {"torch": metadata.version("torch")}):
             return 1
     return 0
 

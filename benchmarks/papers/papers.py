@@ -24,10 +24,9 @@ from experiments import EXPERIMENTS, TRAIN, Run
 from figures import FIGURES
 from tables import TABLES
 
-from mpicomp_bench.bench import machine
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import as_json, machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, DRAWN = ROOT / "docs" / "results" / "papers", ROOT / "docs" / "figures"

@@ -22,11 +22,10 @@ from mpi4py import MPI
 from results import PARTS, where
 
 from collectives.torch import init_process_group
-from mpicomp_bench.bench import machine
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import look, new_file
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser, add_list, positive
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import write_rows
 
 METHODS = ["alone", "dense", "fp16", "few-bits-4", "in-basis-two-bit-8", "topk-0.01"]
 UNCOUNTED = 5  # the first steps: compilation, connections, DDP's own buckets
@@ -80,7 +79,7 @@ def main() -> int:
     if comm.rank:
         return 0
     print("\n".join(where(rows)))
-    return write(options, json=lambda file: file.write_text(as_json(rows, machine())))
+    return write_rows(options, rows)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import look, new_file
 from mpicomp_bench.options import Parser, positive
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import write_rows
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -171,7 +171,7 @@ def main() -> int:
     cells = [[row["quantiser"], str(row["bits"]), *(f"{one:.4f}" for one in row["errors"].values())] for row in rows]
     print(*table(["quantiser", "bits", *by_kind], cells), sep="\n")
     about = {name: getattr(options, name) for name in ("every", "rounds", "k", "seed")}
-    return write(options, json=lambda file: file.write_text(as_json(rows, about)))
+    return write_rows(options, rows, about)
 
 
 def mean(found: list[dict[str, float]], name: str) -> float:

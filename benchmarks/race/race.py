@@ -30,11 +30,10 @@ from typing import Any
 from joining import ALONE, is_known, rate_of
 from results import SETTING, key, plot, settings, sittings, table
 
-from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser, above_zero, add_list, not_negative, positive
-from mpicomp_bench.output import as_json
+from mpicomp_bench.output import write_rows
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -157,8 +156,7 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
                 seconds, steps, _, loss = done["curve"][-1]
                 told = f"{loss:.3f} after {seconds:.1f} s, {steps} steps"
                 sys.stderr.write(f"{rate} {row['delay']:g} ms, seed {row['seed']} {row['method']}: {told}\n")
-                about = {**machine(), "torch": metadata.version("torch") if row["model"] == "gpt" else None}
-                write(options, json=lambda file, about=about: file.write_text(as_json(rows, about)))
+                write_rows(options, rows, {"torch": metadata.version("torch") if row["model"] == "gpt" else None})
     return failed
 
 

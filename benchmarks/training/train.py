@@ -29,14 +29,13 @@ from mpi4py import MPI
 from tasks import TASKS, Task
 from training import LATENCY, trained
 
-from mpicomp_bench.bench import machine
 from mpicomp_bench.files import look, new_file, write
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import METHODS, method
 from mpicomp_bench.methods import add as add_method
 from mpicomp_bench.options import Parser, above_zero, add_list, positive, share
-from mpicomp_bench.output import Column, as_json, figure, show
+from mpicomp_bench.output import Column, figure, show, write_rows
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -103,12 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = show(rows, columns(task, comm.size), None if comm.rank else sys.stdout)
     if comm.rank == 0:
         sys.stdout.write(notes(task, options, comm.size))
-    about = {**machine(), "ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version()), "task": task.name}
+    about = {"ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version()), "task": task.name}
     about |= {"figure": task.figure, "parameters": task.parameters, "momentum": MOMENTUM, "rates": options.rate}
     about |= {name: vars(options)[name] for name in ("steps", "batch", "seeds")} | {"latency_seconds": LATENCY}
     gradients = {f"{label(row)}, step {step}": each for row in done for step, each in row.pop("captured").items()}
     makers = {"plot": partial(plot, task, done), "capture": partial(store, gradients)}
-    return write(options, comm, json=lambda file: file.write_text(as_json(done, about)), **makers)
+    return write_rows(options, done, about, comm) or write(options, comm, **makers)
 
 
 def store(arrays: Mapping[str, Floats], path: Path) -> None:

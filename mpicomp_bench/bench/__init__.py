@@ -1,19 +1,15 @@
 """`mpicomp bench`: the time of each part of a step, compared with its baselines in the same run."""
 
 import argparse
-import os
-import platform
 import sys
-from importlib import metadata
 from typing import Any, TextIO
 
-from mpicomp import threads
 from mpicomp_bench.bench import choice, collective, compressors, exchange, quantised
 from mpicomp_bench.bench.suite import Suite
-from mpicomp_bench.files import look, new_file, settings, write
+from mpicomp_bench.files import look, new_file, settings
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.options import positive
-from mpicomp_bench.output import COMPARISON, as_json, show
+from mpicomp_bench.output import COMPARISON, show, write_rows
 
 __all__ = ["SUITES", "add_to", "run"]
 
@@ -69,12 +65,6 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     rows = show(suite.rows(options, common), suite.columns, None if comm.rank else out, head)
     if comm.rank == 0:
         out.write(suite.report(options, rows))
-    about = {**machine(), "subject": options.subject, "options": settings(options), "ranks": comm.size, "MPI": library}
+    about = {"subject": options.subject, "options": settings(options), "ranks": comm.size, "MPI": library}
     about |= {"length": options.length} if "length" in options else {}
-    return write(options, common, json=lambda file: file.write_text(as_json(rows, about)))
-
-
-def machine() -> dict[str, Any]:
-    """Return the properties of the machine that results depend on."""
-    versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "numba")}}
-    return {"machine": platform.platform(), "cpus": os.cpu_count(), "threads": threads.count(), **versions}
+    return write_rows(options, rows, about, common)
