@@ -16,7 +16,7 @@ on one array, with sys.setprofile on rank 0, and prints two counts.
    are not looked at. Not counted are
 
    * properties, comprehensions, generator expressions, lambdas, and dunder methods but __init__ and __call__;
-   * the collective itself, the methods of its Request, and the agreement to keep the step (`agree_to_keep`), with all
+   * the collective itself, the methods of its Request, and the agreement to keep the step (`all_or_none`), with all
      that these call;
    * what a kernel (`mpicomp/kernels`) calls: a kernel is its public function.
 
@@ -46,7 +46,7 @@ from mpi4py import MPI
 import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
-from collectives.agreement import agree_to_keep
+from collectives.agreement import all_or_none
 from collectives.exchange.reduction import Received
 from collectives.exchange.step import Finished, Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
@@ -58,7 +58,7 @@ CARRIERS = np.ndarray, SparseVector, Step, Compressed, Started, Received, Finish
 COLLECTIVE = gtopk_iallreduce.__code__  # the form in which the exchange calls gtopk_allreduce
 TRANSPORT = {
     COLLECTIVE,
-    agree_to_keep.__code__,
+    inspect.unwrap(all_or_none).__code__,
     *(each.__code__ for _, each in inspect.getmembers(Request, inspect.isfunction)),
 }
 

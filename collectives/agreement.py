@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.collective import NOTHING, Call, collective
-from collectives.faults import recovery
-from collectives.faults import ulfm as failure
+from collectives.faults import recovery, ulfm
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.errors import CollectiveError
@@ -38,15 +37,7 @@ def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
 
 def gather_results(call: Callable[[], Any], comm: Any, operation: str) -> list[Any]:
     """Return what `call` returns on each rank, in rank order; an error of one rank raises as in `gather_objects`."""
-    value: Any
-    try:
-        value = call()
-    except Exception as error:  # whatever it is: the other ranks must learn of it
-        value = error
-    try:
-        return gather_objects(value, comm, operation)
-    finally:
-        del value
+    return gather_objects(outcome_of(call), comm, operation)
 
 
 def check_same(what: str, given: list[dict[str, str]]) -> None:
@@ -60,18 +51,36 @@ def check_same(what: str, given: list[dict[str, str]]) -> None:
                 )
 
 
-@collective(promise=None)
-def raise_together(error: Exception | None, comm: Any, operation: str) -> Call[None]:
-    """Raise on all ranks if one has an error: that error on its own rank, CollectiveError on the others.
+@contextmanager
+def all_or_none(comm: Any, operation: str) -> Iterator[None]:
+    """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
-    All ranks have completed the same collectives, so MPI's sum of the failures suffices; it is faster than messages
-    with the signature of each rank's call. Those follow only if the sum is not zero.
+    A rank whose block raised raises that error, with the block's traceback (`contextmanager` restores it, so no frame
+    of the agreement holds the error); the others raise CollectiveError, or StepSkippedError if the only errors are
+    gradients that are not finite. All blocks must have started the same collectives. An interrupt is not reported.
+    operation: the name in errors. One agreement at the end: an allreduce of one number, or MPI's under ULFM.
     """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if not ulfm.survives():
+        _raise_together(error, comm, operation)
+    elif not recovery.agree(error is None, comm):
+        raise error or CollectiveError(
+            f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
+        )
+
+
+@collective(promise=None)
+def _raise_together(error: Exception | None, comm: Any, operation: str) -> Call[None]:
     return Call(NOTHING, comm, own={"error": error}, operation=operation)
 
 
-@raise_together.algorithm(meets=True)
+@_raise_together.algorithm(meets=True)
 def _sum_of_failures(vector: SparseVector, group: Group, error: Exception | None) -> Steps[None]:
+    """Sum the failures by MPI, which is faster than messages; only if there are any, ranks send their reports."""
     failed = np.array([error is not None], np.float32)
     total = np.empty_like(failed)
     with group.turn() as turn:
@@ -80,23 +89,6 @@ def _sum_of_failures(vector: SparseVector, group: Group, error: Exception | None
     yield (summing,)
     if total[0]:
         group.fail(error)
-
-
-@contextmanager
-def all_or_none(comm: Any, operation: str) -> Iterator[None]:
-    """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
-
-    A rank whose block raised raises that error, with the block's traceback (`contextmanager` restores it, so no frame
-    of the agreement holds the error); the others raise CollectiveError, or StepSkippedError if the only errors are
-    gradients that are not finite. All blocks must have started the same collectives. An interrupt is not reported.
-    operation: the name in errors. One agreement at the end, as in `agree_to_keep`.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    agree_to_keep(error, comm, operation)
 
 
 def outcome_of(function: Callable[..., Any], *args: Any) -> Any:
@@ -109,16 +101,3 @@ def outcome_of(function: Callable[..., Any], *args: Any) -> Any:
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         return error
-
-
-def agree_to_keep(error: Exception | None, comm: Any, operation: str) -> None:
-    """Return on all living ranks if none has an error and none died; else raise on all of them."""
-    if not failure.survives():
-        raise_together(error, comm, operation)
-    elif not recovery.agree(error is None, comm):
-        try:
-            raise error or CollectiveError(
-                f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
-            )
-        finally:
-            del error
