@@ -24,13 +24,12 @@ from functools import partial, update_wrapper
 from inspect import cleandoc, signature
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
 
-from collectives.choice.links import agreed_links
 from collectives.faults import debug
 from collectives.faults.notification import run_or_notify
+from collectives.first_call import link_of
 from collectives.runtime import engine
 from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
-from collectives.runtime.link import Link, check_communicator, link_if_any, make_link
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import DTYPE_NAMES, is_array, sparse_remedy
 from mpicomp.codec import CODECS
@@ -282,15 +281,6 @@ def with_votes(given: Any) -> Any:
         f"{known.name} does not count the ranks that sent an entry, which average='contributors' and compressors with "
         "needs_votes take: expected sparse_allreduce or sparse_allgather"
     )
-
-
-def link_of(comm: Any, operation: str = "an operation") -> Link:
-    """Return the link of a communicator; the first call makes it, and is collective. See `runtime.link.make_link`.
-
-    operation: of the caller, for the text of errors. Raises the errors of `check_communicator`.
-    """
-    check_communicator(comm)
-    return link_if_any(comm) or make_link(comm, operation, engine.meet, agreed_links)
 
 
 def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import numpy as np
 from mpi4py import MPI
 
-from collectives.collective import link_of
-from collectives.runtime import link as runtime
+from collectives import first_call
+from collectives.first_call import link_of
 from collectives.runtime.link import Link
 from collectives.runtime.messages import LINE, Arrival
 
@@ -26,9 +26,9 @@ class Disordered(Link):
 
     seed = 0
 
-    def __init__(self, comm, duplicate, agree):
-        super().__init__(comm, duplicate, agree)
-        self.rng = np.random.default_rng([self.seed, comm.rank])
+    def __init__(self, duplicate, *settings, **named):
+        super().__init__(duplicate, *settings, **named)
+        self.rng = np.random.default_rng([self.seed, self.rank])
         self.outbox = []  # [looks left, piece, dest, tag, its message]
         self.sent, self.awaited = defaultdict(int), defaultdict(int)  # messages so far, by peer and tag
         self.heard = {}  # (source, tag, number) -> the pieces that are here
@@ -139,10 +139,10 @@ class Damaging(Link):
 def over(kind, comm, **settings):
     """Return a duplicate of a communicator whose link is of a kind, with these settings, for a while."""
     duplicate = comm.Dup()
-    sound, runtime.Link = runtime.Link, type(kind.__name__, (kind,), settings)
+    sound, first_call.Link = first_call.Link, type(kind.__name__, (kind,), settings)
     try:
         link_of(duplicate)
     finally:
-        runtime.Link = sound
+        first_call.Link = sound
     yield duplicate
     duplicate.Free()

@@ -1,12 +1,14 @@
-"""What is said of Open MPI's failure detector, and the clock of a deadline: no MPI, no second rank."""
+"""What is said of Open MPI's failure detector, and how long a rank has waited: no MPI, no second rank."""
 
 import argparse
 import io
 import warnings
+from itertools import accumulate
 
 import pytest
 
-from collectives.faults import deadline, ulfm
+from collectives.faults import ulfm
+from collectives.runtime import engine
 from mpicomp_bench import info
 
 SET = {f"{ulfm.ENVIRONMENT}{name}": value for name, value in ulfm.SETTINGS.items()}
@@ -86,19 +88,20 @@ def test_info_prints_the_options_of_mpirun():
     assert ulfm.FLAGS.startswith("--with-ft ulfm --mca mpi_ft_detector true ")
 
 
-def test_a_clock_counts_the_time_in_which_its_rank_ran(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(deadline.time, "monotonic", lambda: now)
-    clock, waited = deadline.Clock(2.0), []
-    for later in (0.5, 1.0, 0.5, 1.1, 0.5, 1.0, 0.75):  # 1.1 s is more than half of the timeout: it did not run
-        now += later
-        waited.append(clock.waited())
-    assert waited == [0.5, 1.5, 2.0, 0.0, 0.5, 1.5, 2.25]
-    clock.restart()
-    assert clock.waited() == 0.0
-    short = deadline.Clock(1e-4)  # a pause between two looks takes longer, and must not keep it from its end
-    now += 1e-3
-    assert short.waited() > 1e-4
-    forever = deadline.Clock(None)
-    now += 1e9
-    assert forever.waited() == 1e9
+@pytest.mark.parametrize(
+    ("timeout", "steps", "expected"),
+    [
+        (2.0, (0.5, 1.0, 0.5, 1.25, 0.5, 1.0, 0.75), [0.5, 1.5, 2.0, 0.0, 0.5, 1.5, 2.25]),
+        (1e-4, (1e-3,), [1e-3]),  # a round of polling may take longer than the timeout
+        (None, (1e9,), [1e9]),
+    ],
+)
+def test_a_wait_counts_the_time_in_which_its_rank_ran(monkeypatch, timeout, steps, expected):
+    """If two rounds are more than half of the timeout apart, it did not run: 1.25 s of 2."""
+    clock, waited = iter(accumulate(steps, initial=0.0)), []
+    monkeypatch.setattr(engine.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(engine.time, "sleep", lambda seconds: None)
+    polling = engine.Engine()
+    polling.timeout = timeout
+    polling.poll_until(lambda: len(waited) == len(steps), waited.append)
+    assert waited == expected

@@ -9,24 +9,31 @@ The operations in flight belong to the process, as in MPI, and so does the timeo
 polls.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from inspect import GEN_CLOSED, getgeneratorstate
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from collectives.faults import deadline, ulfm
-from collectives.faults.state import absence, interruption
+from collectives.faults.state import Faults, absence, interruption
 from collectives.runtime.group import Group, Notifications
-from collectives.runtime.link import FirstCall, Link
+from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps
 from collectives.runtime.waiting import asked_timeout, seconds
-from mpicomp.errors import CollectiveTimeoutError, DamagedMessageError
+from mpicomp.errors import DamagedMessageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
+Waits = tuple[str, int, set[int]]  # an operation, its round, and the ranks that it waits for
+
+_LONGEST_ROUND = 0.1  # seconds of a round of polling of a rank that runs, at most, where ranks share cores
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
 
 
@@ -44,7 +51,7 @@ class Request(Generic[T]):
     def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
         self._steps, self._engine = steps, engine
         self.link, self.operation, self._round = group.link, group.signature["operation"], 0
-        self._brought = group.error  # this rank's own, which says nothing of the communicator
+        self._own_error = group.error  # this rank's own, which says nothing of the communicator
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
@@ -88,15 +95,15 @@ class Request(Generic[T]):
         except StopIteration as end:
             self._result, self.done = end.value, True
         except Exception as error:
-            if isinstance(error, DamagedMessageError) and error is not self._brought:
-                self._engine.give_up(self.link, self.waits(), damage=str(error))
+            if isinstance(error, DamagedMessageError) and error is not self._own_error:
+                self._engine.give_up(self.link.comm, self.link.faults, self.waits(), damage=str(error))
                 if not self.done:
                     self.fail(self.link.faults.error())
                 return True
             self._steps.close()
             if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
                 error = error.__cause__  # a rank contributed it as its own error, and a generator cannot raise it
-            if error is not self._brought and ulfm.is_failure(error, self.link.comm):
+            if error is not self._own_error and ulfm.is_failure(error, self.link.comm):
                 self._engine.abandon(self._pending)
                 doing = f"{self.operation} was interrupted in round {self._round}"
                 error = ulfm.on_death(self.link.faults, doing, self.link.comm)
@@ -113,7 +120,7 @@ class Request(Generic[T]):
         self._pending = tuple([one for one in self._pending if not one.test()])
         return not self._pending
 
-    def waits(self) -> tuple[str, int, set[int]]:
+    def waits(self) -> Waits:
         """Return the operation, the round, and the ranks that it waits for."""
         ranks = {rank for one in self._pending if isinstance(one, Arrival | Notifications) for rank in one.awaited()}
         return self.operation, self._round, ranks
@@ -140,8 +147,8 @@ class Engine:
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
-        if self._listens(link) and not link.faults.finished and deadline.has_notice(link):
-            self.give_up(link, (group.signature["operation"], 0, set()))
+        if self._listens(link) and not link.faults.finished and deadline.has_notice(link.comm):
+            self.give_up(link.comm, link.faults, (group.signature["operation"], 0, set()))
         if link.faults.finished:
             raise link.faults.error()
         self._enter()
@@ -149,7 +156,6 @@ class Engine:
             request = Request(steps, group, self)
             if not request.done:
                 self._in_flight.append(request)
-                link.on_free = self.freed
         finally:
             self._one_thread.release()
         return request
@@ -160,26 +166,29 @@ class Engine:
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
+        watch = partial(self._watch_link, request.link)
         if self._listens(request.link) or request.link.backs_off:
-            self.poll_until(lambda: request.done, request.link)
+            self.poll_until(lambda: request.done, watch)
         while not request.done:
             if self._in_flight == [request]:
                 self._advance(block=True)
             else:
-                self.poll_until(lambda: request.done or self._in_flight == [request], request.link)
+                self.poll_until(lambda: request.done or self._in_flight == [request], watch)
 
     def wait_for(self, pending: Pending, call: str) -> None:
         """Return when `pending` is complete; meanwhile the operations in flight advance."""
+
+        def watch(waited: float) -> None:
+            if self._is_late(waited):
+                self.abandon([pending])
+                raise absence(call, waited)
+
         if not self._in_flight and self.timeout is None:
             pending.wait()
-            return
-        try:
-            self.poll_until(pending.test, call)
-        except CollectiveTimeoutError:
-            self.abandon([pending])
-            raise
+        else:
+            self.poll_until(pending.test, watch)
 
-    def meet(self, pending: Pending, first: FirstCall) -> None:
+    def wait_for_ranks(self, pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str) -> None:
         """Return when all ranks have made their first call on a communicator; raises on all that wait if one is absent.
 
         A rank that comes after the others gave up raises as well: their notices are there.
@@ -187,67 +196,84 @@ class Engine:
         if not self._in_flight and self.timeout is None:
             pending.wait()
             return
-        self.poll_until(lambda: first.faults.finished or pending.test(), first)
-        if not first.faults.finished and deadline.has_notice(first):
-            self._watch(first, 0.0)
-        if first.faults.finished:
+
+        def watch(waited: float) -> None:
+            listens = self.timeout is not None
+            self._watch(comm, faults, lambda: (operation, 0, set()), waited, listens=listens)
+
+        self.poll_until(lambda: faults.finished or pending.test(), watch)
+        if not faults.finished:
+            watch(0.0)
+        if faults.finished:
             self.abandon([pending])
-            raise first.faults.error()
+            raise faults.error()
 
-    def poll_until(self, reached: Callable[[], bool], where: Link | FirstCall | str) -> None:
-        """Poll, and yield the core after every round in which no message moved; give up after the timeout.
+    def poll_until(self, reached: Callable[[], bool], watch: Callable[[float], None]) -> None:
+        """Poll, and yield the core after every round in which no message moved.
 
-        where: the communicator; or the call that all ranks have to make, in the past tense. It first yields the core
-        without sleeping: most messages arrive soon, and the shortest sleep takes longer than a round of polling.
+        watch: called after such a round, with the seconds since a message moved; raises, or makes `reached` true, after
+        the timeout. If two rounds are more than half of the timeout apart, this rank did not run in between, and the
+        seconds start anew. It first yields the core without sleeping: most messages arrive soon, and the shortest sleep
+        takes longer than a round of polling.
         """
-        pause, clock = _SHORTEST_PAUSE, deadline.Clock(self.timeout)
+        longest = max((self.timeout or math.inf) / 2, _LONGEST_ROUND)
+        pause, began = _SHORTEST_PAUSE, time.monotonic()
+        now = began
         while not reached():
-            if self.poll():
-                pause = _SHORTEST_PAUSE
-                clock.restart()
+            moved = self.poll()
+            before, now = now, time.monotonic()
+            if moved or now - before > longest:
+                pause, began = _SHORTEST_PAUSE, now
+            if moved:
+                continue
+            watch(now - began)
+            if now - began < _NO_PAUSE:
+                os.sched_yield()
             else:
-                waited = clock.waited()
-                self._watch(where, waited)
-                if waited < _NO_PAUSE:
-                    os.sched_yield()
-                else:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _listens(self, link: Link | FirstCall) -> bool:
+    def _listens(self, link: Link) -> bool:
         """Return whether this rank polls, and so detects notices of other ranks."""
         return self.timeout is not None or link.checked
 
-    def _watch(self, where: Link | FirstCall | str, waited: float) -> None:
-        """Give up if a deadline has passed, or another rank has given up."""
-        late = self.timeout is not None and waited > self.timeout
-        if isinstance(where, str):
-            if late:
-                raise absence(where, waited)
-        elif late or (self._listens(where) and deadline.has_notice(where)):
-            if isinstance(where, FirstCall):
-                waits: tuple[str, int, set[int]] = where.operation, 0, set()
-            else:
-                waits = next(request for request in self._in_flight if request.link is where).waits()
-            self.give_up(where, waits, waited=waited if late else 0.0)
+    def _is_late(self, waited: float) -> bool:
+        return self.timeout is not None and waited > self.timeout
 
-    def give_up(self, link: Link | FirstCall, waits: tuple[str, int, set[int]], **why: Any) -> None:
+    def _watch_link(self, link: Link, waited: float) -> None:
+        """Give up on a communicator with an operation in flight, if that is due."""
+
+        def waits() -> Waits:
+            return next(request for request in self._in_flight if request.link is link).waits()
+
+        self._watch(link.comm, link.faults, waits, waited, listens=self._listens(link))
+
+    def _watch(
+        self, comm: "MPI.Intracomm", faults: Faults, waits: Callable[[], Waits], waited: float, *, listens: bool
+    ) -> None:
+        """Give up if the deadline has passed, or, where this rank listens, another rank has given up."""
+        is_late = self._is_late(waited)
+        if is_late or (listens and deadline.has_notice(comm)):
+            self.give_up(comm, faults, waits(), waited=waited if is_late else 0.0)
+
+    def give_up(self, comm: "MPI.Intracomm", faults: Faults, waits: Waits, **why: Any) -> None:
         """Notify the other ranks, receive their notices, and end all operations on a communicator; see `Faults`."""
-        notice = link.faults.give_up(*waits, **why)
+        notice = faults.give_up(*waits, **why)
         try:
             if notice is not None:
-                deadline.exchange_notices(link, notice, self.timeout, self._abandoned)
+                deadline.exchange_notices(comm, faults, notice, self.timeout, self._abandoned)
         finally:
-            self.end_all(link)
+            self.end_all(faults)
 
     def abandon(self, pending: Iterable[Pending]) -> None:
         """Keep references to abandoned messages, as MPI may still own their buffers."""
         self._abandoned += pending
 
-    def end_all(self, link: Link | FirstCall) -> None:
-        """End all operations on a communicator that is finished."""
-        for request in [request for request in self._in_flight if request.link is link]:
-            request.fail(link.faults.error())
+    def end_all(self, faults: Faults) -> None:
+        """End all operations on the communicator with these faults, which is finished."""
+        for request in self._in_flight:
+            if request.link.faults is faults:
+                request.fail(faults.error())
         self._in_flight = [request for request in self._in_flight if not request.done]
 
     def freed(self, link: Link) -> None:
@@ -255,7 +281,7 @@ class Engine:
         left = [request for request in self._in_flight if request.link is link]
         if left:
             link.faults.free(left[0].operation)
-            self.end_all(link)
+            self.end_all(link.faults)
 
     def _enter(self) -> None:
         if not self._one_thread.acquire(False):
@@ -292,9 +318,9 @@ def start(steps: Steps[T], group: Group) -> Request[T]:
     return _engine().start(steps, group)
 
 
-def meet(pending: Pending, first: FirstCall) -> None:
-    """Wait for all ranks in the first call on a communicator; see `Engine.meet`."""
-    _engine().meet(pending, first)
+def wait_for_ranks(pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str) -> None:
+    """Wait for all ranks in the first call on a communicator; see `Engine.wait_for_ranks`."""
+    _engine().wait_for_ranks(pending, comm, faults, operation)
 
 
 def wait_for(pending: Pending, call: str) -> None:
@@ -307,7 +333,12 @@ def wait_for(pending: Pending, call: str) -> None:
 
 def end_all(link: Link) -> None:
     """End all operations of this process on a communicator that is finished."""
-    _engine().end_all(link)
+    _engine().end_all(link.faults)
+
+
+def freed(link: Link) -> None:
+    """End the operations of this process on a communicator that is being freed."""
+    _engine().freed(link)
 
 
 @cache

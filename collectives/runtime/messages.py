@@ -153,6 +153,11 @@ class Arrival:
         """Called when a part of the buffer has been filled."""
 
 
+def notice_tag(comm: "MPI.Comm") -> int:
+    """Return the highest tag, which is of notices (`collectives.faults.deadline`): MPI promises at least 32767."""
+    return int(comm.Get_attr(mpi().TAG_UB) or 32767)
+
+
 def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Request":
     """Start to send the size header of a long message."""
     return comm.Isend(np.array([nbytes], _SIZE), dest, tag)

@@ -10,7 +10,7 @@ from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.allreduce import ALGORITHMS
 from collectives.choice import links
 from collectives.choice.links import agreed_links
-from collectives.collective import link_of
+from collectives.first_call import link_of
 from mpicomp import CollectiveError, SparseVector
 
 LENGTH = 30_000

@@ -5,7 +5,7 @@ import pytest
 from cases import LENGTH, assert_equal, bits, contribution, contributions, window
 
 from collectives import allreduce, gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallreduce, traffic
-from collectives.collective import link_of
+from collectives.first_call import link_of
 from collectives.runtime import messages
 from mpicomp import DamagedMessageError
 

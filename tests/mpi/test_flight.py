@@ -23,7 +23,7 @@ from collectives import (
     sparse_ireduce,
     sparse_ireduce_scatter,
 )
-from collectives.collective import link_of
+from collectives.first_call import link_of
 from collectives.runtime.engine import _engine
 from mpicomp import CollectiveError
 

@@ -23,7 +23,7 @@ from collectives import (
     traffic,
 )
 from collectives.allreduce import PARTITIONS
-from collectives.collective import link_of
+from collectives.first_call import link_of
 from collectives.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up

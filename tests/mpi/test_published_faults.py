@@ -14,7 +14,7 @@ from cases import assert_equal, assert_same_bits, bits, contribution, contributi
 
 import collectives
 from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allreduce, traffic
-from collectives.collective import link_of
+from collectives.first_call import link_of
 from collectives.runtime.engine import _engine
 from mpicomp import ErrorFeedback, SparseVector, TopK
 

@@ -5,7 +5,7 @@ from cases import assert_same_bits, bits, contribution
 from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_allreduce
-from collectives.collective import link_of
+from collectives.first_call import link_of
 from collectives.runtime import waiting
 
 

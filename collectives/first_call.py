@@ -1,0 +1,121 @@
+"""The first call on a communicator, which makes its link: collective, as all ranks duplicate it and agree on settings.
+
+Notices of a deadline in this call are the only messages that the library sends on the caller's own communicator, with
+the highest tag: MPI does not tell which ranks a duplication waits for.
+"""
+
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives.choice.links import agreed_links
+from collectives.faults import ulfm
+from collectives.faults.state import Faults
+from collectives.launcher import torchrun_warning
+from collectives.runtime import cuda_aware, engine, waiting
+from collectives.runtime.link import Link, attached, check_communicator, link_if_any, link_key
+from collectives.runtime.messages import Sending
+from mpicomp import checking, threads
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FIRST = ", the first call on the communicator,"
+
+
+def link_of(comm: Any, operation: str = "an operation") -> Link:
+    """Return the link of a communicator; the first call makes it, and is collective.
+
+    operation: of the caller, for the text of errors. Raises the errors of `check_communicator`; ValueError on all ranks
+    for a bad environment variable on one; RuntimeError under torchrun, whose processes MPI does not connect.
+    CollectiveTimeoutError if a rank is absent and there is a timeout: then all later calls on the communicator raise
+    the same.
+    """
+    check_communicator(comm)
+    return link_if_any(comm) or _make_link(comm, operation)
+
+
+def _make_link(comm: Any, operation: str) -> Link:
+    """Make the link of a communicator that has none."""
+    from mpi4py import MPI
+
+    if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
+        raise RuntimeError(wrong)
+    faults = attached(comm, _faults_key(), lambda: Faults(comm.rank, comm.size))
+    if faults.finished:
+        raise faults.error()
+    duplicate = comm  # until there is one
+    try:
+        unmade, request = comm.Idup()
+        engine.wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
+        # now all ranks of `comm` are in here, and may block: none waits for a reply
+        duplicate = unmade  # to revoke it before would crash Open MPI
+        return attached(comm, link_key(), lambda: _made(duplicate))
+    except MPI.Exception as error:
+        if not ulfm.is_failure(error, comm):
+            raise
+        doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
+        raise ulfm.on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
+
+
+def _made(duplicate: "MPI.Intracomm") -> Link:
+    """Return a new link with a duplicate of the communicator; if that fails, the duplicate is freed."""
+    _keep_pages()
+    try:
+        nodes = _first_ranks(duplicate)
+        ulfm.warn_of_detector(nodes, duplicate.rank)
+        backs_off, sharers, crowding = waiting.of_the_ranks(duplicate, nodes)
+        threads.share(sharers)
+        direct = cuda_aware.agreed(duplicate)
+        choice = agreed_links(duplicate, nodes, crowding)
+        checked = _checked(duplicate)
+    except ValueError:  # on all ranks: what they were to agree on is broken
+        duplicate.Free()
+        raise
+    return Link(duplicate, nodes, choice, backs_off=backs_off, direct=direct, checked=checked, on_free=engine.freed)
+
+
+def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
+    """Return, for each rank, the first rank on its node (that shares its memory). Collective, blocks."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    first = np.array([comm.rank], np.int64)
+    node.Bcast(first)
+    node.Free()
+    everywhere = np.empty(comm.size, np.int64)
+    comm.Allgather(first, everywhere)
+    return tuple(everywhere.tolist())
+
+
+def _checked(comm: "MPI.Intracomm") -> bool:
+    """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks if they differ."""
+    mine = np.array([checking.asked()])
+    everywhere = np.empty(comm.size, np.bool_)
+    comm.Allgather(mine, everywhere)
+    if len(set(everywhere.tolist())) > 1:
+        with_it = [rank for rank, on in enumerate(everywhere.tolist()) if on]
+        raise ValueError(
+            f"{checking.VARIABLE} is set on ranks {with_it} and not on the others: set it on all ranks or on none "
+            "(mpirun -x exports a variable to all ranks)"
+        )
+    return bool(mine[0])
+
+
+def _keep_pages() -> None:
+    """Have malloc keep the pages of freed message buffers, up to 64 MiB.
+
+    glibc raises its mmap threshold to the size of the largest block freed so far, up to 32 MiB, and its trim threshold
+    to twice that (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange of 250,000
+    entries.
+    """
+    np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
+
+
+@cache
+def _faults_key() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()
