@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "commit: a rank keeps a step that another one could not",
         "collectives/agreement.py",
-        "    agree_to_keep(error, comm, operation)\n",
-        "    error is None or agree_to_keep(error, comm, operation)\n",
+        "    _raise_together(error, comm, operation)\n",
+        "    error is None or _raise_together(error, comm, operation)\n",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
     Mutant(
