@@ -73,10 +73,9 @@ PATH="$(abspath .venv-$(1))/bin:$$PATH" MPI_TEST_ALL=1 MPI_TEST_OUT=build/mpi-te
   MPI_TEST_LIMIT=400 tests/launch.sh 8 tests/mpi -q
 endef
 
-# Every algorithm of every collective on 64 ranks of this machine, and on 1,024 in the simulated network.
+# Every algorithm of every collective on 64 ranks of this machine.
 test-scale: $(READY)
 	MPICOMP_WAIT=backoff timeout 1800 mpirun -n 64 python -m mpi4py tests/scale.py
-	timeout 3600 python tests/scale.py --simulated 256 1024
 
 # PyTorch and JAX: their tests, examples and the code of docs/frameworks.md, in an environment of their own. TORCH: what pip
 # installs; where the index has builds for GPUs only by that name, TORCH="torch==2.13.0 --index-url ..." names another.

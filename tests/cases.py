@@ -175,3 +175,15 @@ def noisy_gradients(rank, length=50_000):
 def compressed_sum(compressor):
     """Return the collective that compresses the sum as well."""
     return partial(compressed_allreduce, compressor=compressor)
+
+
+def normals(shapes, rank, step, dtype=np.float32):
+    """Return a rank's gradients of a step by name, drawn from a normal distribution."""
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def integers(shapes, rank, step, dtype=np.float32):
+    """Return a rank's gradients of a step by name, integers of magnitude up to 9."""
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in shapes.items()}

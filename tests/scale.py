@@ -1,12 +1,10 @@
 """Every algorithm of every collective once on many ranks: sums, and the memory of a rank beside the documented one.
 
-    MPICOMP_WAIT=backoff mpirun -n 64 python -m mpi4py tests/scale.py      # real ranks: more than there are cores
-    python tests/scale.py --simulated 256 1024                             # in one process, without MPI: minutes
+    MPICOMP_WAIT=backoff mpirun -n 64 python -m mpi4py tests/scale.py      # more ranks than there are cores
 
-Real ranks print for each algorithm the time of a call, the peak of the memory that NumPy and Python allocate in it on
-the rank that needs most, and that over the formula of docs/collectives.md. Simulated ranks print the rounds, what the
-busiest rank sent, and the time of all ranks over their number: between two sizes it should grow by no more than they
-do. `make test-scale` runs both. Exit status 1 when a sum is wrong, or memory is more than twice that of the formula.
+Prints for each algorithm the time of a call, the peak of the memory that NumPy and Python allocate in it on the rank
+that needs most, and that over the formula of docs/collectives.md. `make test-scale` runs it; tests/test_simulated.py
+has 1,024 ranks in a simulated network. Exit status 1 if a sum is wrong, or memory is over twice that of the formula.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import numpy as np
 
 import collectives
 from mpicomp import SparseVector
-from mpicomp_bench.network import Network
 
 ARGUMENTS = {
     "sparse_allreduce": {"partition": "auto"},
@@ -134,50 +131,13 @@ def measured(collective, algorithm, comm, n, k):
         tracemalloc.stop()
 
 
-def simulated(options):
-    """Run every algorithm in the simulated network, 8 ranks a node; return whether all sums are right."""
-    sound = True
-    for size in options.simulated:
-        n = 100 * size
-        every = [contribution(rank, n, 4) for rank in range(size)]
-        total, roots = dense_sum(every, n), dense_sum(every[:1], n)
-        print(f"{size} ranks\n{'collective, algorithm':45}{'rounds':>9}{'messages':>9}{'kB sent':>9}{'ms a rank':>11}")
-        for collective, algorithm in algorithms(options.collectives):
-            start = time.perf_counter()
-            results, rounds, links = run(collective, algorithm, every, n)
-            seconds = time.perf_counter() - start
-            right = is_sum(collective, results, roots if collective.name == "sparse_bcast" else total)
-            sound &= right
-            messages, nbytes = (max(getattr(link.traffic, name) for link in links) for name in ("messages", "nbytes"))
-            row = f"{collective.name + ', ' + algorithm:45}{rounds:9}{messages:9}{nbytes / 1e3:9.1f}"
-            print(row + f"{1e3 * seconds / size:11.2f}" + " WRONG" * (not right), flush=True)
-    return sound
-
-
-def run(collective, algorithm, every, n):
-    """Return the results of the ranks of a simulated network, the rounds, and the links."""
-    size = len(every)
-    network = Network(size, [rank // 8 * 8 for rank in range(size)])
-    steps = collective.automatic if algorithm == "auto" else collective.algorithms[algorithm]
-    arguments = {"k": 4} if collective.name == "gtopk_allreduce" else ARGUMENTS.get(collective.name, {})
-
-    def start(rank, group):
-        vector = group.nothing if rank and collective.name == "sparse_bcast" else every[rank]
-        return steps(vector, group, **arguments)
-
-    compared = {"operation": collective.name, "algorithm": algorithm, "length": n, "dtype": "float32", **arguments}
-    results, rounds = network.run(start, **compared)
-    return results, rounds, network.links
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--simulated", type=int, nargs="+", metavar="P", help="numbers of ranks to simulate")
     parser.add_argument("--length", type=int, default=500_000, help="of the vectors (default %(default)s)")
     parser.add_argument("--entries", type=int, default=5_000, help="of a rank (default %(default)s)")
     parser.add_argument("--collectives", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="instead of all")
     options = parser.parse_args()
-    return 0 if (simulated if options.simulated else real)(options) else 1
+    return 0 if real(options) else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """GradientExchange in a basis, with the sign of the mean, and by sums of dense arrays: conservation, states, errors."""
 
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import compressed_sum, integers
 
 from collectives import (
     GradientExchange,
@@ -30,11 +31,7 @@ from mpicomp import (
 
 SHAPES = {"w": (20, 16), "b": (48,), "v": (4, 4, 5), "s": (16,)}  # in chunks of 16: whole, but for none
 COLLECTIVES = [sparse_allreduce, sparse_allgather, gtopk_allreduce]
-
-
-def gradients(rank, step, dtype=np.float32):
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in SHAPES.items()}
+gradients = partial(integers, SHAPES)
 
 
 def summed(comm, step):

@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import normals
 
 from collectives import GradientExchange, OuterLoop, quantised_allreduce
 from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
@@ -11,11 +12,7 @@ from mpicomp.vector import whole
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 
 SHAPES = {"w": (30, 40), "b": (40,), "v": (25, 8), "s": ()}
-
-
-def gradients(rank, step, dtype=np.float32):
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+gradients = partial(normals, SHAPES)
 
 
 def flat(arrays):

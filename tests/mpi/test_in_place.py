@@ -1,8 +1,10 @@
 """ErrorFeedback(in_place=True): the gradient's own array holds the residual, with the bits of ErrorFeedback()."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import compressed_sum, normals
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
 from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, RandomK, SIDCo, StepAhead, TopK
@@ -11,11 +13,7 @@ pytestmark = pytest.mark.small_groups
 
 SHAPES = {"w": (30, 40), "b": (7,), "v": (25, 8)}
 COLLECTIVES = [gtopk_allreduce, sparse_allreduce, sparse_allgather]
-
-
-def gradients(rank, step, dtype=np.float32):
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+gradients = partial(normals, SHAPES)
 
 
 def formed(form, arrays):

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import integers
 
 from collectives import (
     GradientExchange,
@@ -42,11 +43,7 @@ pytestmark = pytest.mark.small_groups
 
 COLLECTIVES = [gtopk_iallreduce, sparse_allgather, sparse_allreduce]  # blocking or not: the exchange runs the latter
 SHAPES = {"a.weight": (30, 40), "a.bias": (40,), "b.weight": (40, 25), "b.bias": (25,), "scale": ()}
-
-
-def gradients(rank, step, dtype=np.float32):
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in SHAPES.items()}
+gradients = partial(integers, SHAPES)
 
 
 def flat(tensors):

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import compressed_sum, normals
 
 from collectives import (
     GradientExchange,
@@ -19,11 +19,7 @@ pytestmark = pytest.mark.small_groups
 
 SHAPES = {"w": (30, 40), "v": (25, 8), "bias": (40,), "scale": ()}
 FEEDBACKS = [ErrorFeedback, NoFeedback, MomentumCorrection]
-
-
-def gradients(rank, step, dtype=np.float32):
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+gradients = partial(normals, SHAPES)
 
 
 def pair(comm, feedback, collective, compressor=None, **settings):

@@ -1,8 +1,10 @@
 """nonfinite="skip": a step in which the gradient of a rank is not finite is skipped on all ranks."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import compressed_sum, normals
 
 from collectives import (
     GradientExchange,
@@ -53,11 +55,7 @@ SETTINGS = {
     "dense": lambda comm: {"compressor": Dense(), "collective": dense_allreduce},
 }
 every_setting = pytest.mark.parametrize("name", SETTINGS)
-
-
-def gradients(rank, step, dtype=np.float32):
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+gradients = partial(normals, SHAPES)
 
 
 def made(comm, name="default", **more):
