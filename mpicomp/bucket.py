@@ -6,9 +6,8 @@ other only. The arrays of a list, or one array, are one segment.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +24,7 @@ Snapshot = Sequence[tuple[Compressor, dict[str, Any]]]
 Mean = SparseVector | Array
 
 
-@dataclass(frozen=True)
-class Compressed:
+class Compressed(NamedTuple):
     """What a step sends of a bucket.
 
     corrected: the gradient with the residual added. sent: the selected entries; None if all values are sent.
@@ -39,7 +37,7 @@ class Compressed:
     is_gradient: bool
 
     @property
-    def size(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, int]:
         """Number and bytes of the entries to send."""
         if self.sent is None:
             return self.corrected.size, self.corrected.nbytes

@@ -8,6 +8,7 @@ from functools import partial
 from traceback import clear_frames
 from typing import Any, NoReturn
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives.agreement import gather_objects
@@ -148,7 +149,7 @@ class GradientExchange:
             outs = outs_by_name(out, form, arrays)
         except Exception as error:
             self.fail(error)
-        self.start_together(arrays, outs)
+        self._step = self._begin(self.comm, arrays, outs)
         return in_form(form, self._run(form, "sparse" if sparse else "dense").results, arrays)
 
     def register(self, tensors: Mapping[str, Any]) -> None:
@@ -185,7 +186,7 @@ class GradientExchange:
 
     def start_together(self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
-        step = self._step = self._step or self._begin(self.comm)
+        step = self._step = self._step or self._begin(self.comm, {}, {})
         with self._ended_on_error():
             step.arrays |= arrays
             step.outs |= outs or {}
@@ -342,7 +343,7 @@ class GradientExchange:
 
     def _run(self, form: str, results: str, error: Exception | None = None) -> Step:
         """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
-        step = self._step = self._step or self._begin(self.comm)
+        step = self._step = self._step or self._begin(self.comm, {}, {})
         try:
             with self._ended_on_error():
                 if not self._buckets:
@@ -358,7 +359,8 @@ class GradientExchange:
     def _ended_on_error(self) -> Iterator[None]:
         """End the current step if the block raises: an Exception on all ranks, anything else on this rank alone."""
         try:
-            yield
+            with np.errstate(all="ignore"):  # they may be set differently by rank: see `step`
+                yield
         except BaseException as error:
             step, self._step = self._step, None
             if step is not None and not step.finished:

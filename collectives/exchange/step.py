@@ -3,14 +3,13 @@
 `run` is the only place that has an order. All that can fail on one rank is done before the ranks agree, and changes no
 state that outlives the step, except that of compressors, which is restored. What follows the agreement writes to
 allocated memory, and swaps. A rank with an error contributes it in place of a vector: the collective raises it on this
-rank, and CollectiveError on the others, so no rank waits for ever. NumPy's floating-point errors are off, as ranks may
-have different settings; overflow is checked instead.
+rank, and CollectiveError on the others, so no rank waits for ever. Steps run with NumPy's floating-point errors off, as
+ranks may have different settings; overflow is checked instead.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +30,7 @@ from mpicomp.vector import SparseVector, whole
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """A bucket whose sum was started.
 
     buffers: for the mean, by tensor name. compressed: what this rank sends, or its error if it failed.
@@ -52,8 +50,7 @@ class Started:
         return [*self.bucket.feedback.written, *self.buffers.values()]
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A bucket that only has to be committed.
 
     entries, rejected: their numbers. results: new ones, by tensor name. writes: the caller's buffers, and what to write
@@ -78,13 +75,14 @@ class Step:
     def __init__(
         self,
         comm: Any,
+        arrays: Mapping[str, Any],
+        outs: Mapping[str, Any],
         *,
         reduction: Reduction,
         refused: type[ValueError] | None,
         checked: bool,
     ) -> None:
-        self.arrays: dict[str, Any] = {}
-        self.outs: dict[str, Any] = {}
+        self.arrays, self.outs = dict(arrays), dict(outs)
         self.started: list[Started] = []
         self.finished: list[Finished] = []  # none in a step that failed or was skipped
         self.results: dict[str, Any] = {}  # of `run`, by name
@@ -98,26 +96,24 @@ class Step:
 
         form: of the results, "dense", "sparse" or "vectors". error: of this rank, which raises it.
         """
-        with np.errstate(all="ignore"):
-            try:
-                with all_or_none(self._comm, OPERATION):  # an error of any rank raises on all
-                    self.start(buckets, is_complete=True, error=error)  # residuals added, entries selected, sums begun
-                    sums = self._sums(error)
-                    check_apart([array for each in self.started for array in each.written])
-                    finished = [self._finish(each, total, form) for each, total in sums]  # beside the state before
-                self.finished = finished
-            finally:
-                if not self.finished:
-                    self.undo()
-            self.results = self._commit() if finished else self._skip(buckets, form)  # cannot fail
+        try:
+            with all_or_none(self._comm, OPERATION):  # an error of any rank raises on all
+                self.start(buckets, is_complete=True, error=error)  # residuals added, entries selected, sums started
+                sums = self._sums(error)
+                check_apart([array for each in self.started for array in each.written])
+                finished = [self._finish(each, total, form) for each, total in sums]  # beside the state before the step
+            self.finished = finished
+        finally:
+            if not self.finished:
+                self.undo()
+        self.results = self._commit() if finished else self._skip(buckets, form)  # cannot fail
 
     def start(self, buckets: Sequence[Bucket], *, is_complete: bool = False, error: Exception | None = None) -> None:
         """Start the full buckets in order; all of them if all gradients have been added."""
-        with np.errstate(all="ignore"):
-            for bucket in buckets[len(self.started) :]:
-                if not (is_complete or all([name in self.arrays for name in bucket.names_of_tensors])):
-                    break
-                self.started.append(self._start(bucket, error))
+        for bucket in buckets[len(self.started) :]:
+            if not (is_complete or all([name in self.arrays for name in bucket.names_of_tensors])):
+                break
+            self.started.append(self._start(bucket, error))
 
     def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
@@ -226,7 +222,7 @@ class Step:
 
     def statistics(self, residual_norm: float | None) -> Statistics:
         """Return the statistics of a step that was kept."""
-        sent = [each.started.compressed.size for each in self.finished]
+        sent = [each.started.compressed.sizes for each in self.finished]
         return Statistics(
             length=sum([each.started.bucket.length for each in self.finished]),
             sent=sum([entries for entries, _ in sent]),
