@@ -83,6 +83,9 @@ class Segments(Compressor):
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; passes each compressor its part."""
+        if len(self._runs) == 1:
+            self._runs[0][0].observe(aggregate, votes)
+            return
         edges = [0, *(self.bounds[end] for _, _, end in self._runs)]
         shares = split(aggregate if votes is None else aggregate.with_values(votes), edges)
         for (compressor, _, _), part, share in zip(self._runs, split(aggregate, edges), shares, strict=True):
