@@ -1,19 +1,17 @@
 """What `attach` and `attach_fsdp` share: the handle with the state of the exchange, and the checks on all ranks."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from collectives.agreement import check_same, gather_objects
 from collectives.exchange import GradientExchange
 
 _TEXT = "text:"  # before the keys of text, which torch holds as UTF-8 of JSON in uint8
-_DENSE_STEPS = "attach/dense_steps_left"
 
 
 class Handle:
@@ -23,10 +21,9 @@ class Handle:
         self,
         exchange: GradientExchange,
         parameters: Mapping[str, torch.Tensor],
-        scaler: Any = None,
-        dense_steps: int = 0,
+        scaler: Any,
     ) -> None:
-        self.exchange, self._dense_steps = exchange, dense_steps
+        self.exchange = exchange
         self._scaler, self._scale = scaler, 1.0  # of the loss in the step under way
         self._failed: Exception | None = None  # what failed in the step under way, before its end
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -37,11 +34,11 @@ class Handle:
             raise RuntimeError(f"the exchange is in use, and attach needs a new one ({error})") from error
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of this rank's state of the exchange, and the number of dense steps left, as tensors.
+        """Return copies of this rank's state of the exchange, as tensors by name; each rank saves its own.
 
-        They are named, and each rank saves its own. `torch.load` reads them with its defaults.
+        `torch.load` reads them with its defaults.
         """
-        return to_tensors(self.exchange.state_dict()) | {_DENSE_STEPS: torch.tensor(self._dense_steps)}
+        return to_tensors(self.exchange.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this handle or of the exchange; if it raises, nothing changes.
@@ -52,9 +49,7 @@ class Handle:
         Raises ValueError for a state that does not fit, for example of another number of ranks (`load_state_dicts`
         loads these), and RuntimeError within a step.
         """
-        arrays, left = self._arrays(state)
-        self.exchange.load_state_dict(arrays, same_settings=same_settings)
-        self._dense_steps = left
+        self.exchange.load_state_dict(self._arrays(state), same_settings=same_settings)
 
     def load_state_dicts(
         self,
@@ -73,53 +68,59 @@ class Handle:
 
             handle.load_state_dicts(8, lambda rank: torch.load(f"exchange-{rank}.pt"))  # saved by 8 ranks
         """
-        left = self._dense_steps
+        self.exchange.load_state_dicts(
+            ranks, lambda rank: self._arrays(load(rank)), same_settings=same_settings, conserve=conserve
+        )
 
-        def arrays(rank: int) -> dict[str, Any]:
-            nonlocal left
-            found, left = self._arrays(load(rank))
-            return found
-
-        self.exchange.load_state_dicts(ranks, arrays, same_settings=same_settings, conserve=conserve)
-        self._dense_steps = left
-
-    def _arrays(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the exchange's part of a state, and the number of dense steps left."""
+    def _arrays(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state as arrays under the names of the exchange."""
         arrays = to_arrays(state)
-        left = int(arrays.pop(_DENSE_STEPS, self._dense_steps))
-        if not any(name.startswith("module.") for name in self._names.values()):
-            arrays = {key.removeprefix("module."): array for key, array in arrays.items()}
-        return arrays, left
+        if any(name.startswith("module.") for name in self._names.values()):
+            return arrays
+        return {key.removeprefix("module."): array for key, array in arrays.items()}
 
-    def _read_scale(self) -> None:
-        """Store the scale of the loss of the step that begins."""
+    def _begin(self) -> None:
+        """Begin a step: store the scale of its loss."""
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    def _try(self, start: Callable[..., None], *arguments: Any) -> None:
-        """Start a part of the step, unless an earlier one failed: errors are raised at the end of the step."""
-        if self._failed is None:
-            try:
-                start(*arguments)
-            except Exception as error:  # of a collective that blocks: it has ended the step, on all ranks
-                self._failed = error
+    def _start(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Start the exchange of the gradients of some parameters, which the end of the step overwrites.
 
-    def _raise_failed(self) -> None:
-        """Raise the error of this step, on all ranks."""
-        failed, self._failed = self._failed, None
-        if failed is None:
+        An error is raised at the end of the step, and nothing is started until then.
+        """
+        if self._failed is not None:
             return
-        try:
-            if self.exchange.is_in_step:  # it was refused here alone: the other ranks are in the step
-                self.exchange.fail(failed)
-            raise failed
-        finally:
-            del failed  # it, its traceback and this frame would hold each other
-
-    def _start(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Start the exchange of the gradients of some parameters; the end of the step overwrites them."""
-        arrays = {self._names[parameter]: gradient for parameter, gradient in gradients}
+        arrays = {self._names[parameter]: gradient for parameter, gradient in parts}
         outs = {name: gradient for name, gradient in arrays.items() if gradient.dtype != torch.bfloat16}
-        self.exchange.start_together(arrays, outs)
+        try:
+            self.exchange.start_together(arrays, outs)
+        except Exception as error:  # of a collective that blocks: it has ended the step, on all ranks
+            self._failed = error
+
+    def _end(self) -> tuple[dict[str, Any], float]:
+        """End the step; return its means by name, and by what to multiply them: the scale, NaN if it is skipped.
+
+        Raises the error of this step, on all ranks.
+        """
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            try:
+                if self.exchange.is_in_step:  # it was refused here alone: the other ranks are in the step
+                    self.exchange.fail(failed)
+                raise failed
+            finally:
+                del failed  # it, its traceback and this frame would hold each other
+        means = self.exchange.finish()
+        return means, self._scale if self.exchange.finite else math.nan  # NaN: the scaler skips the step as well
+
+    @property
+    def _drops(self) -> bool:
+        """Whether the last step was skipped and no scaler looks for NaN: there are no gradients then."""
+        return self._scaler is None and not self.exchange.finite
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._names:
+            parameter.grad = None
 
 
 def to_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -148,22 +149,12 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-@contextmanager
-def on_all_ranks(exchange: Any, operation: str, compared: dict[str, str] | None = None) -> Iterator[None]:
-    """Raise an error of the block on this rank, and CollectiveError on the other ranks of an exchange.
-
-    compared: texts by name, compared between the ranks when the block has ended.
-    """
+def check_exchange(exchange: Any) -> None:
+    """Raise TypeError unless this is an exchange."""
     if not isinstance(exchange, GradientExchange):
         raise TypeError(
             f"exchange is {type(exchange).__name__}: expected an object such as GradientExchange(comm, TopK(0.01))"
         )
-    try:
-        yield
-    except Exception as error:
-        gather_objects(error, exchange.comm, operation)
-        raise
-    check_same("shard", gather_objects(compared or {}, exchange.comm, operation))
 
 
 def check_scaler(scaler: Any) -> None:

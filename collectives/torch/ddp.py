@@ -22,19 +22,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.dense import dense_iallreduce
+from collectives.agreement import gather_results
 from collectives.exchange import GradientExchange
-from collectives.exchange.reduction import SIGN
-from collectives.torch.common import Handle, after_backward, check_scaler, on_all_ranks, trainable
+from collectives.torch.common import Handle, after_backward, check_exchange, check_scaler, trainable
 from collectives.torch.start import check_launcher
-from mpicomp.settings import to_integer, to_number
+from mpicomp.settings import to_number
 
 
 def attach(
     model: DistributedDataParallel,
     exchange: GradientExchange,
     *,
-    warmup_steps: int = 0,
     clip: float | None = None,
     scaler: Any = None,
 ) -> "DDPHandle":
@@ -44,12 +42,11 @@ def attach(
     must be new, under their names in `model.module`. A backward pass then writes the means to `.grad`; inside
     `model.no_sync()` nothing is exchanged.
 
-    warmup_steps: this many steps are dense first; residuals are not touched. clip: before it is compressed, this rank's
-    gradient is scaled to a Euclidean norm of at most clip / sqrt(P). The norm is that of all parameters, so with `clip`
-    the exchange starts when the last bucket is ready: it does not overlap with the backward pass. The handle's `norm`
-    is that of this rank's last gradient before it was clipped, for a log. scaler: the
-    `torch.amp.GradScaler` that scaled the loss. They are divided by the scale before the exchange and multiplied after
-    it, so that `clip` and residuals do not depend on it.
+    clip: before it is compressed, this rank's gradient is scaled to a Euclidean norm of at most clip / sqrt(P). The
+    norm is that of all parameters, so with `clip` the exchange starts when the last bucket is ready: it does not
+    overlap with the backward pass. The handle's `norm` is that of this rank's last gradient before it was clipped, for
+    a log. scaler: the `torch.amp.GradScaler` that scaled the loss. Gradients are divided by the scale before the
+    exchange and multiplied after it, so that `clip` and residuals do not depend on it.
 
     With `nonfinite="skip"` in the exchange, a step with NaN or infinities on any rank is skipped on all. With a scaler
     `.grad` is then NaN, so that the scaler skips the step and lowers the scale; without one it is None, so that the
@@ -64,14 +61,17 @@ def attach(
     >>> exchange = GradientExchange(comm, TopK(0.01))
     >>> handle = attach(DistributedDataParallel(network), exchange)
     """
-    with on_all_ranks(exchange, "attach"):
+    check_exchange(exchange)
+
+    def check() -> float | None:
         _check_ddp(model, exchange.comm)
-        warmup_steps = to_integer("warmup_steps", warmup_steps, 0)
-        remedy = ", the largest norm of a gradient, or None"
-        clip = None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
         check_scaler(scaler)
-    handle = DDPHandle(model, exchange, warmup_steps, clip, scaler)
-    model.register_comm_hook(handle, _bucket_hook)
+        remedy = ", the largest norm of a gradient, or None"
+        return None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
+
+    limit = gather_results(check, exchange.comm, "attach")[exchange.comm.rank]
+    handle = DDPHandle(model, exchange, limit, scaler)
+    model.register_comm_hook(handle, DDPHandle._take)
     return handle
 
 
@@ -86,105 +86,57 @@ class DDPHandle(Handle):
     """The communication hook of a DistributedDataParallel model; made by `attach`."""
 
     def __init__(
-        self,
-        model: DistributedDataParallel,
-        exchange: GradientExchange,
-        warmup_steps: int,
-        clip: float | None,
-        scaler: Any,
+        self, model: DistributedDataParallel, exchange: GradientExchange, clip: float | None, scaler: Any
     ) -> None:
         ignored = model.parameters_to_ignore
-        parameters = {name: each for name, each in trainable(model.module) if name not in ignored}
-        super().__init__(exchange, parameters, scaler, warmup_steps)
+        super().__init__(
+            exchange, {name: each for name, each in trainable(model.module) if name not in ignored}, scaler
+        )
         self._views, self._may_skip = model.gradient_as_bucket_view, model.find_unused_parameters or model.static_graph
-        self._clip, self._detached = clip, False
+        self._clip = clip
         self.norm: float | None = None  # with `clip`: of this rank's last gradient, before it was clipped
         self._buckets: list[_Bucket] = []  # of the step under way
-        self._sums: list[Any] = []  # the requests of a dense step
-
-    def detach(self) -> None:
-        """Make all further steps dense, without clipping; call it on all ranks, between steps.
-
-        DDP cannot remove a hook; this one then averages as DDP does. Residuals stay in the exchange.
-        """
-        self._detached = True
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the next step is dense: one of `warmup_steps`, or after `detach`."""
-        return self._detached or self._dense_steps > 0
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
         if not self._buckets:
-            self._read_scale()
+            self._begin()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
         taken = _Bucket(_future(bucket.buffer()), bucket.buffer(), parts)
         self._buckets.append(taken)
         if self._scale != 1:
             taken.buffer.div_(self._scale)
-        clips = self._clip is not None and not self._detached
-        if not clips:
-            self._try(self._send, taken)
+        if self._clip is None:
+            self._start(parts)
         if bucket.is_last():
-            buckets, self._buckets = self._buckets, []
-            if clips:
-                self._clip_gradient(buckets)
-                for each in buckets:
-                    self._try(self._send, each)
-            self._end_step(buckets)
+            self._complete()
         return taken.future
 
-    def _send(self, bucket: _Bucket) -> None:
-        if self.is_dense:
-            wide = bucket.buffer.float() if bucket.buffer.dtype == torch.bfloat16 else bucket.buffer
-            self._sums.append(dense_iallreduce(wide, self.exchange.comm))
-            return
-        self._start(bucket.parts)
-
-    def _end_step(self, buckets: list[_Bucket]) -> None:
+    def _complete(self) -> None:
         """Wait for the means, and write them to DDP's buckets and to unused parameters."""
+        buckets, self._buckets = self._buckets, []
+        if self._clip is not None:
+            self._clip_gradient(buckets, self._clip)
         failed: Exception | None = None
-        skipped = False
+        means: dict[str, Any] = {}
+        factor = math.nan
         try:
-            skipped = self._receive(buckets)
+            means, factor = self._end()
         except Exception as error:  # on all ranks; DDP needs its futures to go on after it
             failed = error
-            for bucket in buckets:
-                bucket.buffer.fill_(math.nan)
         for bucket in buckets:
-            if skipped and self._scaler is not None:
-                bucket.buffer.fill_(math.nan)  # for the scaler, which then skips the step as well
-            elif self._scale != 1:
-                bucket.buffer.mul_(self._scale)
+            for parameter, part in bucket.parts if means else []:
+                if part.dtype == torch.bfloat16:
+                    part.copy_(means[self._names[parameter]])
+            if factor != 1:
+                bucket.buffer.mul_(factor)
             if self._may_skip:
                 self._set_unused(bucket)
             bucket.future.set_result(bucket.buffer)
         if failed is not None:
             _raise_after_backward(failed)
-        elif skipped and self._scaler is None:
+        elif self._drops:
             _after_ddp(self._drop_gradients)
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._names:
-            parameter.grad = None
-
-    def _receive(self, buckets: list[_Bucket]) -> bool:
-        """Write the means over the gradients; return whether the exchange skipped the step."""
-        sums, self._sums = self._sums, []
-        self._raise_failed()
-        if self.is_dense:
-            ranks = self.exchange.comm.size if self.exchange.average not in (False, SIGN) else 1
-            for bucket, request in zip(buckets, sums, strict=True):
-                mean = request.wait().div_(ranks)
-                bucket.buffer.copy_(mean.sign_() if self.exchange.average == SIGN else mean)
-            self._dense_steps = max(0, self._dense_steps - 1)
-            return False
-        means = self.exchange.finish()
-        for parameter, part in [part for bucket in buckets for part in bucket.parts]:
-            if part.dtype == torch.bfloat16:
-                part.copy_(means[self._names[parameter]])
-        return not self.exchange.finite
 
     def _set_unused(self, bucket: _Bucket) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
@@ -195,25 +147,24 @@ class DDPHandle(Handle):
             elif mean.any():
                 parameter.grad = mean if self._views else mean.clone()
 
-    def _clip_gradient(self, buckets: list[_Bucket]) -> None:
-        """Scale this rank's gradient to a norm of at most clip / sqrt(P); the bits do not depend on the buckets."""
-        assert self._clip is not None
+    def _clip_gradient(self, buckets: list[_Bucket], clip: float) -> None:
+        """Scale this rank's gradient to a norm of at most clip / sqrt(P), and start the exchange.
+
+        The bits do not depend on the buckets.
+        """
         parts = dict(part for bucket in buckets for part in bucket.parts)
         norms = [torch.linalg.vector_norm(parts[each], dtype=torch.float64) for each in self._names if each in parts]
         self.norm = norm = math.hypot(*map(float, norms))
-        limit = self._clip / math.sqrt(self.exchange.comm.size)
-        if limit < norm < math.inf:  # what is not finite is left for the exchange to find
-            for bucket in buckets:
+        limit = clip / math.sqrt(self.exchange.comm.size)
+        for bucket in buckets:
+            if limit < norm < math.inf:  # what is not finite is left for the exchange to find
                 bucket.buffer.mul_(limit / norm)
+            self._start(bucket.parts)
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return a future for a bucket's means; torch refuses a result on a device that the future does not name."""
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-
-
-def _bucket_hook(state: DDPHandle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state._take(bucket)
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from collectives.agreement import check_same, gather_results
 from collectives.exchange import GradientExchange
-from collectives.torch.common import Handle, after_backward, check_scaler, local_shard, on_all_ranks, trainable
+from collectives.torch.common import Handle, after_backward, check_exchange, check_scaler, local_shard, trainable
 from collectives.torch.start import check_launcher
 
 
@@ -42,10 +43,13 @@ def attach_fsdp(model: FSDPModule, exchange: GradientExchange, *, scaler: Any = 
     >>> replicas = comm.Split(mesh.get_local_rank("shard"), comm.rank)
     >>> handle = attach_fsdp(model, GradientExchange(replicas, TopK(0.01)))
     """
-    shard: dict[str, str] = {}
-    with on_all_ranks(exchange, "attach_fsdp", shard):
+    check_exchange(exchange)
+
+    def check() -> dict[str, str]:
         check_scaler(scaler)
-        shard |= check_fsdp(model, exchange.comm)
+        return check_fsdp(model, exchange.comm)
+
+    check_same("shard", gather_results(check, exchange.comm, "attach_fsdp"))
     return FSDPHandle(model, exchange, scaler)
 
 
@@ -53,52 +57,43 @@ class FSDPHandle(Handle):
     """The hooks of the sharded parameters of an FSDP2 model; made by `attach_fsdp`."""
 
     def __init__(self, model: FSDPModule, exchange: GradientExchange, scaler: Any) -> None:
-        self._parameters = dict(trainable(model))
-        super().__init__(exchange, self._parameters, scaler)
-        self._finishing = False  # the end of the backward pass will call `_finish`
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._take) for parameter in self._parameters.values()
-        ]
-
-    def detach(self) -> None:
-        """Remove the hooks: from now on nothing averages the gradients of the replicas."""
-        for hook in self._hooks:
-            hook.remove()
+        parameters = dict(trainable(model))
+        super().__init__(exchange, parameters, scaler)
+        self._completing = False  # the end of the backward pass will call `_complete`
+        for parameter in parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Any) -> None:
         """Start the exchange of a shard, and have the end of the backward pass wait for all shards."""
-        if not self._finishing:
-            after_backward(self._finish)
-            self._finishing = True
-            self._read_scale()
+        if not self._completing:
+            after_backward(self._complete)
+            self._completing = True
+            self._begin()
         gradient = local_shard(parameter.grad)
         if self._scale != 1:
             gradient.div_(self._scale)
-        self._try(self._start, [(parameter, gradient)])
+        self._start([(parameter, gradient)])
 
-    def _finish(self) -> None:
+    def _complete(self) -> None:
         """Wait for the means, and write them to `.grad`; NaN if the step fails, which it does on all ranks."""
-        self._finishing = False
+        self._completing = False
         try:
-            self._raise_failed()
-            means = self.exchange.finish()
+            means, factor = self._end()
         except Exception:
-            for parameter in self._parameters.values():
+            for parameter in self._names:
                 if parameter.grad is not None:
                     local_shard(parameter.grad).fill_(math.nan)
             raise
-        skipped = not self.exchange.finite
-        drops, factor = skipped and self._scaler is None, math.nan if skipped else self._scale
-        for name, parameter in self._parameters.items():
-            mean = means[name] if factor == 1 else means[name].mul_(factor)  # NaN: the scaler skips the step as well
-            if drops:
-                parameter.grad = None
-            elif parameter.grad is None:
+        for parameter, name in self._names.items():
+            mean = means[name] if factor == 1 else means[name].mul_(factor)
+            if parameter.grad is None:
                 if mean.any():
                     layout = {"shape": parameter.shape, "stride": parameter.stride()}
                     parameter.grad = DTensor.from_local(mean, parameter.device_mesh, parameter.placements, **layout)
             elif parameter.dtype == torch.bfloat16:
                 local_shard(parameter.grad).copy_(mean)
+        if self._drops:
+            self._drop_gradients()
 
 
 def check_fsdp(model: Any, comm: Any) -> dict[str, str]:

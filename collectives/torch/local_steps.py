@@ -1,5 +1,6 @@
 """Local steps of a PyTorch module: `OuterLoop` over its trainable parameters, or over the shards of FSDP2."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.agreement import gather_objects
+from collectives.agreement import check_same, gather_objects, gather_results
 from collectives.exchange import GradientExchange
 from collectives.outer import OuterLoop
-from collectives.torch.common import local_shard, on_all_ranks, trainable
+from collectives.torch.common import check_exchange, local_shard, trainable
 from collectives.torch.fsdp import check_fsdp
 
 
@@ -29,9 +30,9 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
     """
     parameters = dict(trainable(model))
     if isinstance(model, FSDPModule):
-        shard: dict[str, str] = {}
-        with on_all_ranks(exchange, "outer_loop", shard):
-            shard |= check_fsdp(model, exchange.comm)
+        check_exchange(exchange)
+        check = partial(check_fsdp, model, exchange.comm)
+        check_same("shard", gather_results(check, exchange.comm, "outer_loop"))
         parameters = {name: local_shard(parameter.detach()) for name, parameter in parameters.items()}
     elif isinstance(model, DistributedDataParallel):
         _check_groups(model, exchange.comm)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from collectives.agreement import gather_objects
+from collectives.agreement import gather_results
 from collectives.launcher import torchrun_warning
 
 
@@ -23,23 +23,21 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
 
     check_launcher()
     server: dist.TCPStore | None = None
-    address: Any = None
-    try:
+
+    def listen() -> tuple[str, int] | None:
+        nonlocal server
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed has a process group already: expected init_process_group(comm) in place of torch's, "
                 "once, or after torch.distributed.destroy_process_group()"
             )
-        if comm.rank == 0:
-            host = MPI.Get_processor_name()
-            server = dist.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
-            address = host, server.port
-    except Exception as error:  # whatever it is: the other ranks wait for the address
-        address = error
-    try:
-        host, port = gather_objects(address, comm, "init_process_group")[0]
-    finally:
-        del address  # else an error, its traceback and this frame hold each other
+        if comm.rank > 0:
+            return None
+        host = MPI.Get_processor_name()
+        server = dist.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
+        return host, server.port
+
+    host, port = gather_results(listen, comm, "init_process_group")[0]
     store = server or dist.TCPStore(host, port, comm.size, is_master=False)
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
 

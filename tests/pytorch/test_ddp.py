@@ -174,20 +174,6 @@ def test_bfloat16_parameters_have_residuals_in_float32(world):
     assert len(set(world.allgather(gradients(model.module)["a"].tobytes()))) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_steps_are_dense(world, dtype):
-    model, handle = attached(world, dtype=dtype, warmup_steps=2)
-    for step in range(2):
-        assert handle.is_dense
-        backward(model, world, step)
-        for name, mean in gradients(model.module).items():
-            np.testing.assert_array_equal(mean * world.size, total(world, step)[name])
-    assert handle.exchange.steps == 0
-    backward(model, world, 2)
-    assert handle.exchange.steps == 1
-    assert np.count_nonzero(gradients(model.module)["a"]) < SIZES["a"] // 2
-
-
 def test_a_gradient_is_clipped_by_its_norm_over_all_parameters(world):
     model, handle = attached(world, compressor=Dense(), clip=5.0)
     for step in range(2):
@@ -278,16 +264,6 @@ def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world,
     assert have_same_bits(model, world)
 
 
-def test_after_detach_steps_are_dense_and_residuals_stay(world):
-    model, handle = attached(world, clip=1.0)
-    backward(model, world, 0)
-    before = residuals(handle, world)
-    handle.detach()
-    backward(model, world, 1)
-    np.testing.assert_array_equal(gradients(model.module)["a"] * world.size, total(world, 1)["a"])
-    np.testing.assert_array_equal(residuals(handle, world)["a"], before["a"])
-
-
 def saved(state):
     """Return what `torch.load` returns with its defaults."""
     file = io.BytesIO()
@@ -297,17 +273,16 @@ def saved(state):
 
 
 def test_a_run_continues_bitwise_from_a_checkpoint(world):
-    model, handle = attached(world, warmup_steps=1)
+    model, handle = attached(world)
     for step in range(3):
         backward(model, world, step)
     state = saved({"model": model.state_dict(), "exchange": handle.state_dict()})
     assert all(type(value) is torch.Tensor for value in state["exchange"].values())
-    model2, handle2 = attached(world, warmup_steps=1)
+    model2, handle2 = attached(world)
     model2.load_state_dict(state["model"])
     handle2.load_state_dict(state["exchange"])
-    for each, comm_model in ((handle, model), (handle2, model2)):
-        assert not each.is_dense
-        backward(comm_model, world, 3)
+    for each in (model, model2):
+        backward(each, world, 3)
     for name, mean in gradients(model.module).items():
         np.testing.assert_array_equal(mean, gradients(model2.module)[name])
 
@@ -315,12 +290,10 @@ def test_a_run_continues_bitwise_from_a_checkpoint(world):
 def test_a_state_is_loaded_with_other_settings_where_that_is_wanted(world):
     model, handle = attached(world)
     backward(model, world, 0)
-    state, (_, other) = saved(handle.state_dict()), attached(world, compressor=TopK(0.2), warmup_steps=1)
+    state, (_, other) = saved(handle.state_dict()), attached(world, compressor=TopK(0.2))
     with pytest.raises(ValueError, match="load with same_settings=False"):
         other.load_state_dict(state)
-    assert other.is_dense
     other.load_state_dict(state, same_settings=False)
-    assert not other.is_dense
     np.testing.assert_array_equal(residuals(other, world)["a"], residuals(handle, world)["a"])
 
 
@@ -356,20 +329,19 @@ def test_text_and_numbers_of_a_state_survive():
 
 
 def test_a_run_continues_on_another_number_of_ranks(world):
-    """Saved by all ranks, continued by half of them: the sum of the residuals stays, and so do the dense steps left."""
-    model, handle = attached(world, warmup_steps=1)
+    """Saved by all ranks, continued by half of them: the sum of the residuals stays."""
+    model, handle = attached(world)
     for step in range(2):
         backward(model, world, step)
     states = world.allgather(handle.state_dict())
     with pytest.raises(ValueError, match="load_state_dicts"):
-        attached(world, warmup_steps=1)[1].load_state_dict(states[(world.rank + 1) % world.size])
+        attached(world)[1].load_state_dict(states[(world.rank + 1) % world.size])
     before = residuals(handle, world)
     half = world.Split(world.rank % 2, world.rank)
     group, *_ = torch.distributed.new_subgroups_by_enumeration([[*range(0, world.size, 2)], [*range(1, world.size, 2)]])
     model = wrapped(Weighted(), process_group=group)
-    handle = attach(model, GradientExchange(half, TopK(0.1)), warmup_steps=1)
+    handle = attach(model, GradientExchange(half, TopK(0.1)))
     handle.load_state_dicts(world.size, lambda rank: saved(states[rank]))
-    assert not handle.is_dense
     for name, left in residuals(handle, half).items():
         np.testing.assert_array_equal(left, before[name])
     backward(model, half, 2)
@@ -381,7 +353,6 @@ def test_a_run_continues_on_another_number_of_ranks(world):
     [
         ({"clip": 0.0}, "clip is 0.0: expected"),
         ({"clip": math.inf}, "clip is inf: expected"),
-        ({"warmup_steps": -1}, "warmup_steps is -1: expected"),
         ({"scaler": 65536.0}, "scaler is float: expected"),
     ],
 )
