@@ -120,17 +120,14 @@ def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 
 def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
     """Return the links between the nodes, rounded, the same on all ranks. Collective, blocks.
 
-    nodes: the first rank of each rank's node, of at least two nodes. Each second node is measured with the one before.
+    nodes: the first rank of each rank's node, of at least two nodes. Each second node and the one before are a pair.
     """
     from mpi4py import MPI
 
     firsts, mine, slowest = sorted(set(nodes)), np.zeros(2), np.empty(2)
-    if comm.rank in firsts:
-        place = firsts.index(comm.rank)
-        if place % 2:
-            _echo(comm, firsts[place - 1])
-        elif place + 1 < len(firsts):
-            mine[:] = _timed(comm, firsts[place + 1])
+    place = firsts.index(comm.rank) if comm.rank in firsts else -1
+    if place >= 0 and place ^ 1 < len(firsts):
+        mine[:] = _timed(comm, firsts[place ^ 1], leads=place % 2 == 0)
     comm.Allreduce(mine, slowest, MPI.MAX)
     return rounded(float(slowest[0]), 1 / float(slowest[1]))
 
@@ -142,35 +139,22 @@ def rounded(latency: float, rate: float) -> Links:
     return Links(*[known * STEP ** round(math.log(figure / known, STEP)) for figure, known in pairs])
 
 
-def _timed(comm: "MPI.Intracomm", partner: int) -> tuple[float, float]:
-    """Return the seconds of a short message and of a byte, measured with a rank that runs `_echo`."""
-    latency = _trip(comm, partner, 1, SHORT_TRIPS)
+def _timed(comm: "MPI.Intracomm", partner: int, *, leads: bool) -> tuple[float, float]:
+    """Return the seconds of a short message and of a byte between two ranks, of which one leads."""
+    latency = _trip(comm, partner, 1, SHORT_TRIPS, leads=leads)
     nbytes = SHORTEST
-    while (taken := _trip(comm, partner, nbytes, TRIPS)) < LONG_ENOUGH and nbytes < LONGEST:
+    while (taken := _trip(comm, partner, nbytes, TRIPS, leads=leads)) < LONG_ENOUGH and nbytes < LONGEST:
         nbytes *= GROWTH
-    comm.Send(np.empty(0, np.uint8), partner, TAG)
     return latency, max(taken - latency, taken / 2) / nbytes
 
 
-def _trip(comm: "MPI.Intracomm", partner: int, nbytes: int, trips: int) -> float:
-    """Return half of the fastest of some round trips: what delayed the others was not the link."""
-    buffer, times = np.zeros(nbytes, np.uint8), []
+def _trip(comm: "MPI.Intracomm", partner: int, nbytes: int, trips: int, *, leads: bool) -> float:
+    """Return half of the fastest of some round trips, as the leading rank saw it: the link did not delay the others."""
+    buffer, fastest = np.zeros(nbytes, np.uint8), np.full(1, np.inf)
     for _ in range(trips):
         start = time.perf_counter()
-        comm.Send(buffer, partner, TAG)
-        comm.Recv(buffer, partner, TAG)
-        times.append(time.perf_counter() - start)
-    return max(1e-9, min(times) / 2)
-
-
-def _echo(comm: "MPI.Intracomm", partner: int) -> None:
-    """Send back what the partner sends, until that is empty."""
-    from mpi4py import MPI
-
-    nbytes, status = 1, MPI.Status()
-    while nbytes:
-        comm.Probe(partner, TAG, status)
-        buffer = np.empty(nbytes := status.Get_count(MPI.BYTE), np.uint8)
-        comm.Recv(buffer, partner, TAG)
-        if nbytes:
-            comm.Send(buffer, partner, TAG)
+        for sends in leads, not leads:
+            (comm.Send if sends else comm.Recv)(buffer, partner, TAG)
+        fastest[0] = min(fastest[0], time.perf_counter() - start)
+    (comm.Send if leads else comm.Recv)(fastest, partner, TAG)
+    return max(1e-9, float(fastest[0]) / 2)
