@@ -27,7 +27,7 @@ from mpicomp.few_bits import BITS, quantise
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
-from mpicomp_bench.files import look, new_file
+from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Call, Row, compare, missing_gpu, read_once, until_done
 from mpicomp_bench.options import Parser, positive
 from mpicomp_bench.output import COMPARISON, show, write_rows
@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows as JSON (not written)")
     options = parser.parse_args(arguments)
-    look(options)
+    check_files(options)
     if fault := missing_gpu() if options.device == "gpu" else None:
         parser.error(fault)
     found = show(rows(options), COMPARISON, sys.stdout)

@@ -29,7 +29,7 @@ from mpi4py import MPI
 from collectives import OuterLoop, traffic
 from mpicomp.arrays import Array
 from mpicomp_bench.bench.quantised import sum_in_16_bits
-from mpicomp_bench.files import look, new_file
+from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Contestant, Row, interleave, timed
 from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import Parser, add_list, positive
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file")
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
-    look(options, comm)
+    check_files(options, comm)
     rows = []
     for method in options.methods:
         rows.append(row(method, options.length, options.turns, comm))

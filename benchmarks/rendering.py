@@ -20,7 +20,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 @FileType
 def new_figure(path: Path) -> Path:
     """Return the path of a figure that can be drawn, in a format that matplotlib supports."""
-    new_file.found(path)
+    new_file.convert(path)
     try:
         figure: Any = importlib.import_module("matplotlib.figure")
     except ImportError:

@@ -103,7 +103,7 @@ def sixteen_bits(training: Training) -> float:
 
 def powersgd(training: Training) -> float:
     """Return the seconds of the sums of PowerSGD: two of factors, and one of what is no matrix."""
-    sent = trained(POWERSGD)["bits"] / trained(DENSE)["bits"]
+    sent = measured_of(POWERSGD)["bits"] / measured_of(DENSE)["bits"]
     factors = max(1, round(sent * training.parameters))
     return dense(training._replace(parameters=factors)) + 2 * dense(training._replace(parameters=1))
 
@@ -151,7 +151,7 @@ def reads_of(name: str, every: int) -> float:
     return float(known[of_round]) / every
 
 
-def trained(name: str) -> Row:
+def measured_of(name: str) -> Row:
     """Return what was measured of a method; sums of 16 bits take the steps of dense ones."""
     found: Row = measured()["methods"][DENSE if name == SIXTEEN else name]
     return found
@@ -178,16 +178,16 @@ def row(name: str, training: Training) -> Row:
     compression = reads_of(name, every) * 4 * training.parameters / training.memory
     alone = training.computing + compression
     parts = {"step": alone + messages, "computing": training.computing, "compression": compression}
-    found = {each: trained(name)[each] for each in ("steps", "trials", "seeds")}
-    counted = max(1.0, found["steps"])
+    measurements = {each: measured_of(name)[each] for each in ("steps", "trials", "seeds")}
+    counted = max(1.0, measurements["steps"])
     overlapped = counted * max(alone, messages) if name in THEIRS else None
-    taken = {"messages": messages, "seconds": counted * (alone + messages), "overlapped": overlapped}
-    return {"method": name, **parts, **taken, **found, "rate": rate_of(name)}
+    total = {"messages": messages, "seconds": counted * (alone + messages), "overlapped": overlapped}
+    return {"method": name, **parts, **total, **measurements, "rate": rate_of(name)}
 
 
 def rate_of(name: str) -> float:
     """Return the best learning rate of a method over that of dense."""
-    return float(trained(name)["learning_rate"] / trained(DENSE)["learning_rate"])
+    return float(measured_of(name)["learning_rate"] / measured_of(DENSE)["learning_rate"])
 
 
 def recommended(rows: list[Row], training: Training) -> str:
@@ -195,14 +195,14 @@ def recommended(rows: list[Row], training: Training) -> str:
 
     Of ours none inside one node, nor where nothing was measured; one node alone wherever it is as fast as dense.
     """
-    taken_by = {each["method"]: each["seconds"] for each in rows}
+    seconds_of = {each["method"]: each["seconds"] for each in rows}
     if training.nodes == 1:
         return DENSE
-    taken = ALONE if taken_by[ALONE] <= taken_by[DENSE] else DENSE
+    chosen = ALONE if seconds_of[ALONE] <= seconds_of[DENSE] else DENSE
     for name in [SIXTEEN, POWERSGD, fastest(rows, *THEIRS, ALONE)] if training.is_measured else [SIXTEEN]:
-        if taken_by[taken] > PAYS * taken_by[name]:
-            taken = name
-    return taken
+        if seconds_of[chosen] > PAYS * seconds_of[name]:
+            chosen = name
+    return chosen
 
 
 def fastest(rows: list[Row], *but: str) -> str:

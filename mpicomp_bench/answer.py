@@ -35,7 +35,7 @@ OTHER_RANKS = (
 )
 OVERLAPS = (
     "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
-    "behind the backward pass as far as possible, {take} {seconds:.3g} s. Time both."
+    "behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
 )
 ON_IMAGES = "In a basis small image models end 2 to 3 points behind (docs/accuracy.md): take few-bits-4 there."
 START = "Start: mpirun -n RANKS python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch\n"
@@ -63,33 +63,33 @@ and other optimisers may rank otherwise: compare the losses of the first two in 
 
 def conditions(rows: list[Row], training: Training) -> list[str]:
     """Return what to know before what is recommended: first whether anything like it was measured."""
-    take = recommended(rows, training)
+    chosen = recommended(rows, training)
     on_gpu = [NEVER_ON_A_GPU] if training.memory >= GPU else []
-    said = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
+    notes = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
     if training.ranks not in (1, measured()["ranks"]):
-        said.append(OTHER_RANKS.format(**measured(), yours=training.ranks))
-    own = next(each["seconds"] for each in rows if each["method"] == take)
+        notes.append(OTHER_RANKS.format(**measured(), yours=training.ranks))
+    own = next(each["seconds"] for each in rows if each["method"] == chosen)
     rival = least_overlapped(rows)
-    if take not in THEIRS and own * PAYS > rival["overlapped"]:
-        about = {"rival": rival["method"], "least": rival["overlapped"], "take": take, "seconds": own}
-        said.append(OVERLAPS.format(**about))
-    return [*said, ON_IMAGES] if take == IN_BASIS else said
+    if chosen not in THEIRS and own * PAYS > rival["overlapped"]:
+        about = {"rival": rival["method"], "least": rival["overlapped"], "chosen": chosen, "seconds": own}
+        notes.append(OVERLAPS.format(**about))
+    return [*notes, ON_IMAGES] if chosen == IN_BASIS else notes
 
 
 def answer(rows: list[Row], training: Training) -> str:
     """Return what to take, in a line."""
-    take = recommended(rows, training)
+    chosen = recommended(rows, training)
     if training.nodes == 1:
         return f"Keep: {DENSE} sums inside one node"
-    if take == ALONE:
+    if chosen == ALONE:
         return f"Train on one machine: {ALONE} accumulates {training.nodes} batches in each step, exactly dense"
-    if take in (DENSE, SIXTEEN):
+    if chosen in (DENSE, SIXTEEN):
         why = f"; nothing measured is {PAYS:g} times as fast" * training.is_measured
-        return f"Keep: {take} ({method(take).text}{why})"
-    other, times = over_others(rows, take)
-    own = next(each["seconds"] for each in rows if each["method"] == take)
+        return f"Keep: {chosen} ({method(chosen).text}{why})"
+    other, times = best_alternative(rows, chosen)
+    own = next(each["seconds"] for each in rows if each["method"] == chosen)
     hidden = f"{least_overlapped(rows)['overlapped'] / own:.2g} times if PyTorch's sums overlap"
-    return f"Take: {take} ({method(take).text}); as predicted {times:.2g} times as fast as {other} ({hidden})"
+    return f"Take: {chosen} ({method(chosen).text}); as predicted {times:.2g} times as fast as {other} ({hidden})"
 
 
 def least_overlapped(rows: list[Row]) -> Row:
@@ -97,14 +97,14 @@ def least_overlapped(rows: list[Row]) -> Row:
     return min((each for each in rows if each["overlapped"]), key=lambda each: each["overlapped"])
 
 
-def over_others(rows: list[Row], take: str) -> tuple[str, float]:
+def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:
     """Return the fastest other of PyTorch's methods and one node alone, and its time over that of a method."""
     seconds = {each["method"]: each["seconds"] for each in rows}
-    other = next(name for name in seconds if name in (*THEIRS, ALONE) and name != take)
-    return other, seconds[other] / seconds[take]
+    other = next(name for name in seconds if name in (*THEIRS, ALONE) and name != chosen)
+    return other, seconds[other] / seconds[chosen]
 
 
-def others(rows: list[Row], training: Training) -> list[tuple[str, str]]:
+def alternatives(rows: list[Row], training: Training) -> list[tuple[str, str]]:
     """Return when to use another method's lines, and that method."""
     if recommended(rows, training) == IN_BASIS:
         return [("To keep your optimiser", fastest(rows, IN_BASIS, ALONE))]
@@ -117,9 +117,9 @@ def report(training: Training) -> str:
     """Return conditions and answer, the table, the lines, and what all rests on."""
     rows, table = ranked(training), StringIO()
     show(rows, COLUMNS, table)
-    take = recommended(rows, training)
+    chosen = recommended(rows, training)
     parts = [*(fill(each, WIDTH) for each in conditions(rows, training)), answer(rows, training), "", table.getvalue()]
-    printed = [("Lines", take), *others(rows, training)]
+    printed = [("Lines", chosen), *alternatives(rows, training)]
     parts += [f"{when}: {name}\n\n{lines_of(name)}" for when, name in printed]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
     if any(name not in (*THEIRS, ALONE) for _, name in printed):
@@ -131,9 +131,9 @@ def report(training: Training) -> str:
 def as_json(training: Training) -> str:
     """Return the same as JSON."""
     rows = ranked(training)
-    take = recommended(rows, training)
-    said = {"take": take, "answer": answer(rows, training), "conditions": conditions(rows, training)}
-    return json.dumps({**said, "lines": lines_of(take), "rests_on": measured(), "rows": rows}, indent=1) + "\n"
+    chosen = recommended(rows, training)
+    about = {"take": chosen, "answer": answer(rows, training), "conditions": conditions(rows, training)}
+    return json.dumps({**about, "lines": lines_of(chosen), "rests_on": measured(), "rows": rows}, indent=1) + "\n"
 
 
 def span(numbers: list[int]) -> str:

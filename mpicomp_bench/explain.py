@@ -17,7 +17,6 @@ from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench import answer
 from mpicomp_bench.advice import MEMORY, Training
 from mpicomp_bench.bounds import least_nbytes
-from mpicomp_bench.files import look
 from mpicomp_bench.network import Network
 from mpicomp_bench.options import above_zero, positive, share
 
@@ -95,7 +94,6 @@ def delay(text: str) -> float:
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions."""
-    look(options)
     if fault := refused(options):
         options.parser.error(fault)
     if options.delay is not None:

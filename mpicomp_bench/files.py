@@ -17,9 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FileType:
-    """The type of an option that names a file: its path. found: converts the path in `look`."""
+    """The type of an option that names a file: its path. convert: converts the path in `check_files`."""
 
-    found: Callable[[Path], Any]
+    convert: Callable[[Path], Any]
 
     def __call__(self, text: str) -> Path:
         """Return the path, unchecked."""
@@ -47,42 +47,43 @@ def new_file(path: Path) -> Path:
     return path
 
 
-def look(options: argparse.Namespace, comm: Any = None) -> None:
-    """Replace the paths by rank 0's results of `found`; if one is wrong, all ranks exit with status 2.
+def check_files(options: argparse.Namespace, comm: Any = None) -> None:
+    """Replace the paths by rank 0's results of `convert`; if one is wrong, all ranks exit with status 2.
 
     comm: None without MPI.
     """
-    found: dict[str, Any] | None = {}
+    converted: dict[str, Any] | None = {}
     if comm is None or comm.rank == 0:
         try:
-            found = {name: _found(action, getattr(options, name)) for name, action in _named(options).items()}
+            named = _file_options(options).items()
+            converted = {name: _converted(action, getattr(options, name)) for name, action in named}
         except argparse.ArgumentError as error:
             options.parser.print_usage(sys.stderr)
             sys.stderr.write(f"{options.parser.prog}: error: {error}\n")
-            found = None
+            converted = None
     if comm is not None:
-        found = comm.bcast(found)
-    if found is None:
+        converted = comm.bcast(converted)
+    if converted is None:
         raise SystemExit(2)
-    vars(options).update(found)
+    vars(options).update(converted)
 
 
-def _found(action: argparse.Action, paths: Path | list[Path] | None) -> Any:
+def _converted(action: argparse.Action, path: Path | None) -> Any:
     kind: Any = action.type
     try:
-        return [kind.found(path) for path in paths] if isinstance(paths, list) else paths and kind.found(paths)
+        return path and kind.convert(path)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentError(action, str(error)) from None
 
 
-def _named(options: argparse.Namespace) -> dict[str, argparse.Action]:
+def _file_options(options: argparse.Namespace) -> dict[str, argparse.Action]:
     """Return the options that name files."""
     return {action.dest: action for action in options.parser._actions if isinstance(action.type, FileType)}
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options by name, without those that name files."""
-    left_out = {*_named(options), "parser", "command"}
+    left_out = {*_file_options(options), "parser", "command"}
     return {name: value for name, value in vars(options).items() if name not in left_out}
 
 
@@ -104,10 +105,8 @@ def _written(options: argparse.Namespace, makers: Mapping[str, Callable[[Path], 
             if path:
                 _replace(path, make)
         except OSError as error:
-            failed, action = 1, _named(options)[name]
-            other = "/".join(action.option_strings) or action.metavar
-            reason = error.strerror or error
-            sys.stderr.write(f"{options.parser.prog}: cannot write {path}: {reason}; name another file with {other}\n")
+            failed, reason = 1, error.strerror or error
+            sys.stderr.write(f"{options.parser.prog}: cannot write {path}: {reason}; name another file with --{name}\n")
     return failed
 
 

@@ -108,7 +108,7 @@ def test_help_shows_examples_that_are_understood(prog, examples, capsys, monkeyp
     for line in lines:
         command = line[line.index("mpicomp ") :]
         assert command.startswith(prog)
-        files.look(SUBCOMMANDS[prog].parse_args(shlex.split(command)[len(prog.split()) :]))
+        files.check_files(SUBCOMMANDS[prog].parse_args(shlex.split(command)[len(prog.split()) :]))
 
 
 @pytest.mark.parametrize(("prog", "action"), OPTIONS)

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from collectives import OuterLoop
 from mpicomp_bench.advice import MEMORY
-from mpicomp_bench.files import look, new_file
+from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Call, Row, compare, read_once
 from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import Parser, positive
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=9, help="of each call (%(default)s)")
     parser.add_argument("--json", type=new_file, required=True, metavar="FILE")
     options = parser.parse_args()
-    look(options)
+    check_files(options)
     gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
     out = np.empty_like(gradient)
     calls: dict[str, Call] = {name: partial(construct(name, COMM), gradient, out=out) for name in EXCHANGES}

@@ -25,7 +25,7 @@ from plan import SCHEDULES, plan
 from rules import made
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from mpicomp_bench.files import look, new_file
+from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser, above_zero, add_list, positive
 from mpicomp_bench.output import write_rows
@@ -104,7 +104,7 @@ def parsed() -> argparse.Namespace:
         [made(name) for name in options.methods]
     except ValueError as error:
         parser.error(str(error))
-    look(options)
+    check_files(options)
     return options
 
 

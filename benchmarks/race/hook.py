@@ -22,7 +22,7 @@ from mpi4py import MPI
 from results import PARTS, where
 
 from collectives.torch import init_process_group
-from mpicomp_bench.files import look, new_file
+from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser, add_list, positive
 from mpicomp_bench.output import write_rows
@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file")
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
-    look(options, comm)
+    check_files(options, comm)
     init_process_group(comm)
     rows = rows_of(options.methods, options.steps, comm)
     if comm.rank:

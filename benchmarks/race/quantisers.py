@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp_bench.files import look, new_file
+from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.options import Parser, positive
 from mpicomp_bench.output import write_rows
 
@@ -158,7 +158,7 @@ def main() -> int:
     add("--seed", type=int, default=0, help="of the start and of the batches (%(default)s)")
     add("--json", type=new_file, metavar="FILE", help="write the errors to a file as well")
     options = parser.parse_args()
-    look(options)
+    check_files(options)
     by_kind: dict[str, list[dict[str, float]]] = {}
     for kind, found in trained(options):
         by_kind.setdefault(kind, []).append(found)

@@ -30,7 +30,7 @@ from typing import Any
 from joining import ALONE, is_known, rate_of
 from results import SETTING, key, plot, settings, sittings, table
 
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import check_files, new_file, write
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.options import Parser, above_zero, add_list, not_negative, positive
 from mpicomp_bench.output import write_rows
@@ -80,7 +80,7 @@ def parsed() -> argparse.Namespace:
     for name in options.methods:
         if not is_known(name, options.model):
             parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
-    look(options)
+    check_files(options)
     return options
 
 

@@ -29,7 +29,7 @@ from mpi4py import MPI
 from tasks import TASKS, Task
 from training import LATENCY, trained
 
-from mpicomp_bench.files import look, new_file, write
+from mpicomp_bench.files import check_files, new_file, write
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import METHODS, method
@@ -91,7 +91,7 @@ def parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print the table on rank 0, and write the requested files; return 2 for options that cannot be met."""
     options, comm = parser().parse_args(arguments), MPI.COMM_WORLD
-    look(options, comm)
+    check_files(options, comm)
     task = prepared(options, comm)
     if task is None:
         return 2

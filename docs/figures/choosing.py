@@ -130,7 +130,7 @@ def cell(asked: advice.Training) -> str:
     if not asked.is_measured:
         first = rows[0]["method"]
         return f"{taken}: {gains[taken]}" + f" (not tried: {first}, {gains[first]})" * (first != taken)
-    _, times = answer.over_others(rows, taken)
+    _, times = answer.best_alternative(rows, taken)
     return f"{taken}: {gains[taken]}, {times:.2g}x{star}"
 
 

@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from mpicomp_bench.bench import choice, collective, compressors, exchange, quantised
 from mpicomp_bench.bench.suite import Suite
-from mpicomp_bench.files import look, new_file, settings
+from mpicomp_bench.files import check_files, new_file, settings
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.options import positive
 from mpicomp_bench.output import COMPARISON, show, write_rows
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    look(options, comm)
+    check_files(options, comm)
     suite = SUITES[options.subject]
     if fault := next(filter(None, comm.allgather(suite.refuse(options, comm))), None):
         sys.stderr.write(f"{options.parser.prog}: {fault}\n" if comm.rank == 0 else "")
