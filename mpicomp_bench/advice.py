@@ -19,6 +19,7 @@ from collectives.choice import choose, constants_of, predicted
 from collectives.choice.formulas import Case, dense_mpi, upper
 from collectives.choice.links import NETWORKS, Links, seconds
 from mpicomp_bench import recipes
+from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import outer_settings
 
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
@@ -29,8 +30,6 @@ CASTS = 2.0  # reads of the vector for a copy to 16 bits and back; not measured
 DENSE, SIXTEEN, POWERSGD, IN_BASIS = "dense", "fp16", "powersgd-8", "in-basis-two-bit-8"
 ALONE = "one node alone"
 THEIRS = DENSE, SIXTEEN, POWERSGD  # PyTorch's own
-
-Row = dict[str, Any]
 
 
 class Training(NamedTuple):
@@ -130,7 +129,7 @@ def by_auto(collective: str, case: Case, training: Training) -> float:
     return predicted(collective, case, links)[name][0] + training.latency * upper(case.ranks)
 
 
-METHODS: dict[str, Callable[[Training], float]] = {  # the seconds of the messages of an exchange
+MESSAGES: dict[str, Callable[[Training], float]] = {  # the seconds of the messages of an exchange
     DENSE: dense,
     SIXTEEN: sixteen_bits,
     POWERSGD: powersgd,
@@ -162,7 +161,7 @@ def ranked(training: Training) -> list[Row]:
 
     One node alone accumulates the batches of all nodes.
     """
-    rows = [row(name, training) for name in METHODS]
+    rows = [row(name, training) for name in MESSAGES]
     baseline = rows[0]["seconds"]
     if training.nodes > 1:
         batches = training.nodes * training.computing
@@ -174,7 +173,7 @@ def ranked(training: Training) -> list[Row]:
 def row(name: str, training: Training) -> Row:
     """Return the row of a method. overlapped: None where it is not one of PyTorch's."""
     every = outer_settings(name).get("every", 1)
-    messages = METHODS[name](training) / every if training.ranks > 1 else 0.0
+    messages = MESSAGES[name](training) / every if training.ranks > 1 else 0.0
     compression = reads_of(name, every) * 4 * training.parameters / training.memory
     alone = training.computing + compression
     parts = {"step": alone + messages, "computing": training.computing, "compression": compression}

@@ -13,7 +13,6 @@ from mpicomp_bench.advice import (
     PAYS,
     SIXTEEN,
     THEIRS,
-    Row,
     Training,
     fastest,
     lines_of,
@@ -21,6 +20,7 @@ from mpicomp_bench.advice import (
     ranked,
     recommended,
 )
+from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import method
 from mpicomp_bench.output import Column, figure, show, text
 

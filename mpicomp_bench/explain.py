@@ -17,6 +17,7 @@ from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench import answer
 from mpicomp_bench.advice import MEMORY, Training
 from mpicomp_bench.bounds import least_nbytes
+from mpicomp_bench.measuring import Row
 from mpicomp_bench.network import Network
 from mpicomp_bench.options import above_zero, positive, share
 
@@ -44,8 +45,6 @@ MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so man
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
 HALVED = "mpi, 16 bits"  # dense messages, such as those of PyTorch's fp16 hook
-
-Row = dict[str, Any]
 
 
 def add_to(commands: Any) -> None:

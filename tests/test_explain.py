@@ -278,7 +278,7 @@ def test_one_rank_sends_nothing_and_keeps_dense(capsys):
     assert "model = DistributedDataParallel(network)  # as it is" in said
 
 
-@pytest.mark.parametrize("name", [*advice.METHODS, advice.ALONE])
+@pytest.mark.parametrize("name", [*advice.MESSAGES, advice.ALONE])
 def test_the_lines_of_a_method_name_what_there_is(name):
     """They run in tests/pytorch/test_recipes.py."""
     for node in ast.walk(ast.parse(advice.lines_of(name))):

@@ -52,7 +52,7 @@ def condensed() -> dict[str, Any]:
     """Return the content of the file."""
     every, passes = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("every_step", "passes"))
     constant = [row for row in every["rows"] if (row["schedule"], row["steps"]) == ("constant", STEPS)]
-    names = [name for name in advice.METHODS if name != advice.SIXTEEN]  # takes the steps of dense sums
+    names = [name for name in advice.MESSAGES if name != advice.SIXTEEN]  # takes the steps of dense sums
     by_method = {name: [row for row in constant if row["method"] == name] for name in names}
     dense = rows_at_best_rate(by_method[advice.DENSE])
     methods = {}

@@ -57,7 +57,7 @@ TRAININGS = {  # parameters, ranks, seconds of computing a step, bytes a second 
     "1e8 parameters, 16 ranks, 0.2 s, GPUs": (100_000_000, 16, 0.2, GPU),
 }
 SHOWN = (  # of the simulation
-    *(name for name in advice.METHODS if name != advice.SIXTEEN),
+    *(name for name in advice.MESSAGES if name != advice.SIXTEEN),
     "lion",
     "diloco-10",
 )

@@ -10,7 +10,7 @@ from mpicomp_bench import advice  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("name", advice.METHODS)
+@pytest.mark.parametrize("name", advice.MESSAGES)
 def test_the_lines_of_a_method_train(name, world):
     torch.manual_seed(0)
     network, lines = torch.nn.Linear(64, 32), advice.lines_of(name)
