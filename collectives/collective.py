@@ -188,9 +188,9 @@ class Collective(Generic[P, T]):
         vector, error = NOTHING, call.contribution if isinstance(call.contribution, Exception) else None
         name, codec = call.algorithm, call.codec
         try:
-            if not (name == "auto" or name in self.algorithms):
+            if name != "auto":
                 to_choice("algorithm", name, ["auto", *self.algorithms])
-            if not (codec == "auto" or codec in CODECS):
+            if codec != "auto":
                 to_choice("codec", codec, ["auto", *CODECS])
             _check_arguments(call.arguments, link.size, call.least_k)
             if error is None and not (call.follow and link.rank != call.arguments["root"]):
