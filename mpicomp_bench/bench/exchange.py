@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
-from mpicomp import ChunkedTopK, ErrorFeedback, Quantised, TopK
+from mpicomp import ErrorFeedback, TopK
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Call, Contestant, Row, compare, read_once
+from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import add_list, share
 
 Shape = tuple[int, ...]
@@ -128,12 +129,12 @@ def model_steps(comm: Any, gradient: Any, density: float, shapes: dict[str, Shap
 
 
 def local_round(comm: Any, parameters: dict[str, Any], density: float, name: str) -> Contestant:
-    """Return a round of local steps: chunks of 4096 in two bits, decay 0.95; untimed, a step of training before it."""
-    compressor = Quantised(ChunkedTopK(k=max(1, round(4096 * density)), chunk=4096), "two_bit")
+    """Return a round of local steps, each after an untimed step of training."""
+    method = f"local-sparse-1:k={max(1, round(4096 * density))}"
     for array in parameters.values():
         comm.Bcast(array)
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(decay=0.95), average="contributors")
-    outer, rng = OuterLoop(exchange, parameters, every=1), np.random.default_rng([2, comm.rank])
+    outer = OuterLoop(construct(method, comm), parameters, **outer_settings(method))
+    rng = np.random.default_rng([2, comm.rank])
     noise = {each: rng.standard_normal(array.shape, np.float32) for each, array in parameters.items()}
 
     def train() -> None:
