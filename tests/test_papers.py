@@ -51,24 +51,6 @@ def test_rows_that_the_file_has_are_not_run_again(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "E1.json").read_text())["rows"] == rows
 
 
-def test_an_experiment_again_leaves_the_committed_rows_alone_and_prints_both_tables(tmp_path, monkeypatch, capsys):
-    import papers
-
-    committed = (RESULTS / "E8.json").read_text()
-    rows = json.loads(committed)["rows"]
-    monkeypatch.setattr(papers, "rows_of", lambda run: [row for row in rows if row["command"] == run.command])
-    monkeypatch.setattr(papers, "ROOT", tmp_path)
-    monkeypatch.setattr(papers, "DRAWN", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "build" / "papers").mkdir(parents=True)
-    papers.again("E8", rows)
-    said = capsys.readouterr().out
-    assert said.count("entries of the sum") == 2
-    assert (RESULTS / "E8.json").read_text() == committed
-    again = json.loads((tmp_path / "build" / "papers" / "E8.json").read_text())["rows"]
-    assert {row["command"] for row in again} == {row["command"] for row in rows}
-
-
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
 def test_committed_rows_are_those_of_the_experiment_and_have_a_figure(file, tmp_path, monkeypatch):
     import figures

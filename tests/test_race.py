@@ -150,26 +150,3 @@ def test_rows_that_the_file_has_are_not_measured_again(tmp_path, monkeypatch, ca
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("s to 2.00") == 4
     assert len(json.loads(file.read_text())["rows"]) == 7
-
-
-def test_rows_of_another_sitting_have_a_row_alone_of_their_own(tmp_path, monkeypatch):
-    import race
-
-    asked = []
-    monkeypatch.setattr(race, "measured", lambda row, options: asked.append(row) or {**ROWS[0], **row})
-    monkeypatch.setattr(race, "testbed", lambda options, *arguments: ["true"])
-    monkeypatch.setattr(race.metadata, "version", lambda name: "1.0")
-    line = ["race.py", "--json", str(tmp_path / "race.json"), "--rates", "1gbit", "--seeds", "1", "--methods", "dense"]
-    for sitting, more in ("one", []), ("one", ["fp16"]), ("two", ["lion"]), ("three", ["--again"]):
-        monkeypatch.setattr(sys, "argv", [*line, *more, "--sitting", sitting])
-        assert race.main() == 0
-    methods = [(row["sitting"], row["method"], row["learning_rate"]) for row in asked]
-    assert methods == [
-        ("one", "alone", 1e-3),
-        ("one", "dense", 2e-3),
-        ("one", "fp16", 2e-3),
-        ("two", "alone", 1e-3),
-        ("two", "lion", 5e-4),
-        ("three", "alone", 1e-3),
-        ("three", "dense", 2e-3),
-    ]

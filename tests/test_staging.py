@@ -77,21 +77,11 @@ def child(prepare, *, size=2, program=CHILD, **environment):
 
 
 @ON_THE_STAND_IN
-def test_staged_messages_arrive():
-    assert child("").stdout.strip() == "sound"
-
-
-@ON_THE_STAND_IN
-def test_an_mpi_that_is_cuda_aware_gets_the_pointer():
-    done = child(CLAIM, MPICOMP_CUDA_AWARE="1", MPICOMP_FAKE_VISIBLE="1")
-    assert done.stdout.strip() == "sound", done.stderr
-
-
-@ON_THE_STAND_IN
 @pytest.mark.parametrize("aware", [False, True])
-def test_long_messages_cross_in_pieces(aware):
+@pytest.mark.parametrize("long", ["", LONG], ids=["short", "long"])
+def test_messages_arrive_staged_or_by_the_pointer_and_long_ones_in_pieces(aware, long):
     settings = {"MPICOMP_CUDA_AWARE": "1", "MPICOMP_FAKE_VISIBLE": "1"} if aware else {}
-    done = child(LONG + (CLAIM if aware else ""), **settings)
+    done = child(long + CLAIM * aware, **settings)
     assert done.stdout.strip() == "sound", done.stderr
 
 

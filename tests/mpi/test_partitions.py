@@ -22,7 +22,6 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from collectives.allreduce import PARTITIONS
 from collectives.first_call import link_of
 from collectives.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
@@ -181,14 +180,6 @@ def test_what_leaves_a_node_is_coded(comm, places):
     inside = sent()
     places("AB")
     assert sent() / inside == pytest.approx((53 + 8.6) / 96, rel=0.02)
-
-
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_hot_stretches_in_lanes(comm, places, partition):
-    places("AABB")
-    vectors = [hot(rank, 100_000, 5000) for rank in range(comm.size)]
-    total = sparse_allreduce(vectors[comm.rank], comm, algorithm="node_lanes", partition=partition)
-    np.testing.assert_array_equal(total.to_dense(), sum(vector.to_dense() for vector in vectors))
 
 
 @pytest.mark.exactly(8)
