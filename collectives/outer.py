@@ -27,6 +27,7 @@ outer step; a round at rate 0 discards its progress, and the residuals.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,11 +178,8 @@ class OuterLoop:
         Raises ValueError on a rank whose state does not fit and CollectiveError on the others; CollectiveError on all
         for states of different steps; RuntimeError with an exchange in flight. Nothing changes then.
         """
-
-        def load_exchange() -> None:
-            self.exchange.load_state_dict(_under("exchange/", state), same_settings=same_settings)
-
-        self._load(lambda: state, load_exchange)
+        load = partial(self.exchange.load_state_dict, same_settings=same_settings)
+        self._load(lambda: state, lambda: load(_of_exchange(state)))
 
     def load_state_dicts(
         self,
@@ -199,13 +197,11 @@ class OuterLoop:
         Raises the errors of `load_state_dict`, and ValueError for states within a round or with an exchange in flight,
         as the progress since the anchor belongs to single ranks. Save when `step` has returned True, with delay=0.
         """
-
-        def load_exchange() -> None:
-            self.exchange.load_state_dicts(
-                ranks, lambda rank: _under("exchange/", load(rank)), same_settings=same_settings, conserve=conserve
-            )
-
-        self._load(lambda: self._between_rounds(ranks, load), load_exchange)
+        load_exchange = partial(self.exchange.load_state_dicts, same_settings=same_settings, conserve=conserve)
+        self._load(
+            lambda: self._between_rounds(ranks, load),
+            lambda: load_exchange(ranks, lambda rank: _of_exchange(load(rank))),
+        )
 
     def _load(self, given: Callable[[], Mapping[str, Any]], load_exchange: Callable[[], None]) -> None:
         """Load the state that `given` returns, and that of the exchange, on all ranks or on none."""
@@ -354,8 +350,9 @@ def _digest(arrays: Sequence[Array]) -> str:
     return digest.hexdigest()
 
 
-def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state whose names begin with a prefix, which is removed."""
+def _of_exchange(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the exchange, a part of that of the loop."""
+    prefix = "exchange/"
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
 
 

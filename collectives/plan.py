@@ -60,7 +60,7 @@ class SupportPlan:
     """Indices that all ranks of a communicator agreed on; made by `union`.
 
     indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in numbers or in rows. comm: the
-    communicator. digest: of the indices. `iunion` and `iallreduce` are nonblocking, and return a `Request`.
+    communicator. digest: of the indices. `iallreduce` is nonblocking, and returns a `Request`.
 
     >>> plan = SupportPlan.union(TopK(k=2).compress(gradient), comm)
     >>> plan.allreduce(plan.take(gradient)).tolist()
@@ -79,8 +79,6 @@ class SupportPlan:
         vector: of one length on all ranks; its values are ignored. Raises the errors of `sparse_allreduce`.
         """
         return _union(vector, comm)
-
-    iunion = staticmethod(_union.nonblocking)
 
     def allreduce(self, values: Any) -> Any:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.

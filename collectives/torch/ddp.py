@@ -14,7 +14,6 @@ mean.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,11 +74,7 @@ def attach(
     return handle
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    future: torch.futures.Future[torch.Tensor]
-    buffer: torch.Tensor
-    parts: list[tuple[torch.Tensor, torch.Tensor]]  # each parameter, and the view of its gradient
+_Parts = list[tuple[torch.Tensor, torch.Tensor]]  # of a bucket: each parameter, and the view of its gradient
 
 
 class DDPHandle(Handle):
@@ -95,28 +90,28 @@ class DDPHandle(Handle):
         self._views, self._may_skip = model.gradient_as_bucket_view, model.find_unused_parameters or model.static_graph
         self._clip = clip
         self.norm: float | None = None  # with `clip`: of this rank's last gradient, before it was clipped
-        self._buckets: list[_Bucket] = []  # of the step under way
+        self._buckets: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]] = []  # of this step
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
         if not self._buckets:
             self._begin()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
-        taken = _Bucket(_future(bucket.buffer()), bucket.buffer(), parts)
-        self._buckets.append(taken)
+        buffer, future = bucket.buffer(), _future(bucket.buffer())
+        self._buckets.append((future, buffer, parts))
         if self._scale != 1:
-            taken.buffer.div_(self._scale)
+            buffer.div_(self._scale)
         if self._clip is None:
             self._start(parts)
         if bucket.is_last():
             self._complete()
-        return taken.future
+        return future
 
     def _complete(self) -> None:
         """Wait for the means, and write them to DDP's buckets and to unused parameters."""
         buckets, self._buckets = self._buckets, []
         if self._clip is not None:
-            self._clip_gradient(buckets, self._clip)
+            self._clip_gradient([(buffer, parts) for _, buffer, parts in buckets], self._clip)
         failed: Exception | None = None
         means: dict[str, Any] = {}
         factor = math.nan
@@ -124,42 +119,42 @@ class DDPHandle(Handle):
             means, factor = self._end()
         except Exception as error:  # on all ranks; DDP needs its futures to go on after it
             failed = error
-        for bucket in buckets:
-            for parameter, part in bucket.parts if means else []:
+        for future, buffer, parts in buckets:
+            for parameter, part in parts if means else []:
                 if part.dtype == torch.bfloat16:
                     part.copy_(means[self._names[parameter]])
             if factor != 1:
-                bucket.buffer.mul_(factor)
+                buffer.mul_(factor)
             if self._may_skip:
-                self._set_unused(bucket)
-            bucket.future.set_result(bucket.buffer)
+                self._set_unused(parts)
+            future.set_result(buffer)
         if failed is not None:
             _raise_after_backward(failed)
         elif self._drops:
             _after_ddp(self._drop_gradients)
 
-    def _set_unused(self, bucket: _Bucket) -> None:
+    def _set_unused(self, parts: _Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
-        for parameter, part in bucket.parts:
+        for parameter, part in parts:
             mean = _in_layout_of(parameter, part)
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
             elif mean.any():
                 parameter.grad = mean if self._views else mean.clone()
 
-    def _clip_gradient(self, buckets: list[_Bucket], clip: float) -> None:
+    def _clip_gradient(self, buckets: list[tuple[torch.Tensor, _Parts]], clip: float) -> None:
         """Scale this rank's gradient to a norm of at most clip / sqrt(P), and start the exchange.
 
         The bits do not depend on the buckets.
         """
-        parts = dict(part for bucket in buckets for part in bucket.parts)
-        norms = [torch.linalg.vector_norm(parts[each], dtype=torch.float64) for each in self._names if each in parts]
+        found = dict(pair for _, parts in buckets for pair in parts)
+        norms = [torch.linalg.vector_norm(found[each], dtype=torch.float64) for each in self._names if each in found]
         self.norm = norm = math.hypot(*map(float, norms))
         limit = clip / math.sqrt(self.exchange.comm.size)
-        for bucket in buckets:
+        for buffer, parts in buckets:
             if limit < norm < math.inf:  # what is not finite is left for the exchange to find
-                bucket.buffer.mul_(limit / norm)
-            self._start(bucket.parts)
+                buffer.mul_(limit / norm)
+            self._start(parts)
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
