@@ -11,21 +11,19 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from collectives.collective import Call, Codec, collective
 from collectives.patterns import add, hand_down, reduce_up
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.vector import SparseVector, count_up
+from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 def sum_at_the_root(outcome: Any) -> tuple[list[Any], list[Any]]:
-    """Promise the sum on the root, with or without votes, and nothing on the other ranks."""
-    return [], [] if outcome is None else [outcome[0] if isinstance(outcome, tuple) else outcome]
+    """Promise the sum on the root, and nothing on the other ranks."""
+    return [], [] if outcome is None else [outcome]
 
 
 @collective(sum_at_the_root)
@@ -36,22 +34,19 @@ def sparse_reduce(
     *,
     algorithm: Literal["auto", "tree"] = "auto",
     codec: Codec = "auto",
-    votes: bool = False,
 ) -> Call[SparseVector | None]:
     """Sum the vectors of all ranks on the root, exactly.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none. root:
-    the same on all ranks. algorithm: "auto" or "tree". votes: also count the ranks that contribute each entry; the same
-    on all ranks.
+    the same on all ranks. algorithm: "auto" or "tree".
 
-    Returns the sum on the root, and None on the other ranks. With votes the root returns (sum, counts): counts is
-    int64, one for each entry.
+    Returns the sum on the root, and None on the other ranks.
 
     >>> total = sparse_reduce(TopK(k=2).compress(gradient), comm, root=0)
     >>> total.indices.tolist() if comm.rank == 0 else total
     [1, 3]
     """
-    return Call(vector, comm, algorithm, codec, {"root": root, "votes": votes})
+    return Call(vector, comm, algorithm, codec, {"root": root})
 
 
 sparse_ireduce = sparse_reduce.nonblocking
@@ -85,13 +80,10 @@ sparse_ibcast = sparse_bcast.nonblocking
 
 
 @sparse_reduce.algorithm
-def tree(vector: SparseVector, group: Group, root: int, votes: bool = False) -> Steps[Any]:
-    """Sum over a binomial tree to the root: the vectors, and with votes a one for each entry."""
+def tree(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector | None]:
+    """Sum over a binomial tree to the root."""
     total, _ = yield from reduce_up((vector, 0), group, add, root)
-    if not votes:
-        return total if group.rank == root else None
-    counts, _ = yield from reduce_up((count_up([vector]), 0), group, add, root)
-    return (total, counts.values.reshape(-1).astype(np.int64)) if group.rank == root else None
+    return total if group.rank == root else None
 
 
 def bcast(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector]:

@@ -76,7 +76,7 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
     assert len(sparse_allgather(vector, watched)) == comm.size
     sparse_reduce_scatter(vector, watched)
     root = comm.size - 1
-    assert (sparse_reduce(vector, watched, root, votes=True) is not None) == (comm.rank == root)
+    assert (sparse_reduce(vector, watched, root) is not None) == (comm.rank == root)
     assert bits(sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(
         contribution(pattern, root, root + 1)
     )

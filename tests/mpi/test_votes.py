@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from cases import PATTERNS, assert_equal, contribution, contributions, for_each, window
+from cases import assert_equal, contribution, contributions, for_each, window
 
-from collectives import allreduce, sparse_allreduce, sparse_reduce
+from collectives import allreduce, sparse_allreduce
 from mpicomp import CollectiveError, SparseVector
 
 
@@ -27,18 +27,6 @@ def test_an_allreduce_counts_who_brought_an_entry(comm, pattern, algorithm):
     assert votes.dtype == np.int64
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_reduce_counts_them_for_the_root(comm, pattern):
-    vectors, root = contributions(pattern, comm.size), comm.size - 1
-    outcome = sparse_reduce(vectors[comm.rank], comm, root, votes=True)
-    if comm.rank != root:
-        assert outcome is None
-        return
-    total, votes = outcome
-    assert_equal(total, sum(window(vector) for vector in vectors))
-    np.testing.assert_array_equal(votes, votes_of(vectors)[1])
-
-
 @pytest.mark.parametrize("width", [1, 3])
 def test_rows_are_counted_too(comm, width):
     rows = SparseVector([comm.rank, 20], np.arange(2.0 * width).reshape(2, width), 30)
@@ -54,4 +42,4 @@ def test_votes_on_some_ranks_only_raise_everywhere(comm):
     with pytest.raises(CollectiveError, match="votes must be the same on all ranks, got False on rank 0; True on"):
         sparse_allreduce(vector, comm, votes=comm.rank > 0, algorithm="split_allgather")
     with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="votes is 1: expected True or False"):
-        sparse_reduce(vector, comm, votes=1 if comm.rank == 0 else True)
+        sparse_allreduce(vector, comm, votes=1 if comm.rank == 0 else True)
