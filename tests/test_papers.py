@@ -2,11 +2,19 @@
 
 import json
 import pathlib
+import re
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 import train
-from commands import PARSER
+from commands import PARSER, written
+from mpi4py import MPI
+
+from collectives import GradientExchange
+from mpicomp import TopK
+from mpicomp_bench import COMMANDS, parser
+from mpicomp_bench.bench.compressors import COMPRESSORS
 
 PAPERS = pathlib.Path(__file__).parent.parent / "benchmarks" / "papers"
 RESULTS = PAPERS.parent.parent / "docs" / "results" / "papers"
@@ -18,17 +26,29 @@ def beside(monkeypatch):
     monkeypatch.syspath_prepend(str(PAPERS))
 
 
-def test_every_command_is_known_and_stands_once():
-    from experiments import EXPERIMENTS
+@pytest.fixture
+def compared(monkeypatch):
+    """Return the module of the compressors that the papers compare with, which the command knows meanwhile."""
+    import compared
+
+    for name, compressor in compared.COMPARED.items():
+        monkeypatch.setitem(COMPRESSORS, name, compressor)
+    return compared
+
+
+def test_every_command_is_known_and_stands_once(compared):
+    from experiments import COMPARED, EXPERIMENTS, TRAIN
     from figures import FIGURES
 
+    compressors = parser(COMMANDS.values())
+    known = {TRAIN: (train.parser(), ()), COMPARED: (compressors, ("bench", "compressors")), "": (PARSER, ("bench",))}
     assert EXPERIMENTS.keys() == FIGURES.keys()
     for experiment in EXPERIMENTS.values():
         runs = list(experiment())
         assert len({run.command for run in runs}) == len(runs)
         for run in runs:
-            known, words = (train.parser(), ()) if run.trains else (PARSER, ("bench",))
-            known.parse_args([*words, *run.options])
+            command, words = known[run.script]
+            command.parse_args([*words, *run.options])
 
 
 def test_rows_that_the_file_has_are_not_run_again(tmp_path, monkeypatch):
@@ -73,3 +93,62 @@ def test_the_models_of_gtopk_are_those_of_the_paper():
     assert allgather_model(4) == pytest.approx(0.75)  # 2 (P-1) k over 4 k lg P
     assert allgather_model(32) == pytest.approx(3.1)
     assert dense_model(32) == pytest.approx(96.875)
+
+
+SEARCHES = pytest.mark.parametrize("name", ["RedSync", "GaussianK", "MSTopK"])
+
+
+@pytest.mark.parametrize("density", [0.3, 0.05, 0.001])
+@pytest.mark.parametrize("draw", ["standard_normal", "standard_cauchy", "standard_exponential"])
+def test_redsync_trims_to_the_exact_top_k_and_mstopk_fills_up_to_k(compared, draw, density):
+    dense = getattr(np.random.default_rng(0), draw)(20_000).astype(np.float32)
+    exact = TopK(density).compress(dense)
+    np.testing.assert_array_equal(compared.RedSync(density).compress(dense).indices, exact.indices)
+    found = compared.MSTopK(density).compress(dense)
+    assert found.nnz == exact.nnz
+    assert np.intersect1d(found.indices, exact.indices).size >= 0.99 * exact.nnz
+
+
+def test_gaussian_k_corrects_its_distance_three_times_at_most(compared):
+    """All values are one deviation from a mean of zero: at .67 all are selected, at 1.01 none, at .51 and .76 all."""
+    compressor = compared.GaussianK(0.5)
+    assert compressor.compress(np.resize([1.0, -1.0], 1000)).nnz == 500
+    assert compressor.report.rounds == 4
+    assert compressor.report.threshold == pytest.approx(NormalDist().inv_cdf(0.75) * 1.5 * 0.5 * 1.5)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
+def test_gaussian_k_of_a_normal_vector_has_its_density(compared, density):
+    dense = np.random.default_rng(5).standard_normal(200_000).astype(np.float32)
+    assert compared.GaussianK(density).compress(dense).density == pytest.approx(density, rel=0.15)
+
+
+@SEARCHES
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_a_compressor_of_the_contract_alone_has_its_place_in_an_exchange(compared, name, density):
+    """Sums and residual are what was given: of equal values, few, zeros and one."""
+    exchange, rng = GradientExchange(MPI.COMM_SELF, getattr(compared, name)(density)), np.random.default_rng(0)
+    given = total = np.zeros(100, np.float32)
+    for gradient in np.full(100, 3), rng.integers(-99, 99, 100), np.zeros(100), np.arange(100) == 7:
+        given = given + gradient.astype(np.float32)
+        total = total + exchange(gradient.astype(np.float32))
+    (bucket,) = exchange.buckets
+    np.testing.assert_array_equal(total + bucket.feedback.residual, given)
+    with pytest.raises(ValueError, match=re.escape("values[3] is inf: expected finite values")):
+        exchange(np.where(np.arange(100) == 3, np.inf, 1).astype(np.float32))
+
+
+@SEARCHES
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_nothing_of_zeros_and_all_of_one_value(compared, name, length):
+    compressor = getattr(compared, name)(0.01)
+    assert compressor.compress(np.zeros(length)).nnz == 0
+    assert compressor.compress(np.full(length, 0.1)).nnz == min(length, 1)
+
+
+def test_the_command_measures_them_as_well(compared, tmp_path):
+    few = "--length", "2000", "--densities", "0.1", "--distributions", "normal", "--repeats", "2"
+    rows = written(tmp_path / "rows.json", "bench", "compressors", *few, "--compressors", "TopK", *compared.COMPARED)[
+        "rows"
+    ]
+    assert {row["compressor"] for row in rows} >= {"TopK", "RedSync", "GaussianK", "MSTopK"}

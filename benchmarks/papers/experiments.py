@@ -1,4 +1,4 @@
-"""The experiments by name: the runs of each, as command lines of benchmarks/training and `mpicomp bench`.
+"""The experiments by name: the runs of each, as command lines of benchmarks and of `mpicomp bench`.
 
 One rule for the learning rate: a method is trained with each of `RATES` of its task, from a seed of its own and without
 the validation part, and takes the rate with the least loss there. Experiments E3, E4 and E8 are about densities, times
@@ -30,21 +30,22 @@ AVERAGING = "--averaging-period", "20"  # of E5, whose methods are these by thei
 CAPTURED = "build/papers/{}.npz"
 TIMED = "SIDCo-exponential", "SIDCo-pareto", "SampledTopK", "RedSync", "GaussianK", "torch.topk"
 TRAIN = "benchmarks/training/train.py"
+COMPARED = "benchmarks/papers/compared.py"
 LINKS = {4: "500mbit", 8: "250mbit", 16: "125mbit", 32: "62500kbit"}  # of E7: one machine serves all hosts
 
 
 class Run(NamedTuple):
-    """A run. options: of `mpicomp bench`, or of TRAIN. ranks: of mpirun. rate: of the links, each rank on a host."""
+    """A run. options: of `script`, or of `mpicomp bench`. ranks: of mpirun. rate: of the links, each rank on a host."""
 
     options: tuple[str, ...]
     ranks: int
     rate: str | None = None
-    trains: bool = False
+    script: str = ""
 
     @property
     def command(self) -> str:
         """The command line, as a reader can type it."""
-        words = " ".join([f"python -m mpi4py {TRAIN}" if self.trains else "mpicomp bench", *self.options])
+        words = " ".join([f"python -m mpi4py {self.script}" if self.script else "mpicomp bench", *self.options])
         if self.rate:
             return f"testbed.py up {self.ranks} {self.rate}; testbed.py run {words}"
         return f"mpirun -n {self.ranks} {words}"
@@ -58,7 +59,7 @@ def training(
     batch = ("--batch", "16") if task == "shakespeare" else ()
     counts = ("--steps", f"{steps}", "--seeds", f"{seeds}", "--points", f"{points}")
     options = ("--task", task, *options, *counts, *batch, "--rate", *map(str, rates))
-    return Run(options, ranks, trains=True)
+    return Run(options, ranks, script=TRAIN)
 
 
 def e1() -> Iterator[Run]:
@@ -92,7 +93,7 @@ def e4() -> Iterator[Run]:
         )
         for length in "1e6", "25e6":
             timed = "--length", length, "--densities", "0.001", "0.01", "--compressors", *TIMED
-            yield Run(("compressors", "--captured", CAPTURED.format(task), *timed), 1)
+            yield Run(("--captured", CAPTURED.format(task), *timed), 1, script=COMPARED)
     methods = "--methods", "dense", "topk-allgather", "dgc", "sidco", "--density", "0.01"
     for rate in "25mbit", "100mbit":
         yield training(8, "images", *methods, steps=400, seeds=1, rates=(OF_DENSE["images"],), points=20)._replace(
@@ -141,9 +142,11 @@ def e9() -> Iterator[Run]:
     """Local steps: dense exchanges, and 3.1 and 1.6 % of each chunk in two bits, averaged in two ways."""
     for task, rates in OF_LOCAL.items():
         common = "--task", task, "--every", "5", "15", "30", "--seeds", "3", "--points", "1", "--rate", *map(str, rates)
-        yield Run((*common, "--methods", "dense", "local-dense"), 4, trains=True)
+        yield Run((*common, "--methods", "dense", "local-dense"), 4, script=TRAIN)
         for density in "0.031", "0.016":
-            yield Run((*common, "--methods", "local-sparse", "local-sparse-mean", "--density", density), 4, trains=True)
+            yield Run(
+                (*common, "--methods", "local-sparse", "local-sparse-mean", "--density", density), 4, script=TRAIN
+            )
 
 
 def e10() -> Iterator[Run]:
@@ -151,7 +154,7 @@ def e10() -> Iterator[Run]:
     for task, rates in OF_EVERY_STEP.items():
         common = "--task", task, "--seeds", "3", "--points", "1", "--rate", *map(str, rates), "--density", "0.031"
         for methods in ("dense", "few-bits-8", "few-bits-4", "few-bits-2"), ("in-basis", "in-basis-two-bit"):
-            yield Run((*common, "--methods", *methods), 4, trains=True)
+            yield Run((*common, "--methods", *methods), 4, script=TRAIN)
 
 
 EXPERIMENTS = {

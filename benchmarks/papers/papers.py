@@ -6,9 +6,9 @@
     python benchmarks/papers/papers.py E3 --list       # prints the commands
     python benchmarks/papers/papers.py --figures       # the figures of all files
 
-Each run is a command of benchmarks/training or of `mpicomp bench`. Those that the file has are not run again: an
-interrupted experiment continues. The rows of all experiments are committed: --again repeats one. README.md beside this
-file has the experiments.
+Each run is a command of benchmarks/training, of compared.py beside this file, or of `mpicomp bench`. Those that the
+file has are not run again: an interrupted experiment continues. The rows of all experiments are committed: --again
+repeats one. README.md beside this file has the experiments.
 """
 
 import json
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from experiments import EXPERIMENTS, TRAIN, Run
+from experiments import EXPERIMENTS, Run
 from figures import FIGURES
 from tables import TABLES
 
@@ -59,7 +59,7 @@ def rows_of(run: Run) -> list[Row]:
     """Run, and return the rows."""
     with tempfile.TemporaryDirectory() as folder, launcher(run) as launched:
         file = Path(folder, "rows.json")
-        program = [str(ROOT / TRAIN)] if run.trains else ["-m", "mpicomp_bench", "bench"]
+        program = [str(ROOT / run.script)] if run.script else ["-m", "mpicomp_bench", "bench"]
         words = [sys.executable, "-m", "mpi4py", *program, *run.options, "--json", str(file)]
         environment = {**os.environ, **ENVIRONMENT}
         subprocess.run([*launched, *words], env=environment, stdout=sys.stderr, check=True, timeout=TIME_LIMIT)

@@ -18,7 +18,6 @@ from mpicomp.compressors.random_k import RandomK
 from mpicomp.compressors.sampled import SampledTopK, WarmUp
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.threshold import Threshold
-from mpicomp.compressors.thresholds import GaussianK, MSTopK, RedSync
 from mpicomp.compressors.topk import TopK
 
 __all__ = [
@@ -28,11 +27,8 @@ __all__ = [
     "ChunkedTopK",
     "Compressor",
     "Dense",
-    "GaussianK",
-    "MSTopK",
     "Quantised",
     "RandomK",
-    "RedSync",
     "Report",
     "SIDCo",
     "SampledTopK",

@@ -17,11 +17,8 @@ from mpicomp import (
     ChunkedTopK,
     Compressor,
     Dense,
-    GaussianK,
-    MSTopK,
     Quantised,
     RandomK,
-    RedSync,
     SampledTopK,
     SIDCo,
     SparseVector,
@@ -30,7 +27,6 @@ from mpicomp import (
 )
 from mpicomp.arrays import Array
 from mpicomp.codec import encoded_nbytes, smallest
-from mpicomp.compressors.common import Density
 from mpicomp_bench.bench.data import FAMILIES, draw
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.files import FileType
@@ -54,9 +50,6 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     "ChunkedTopK": chunked,
     **{f"SIDCo-{fit}": partial(SIDCo, distribution=fit) for fit in ("exponential", "pareto", "gamma")},
     "SampledTopK": SampledTopK,
-    "RedSync": RedSync,
-    "GaussianK": GaussianK,
-    "MSTopK": MSTopK,
     "RandomK": RandomK,
     "AggregationAware": AggregationAware,
     **{
@@ -67,8 +60,6 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     "AdaComp": lambda density: AdaComp(),
     "Dense": lambda density: Dense(),
 }
-TORCH = "torch.topk"
-NAMES = [*COMPRESSORS, "Threshold"]
 WITHOUT_TARGET = "AdaComp", "Dense"  # the number of entries does not depend on the density
 
 ABOUT = f"""\
@@ -88,7 +79,7 @@ compressor precedes each timed one.
 
 EXAMPLES = """
 mpicomp bench compressors --distributions normal cauchy --json compressors.json
-mpicomp bench compressors --captured gradients.npz --densities 0.001 --compressors TopK torch.topk
+mpicomp bench compressors --captured gradients.npz --densities 0.001 --compressors TopK AdaComp
 """
 
 COLUMNS: list[Column] = [
@@ -144,19 +135,6 @@ def gradients(options: Options) -> Iterator[tuple[str, Array]]:
         yield distribution, draw(distribution, options.length)
 
 
-class TorchTopK(Density):
-    """PyTorch's topk of the magnitudes, on the CPU: what to compare with; needs PyTorch."""
-
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """See `Compressor.compress`."""
-        import torch
-
-        values = torch.from_numpy(corrected)
-        indices = torch.topk(values.abs(), self.count(len(values)), sorted=False).indices.numpy()
-        indices = np.sort(indices).astype(np.int32)
-        return SparseVector(indices, corrected[indices], corrected.size)
-
-
 def compared(
     names: Sequence[str], about: Row, gradient: Array, turns: int, clock: Callable[[], float]
 ) -> Iterator[Row]:
@@ -205,7 +183,7 @@ def made(name: str, density: float, gradient: Array) -> Compressor:
     """Return a compressor by its name; Threshold with the threshold for this density of the gradient."""
     if name == "Threshold":
         return Threshold(float(np.abs(TopK(density).compress(gradient).values).min()))
-    return TorchTopK(density) if name == TORCH else COMPRESSORS[name](density)
+    return COMPRESSORS[name](density)
 
 
 def ready(name: str, density: float, gradient: Array) -> tuple[Compressor, float]:
@@ -249,7 +227,8 @@ def add_options(parser: Any) -> None:
     add_list(parser, "--distributions", list(FAMILIES), "distributions of the values: ", choices=list(FAMILIES))
     about = "gradients of benchmarks/training/train.py --capture, repeated to --length (the distributions)"
     parser.add_argument("--captured", type=captured_file, metavar="FILE", help=about)
-    add_list(parser, "--compressors", NAMES, "compressors: ", choices=[*NAMES, TORCH])
+    names = [*COMPRESSORS, "Threshold"]
+    add_list(parser, "--compressors", names, "compressors: ", choices=names)
     about = "count the time in which the thread has a core, for a busy machine (wall clock)"
     parser.add_argument("--cpu-time", action="store_true", help=about)
 
