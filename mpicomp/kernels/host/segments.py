@@ -8,7 +8,7 @@ with a lower one, and at last with all values that are not zero. The result does
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,134 +52,142 @@ def largest_in_segments(
     if summands is not None and values.dtype == np.float16:
         add_parts(*summands, values)
         summands = None
-    bits = as_writable(values).view(form.signed)
-    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # of a floor, at most: a quarter of a power of two
     edges = np.asarray(bounds, np.int64)
-    each, size, rest = (np.asarray(given, np.int64) for given in (k, chunk, last))
-    lengths = np.diff(edges)
-    each, size = (
-        np.where(size > lengths, rest, each),
-        np.minimum(size, lengths).clip(1),
-    )  # a segment of one chunk is whole
-    most = int(size.max(initial=0)) + WORD
-    counts = np.append(0, np.cumsum(lengths // size * each + rest))  # at most so many, segment by segment
-    adding = _addends(values, summands)
+    lengths = edges[1:] - edges[:-1]
+    counts = np.append(0, np.cumsum(lengths // chunk * k + last))  # at most so many, segment by segment
+    segments, longest = _segments(edges, k, chunk, last, summands), int(np.minimum(chunk, lengths).max(initial=1))
+    vector = _vector(values, form, summands)
+    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # a quarter of a power of two
 
     def selected(start: int, end: int) -> Found:
         first, beyond = np.searchsorted(edges[:-1], (start, end), side="right") - (1, 0)
         room = int(counts[beyond] - counts[max(first, 0)]) + 1  # one more element, for `keep_at`
         positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
-        places, keys = np.empty(most, np.intp), np.empty(most, form.signed)
-        some, candidates = np.empty(_SAMPLE, adding[0].dtype), np.empty(most, adding[0].dtype)
-        rows = edges, each, size, rest
-        work = some, _bits_of(some, form), places, candidates, _bits_of(candidates, form), keys
-        span = start, end, slack
-        count = int(_largest(bits, form.mask, form.width, *span, *adding, *rows, *work, positions, kept))
+        buffers = _buffers(longest + WORD, vector)
+        count = int(_largest(vector, segments, start, end, slack, buffers, positions, kept))
         return positions[:count], kept[:count]
 
-    step = int(size[0]) if len(each) == 1 else 1
-    positions, found = joined(in_pieces(selected, bits.size, threads, step=step))
+    step = longest if len(segments) == 1 else 1
+    positions, found = joined(in_pieces(selected, values.size, threads, step=step))
     return positions, found.view(values.dtype)
 
 
-def _bits_of(values: Array, form: Format) -> Array:
-    """Return the bits of a buffer; of float16, for which kernels take no values, a buffer of its own."""
-    return (
-        values.view(form.signed)
-        if values.dtype.itemsize == form.signed.itemsize
-        else np.empty(values.size, form.signed)
-    )
+class _Vector(NamedTuple):
+    """The values to select from, which ``factor * a`` plus parts of another vector may be written to first."""
+
+    values: Array  # float32 or float64; empty for float16, to which no sum is written
+    bits: Array
+    mask: Any
+    width: int
+    a: Array
+    factor: Any
 
 
-def _addends(values: Array, summands: Summands | None) -> tuple[Array, Array, Any, Array]:
-    """Return the sum's vector, its first summand, the factor, and the addresses of the parts.
+class _Buffers(NamedTuple):
+    """Room for a sample, and for the candidates of a chunk: 64 more than a chunk has."""
 
-    Without summands there are no addresses.
-    """
-    if summands is None:
-        floats = as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
-        return floats, floats, floats.dtype.type(1), np.empty(0, np.int64)
-    a, scale, parts = summands
-    return values, as_writable(a), values.dtype.type(scale), addresses(parts)
+    sums: Array
+    sample: Array  # the bits of `sums`
+    places: Array
+    values: Array
+    bits: Array  # those of `values`
+    keys: Array
+
+
+_SEGMENT = np.dtype([(name, np.int64) for name in ("first", "end", "k", "chunk", "last", "address")])
+
+
+def _segments(bounds: Array, k: Any, chunk: Any, last: Any, summands: Summands | None) -> Array:
+    """Return a record for each segment, with the address of its part of the second summand, or 0."""
+    segments = np.zeros(bounds.size - 1, _SEGMENT)
+    segments["first"], segments["end"] = bounds[:-1], bounds[1:]
+    segments["k"], segments["chunk"], segments["last"] = k, chunk, last
+    if summands is not None:
+        segments["address"] = addresses(summands[2])
+    return segments
+
+
+def _vector(values: Array, form: Format, summands: Summands | None) -> _Vector:
+    bits = as_writable(values).view(form.signed)
+    if summands is not None:
+        a, scale, _ = summands
+        return _Vector(values, bits, form.mask, form.width, as_writable(a), values.dtype.type(scale))
+    floats = as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
+    return _Vector(floats, bits, form.mask, form.width, floats, floats.dtype.type(1))
+
+
+def _buffers(longest: int, vector: _Vector) -> _Buffers:
+    signed, floating = vector.bits.dtype, vector.values.dtype
+    sums, candidates = np.empty(_SAMPLE, floating), np.empty(longest, floating)
+    if signed.itemsize == floating.itemsize:
+        sample, bits = sums.view(signed), candidates.view(signed)
+    else:  # of float16 kernels read the bits alone
+        sample, bits = np.empty(_SAMPLE, signed), np.empty(longest, signed)
+    return _Buffers(sums, sample, np.empty(longest, np.intp), candidates, bits, np.empty(longest, signed))
 
 
 @jit
-def _largest(  # type: ignore[no-untyped-def]
-    bits,
-    mask,
-    width,
-    start,
-    end,
-    slack,
-    values,
-    a,
-    factor,
-    starts,
-    edges,
-    ks,
-    chunks,
-    lasts,
-    some,
-    sample,
-    places,
-    candidate_values,
-    candidates,
-    keys,
-    positions,
-    kept,
-):
+def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # type: ignore[no-untyped-def]
     """Select from the chunks that begin in [start, end), and return the number of entries.
 
-    starts: the addresses of the parts; none without summands. slack: the most by which a floor is below the threshold
-    of the chunk before; at `safe`, it is. sample, candidates: the bits of `some`, `candidate_values`. places,
-    candidates, keys: buffers for 64 values more than a chunk has.
+    slack: the most by which a floor is below the threshold of the chunk before; at `safe`, it is. `margin` follows the
+    number of candidates.
     """
-    bits, values, a, positions, kept = bare(bits), bare(values), bare(a), bare(positions), bare(kept)
-    places, candidates, candidate_values, keys = bare(places), bare(candidates), bare(candidate_values), bare(keys)
-    integer, most = bits.dtype.type, slack
-    count = np.uint64(0)
-    for row in range(ks.size):
-        low, high, chunk = edges[row], edges[row + 1], chunks[row]
-        if high <= start or low >= end:
+    bits, values, a = bare(vector.bits), bare(vector.values), bare(vector.a)
+    positions, kept = bare(positions), bare(kept)
+    places, candidates, keys = bare(buffers.places), bare(buffers.bits), bare(buffers.keys)
+    candidate_values, sample, sums = bare(buffers.values), bare(buffers.sample), bare(buffers.sums)
+    mask, width, integer = vector.mask, vector.width, bits.dtype.type
+    margin, count, sampled = slack, np.uint64(0), 0
+    for segment in segments:
+        origin, close, address = segment["first"], segment["end"], segment["address"]
+        if close <= start or origin >= end:
             continue
+        chunk = max(1, min(segment["chunk"], close - origin))
         floor = safe = integer(1)
-        address = starts[row] if starts.size else np.int64(0)
-        skipped = max(0, -(-(start - low) // chunk))  # chunks of an earlier piece
-        for first in range(low + skipped * chunk, min(high, end), chunk):
-            beyond = min(first + chunk, high)
+        skipped = max(0, -(-(start - origin) // chunk))  # chunks of an earlier piece
+        for first in range(origin + skipped * chunk, min(close, end), chunk):
+            beyond = min(first + chunk, close)
             size = beyond - first
-            wanted = ks[row] if size == chunk else lasts[row]
+            k = segment["k"] if size == segment["chunk"] else segment["last"]
             if floor == integer(1) and size >= _SAMPLED:
-                taken = min(_SAMPLE, size // 4)
+                sampled = min(_SAMPLE, size // 4)
                 if address != 0:
-                    b = array_at(values, address, high - low)
-                    _sample_sums(a[first:beyond], factor, b[first - low : beyond - low], some[:taken])
+                    b = array_at(values, address, close - origin)[first - origin : beyond - origin]
+                    _sample_sums(a[first:beyond], vector.factor, b, sums[:sampled])
                 else:
-                    _sample(bits[first:beyond], sample[:taken])
-                floor = _foreseen(sample[:taken], mask, width, wanted, size, _SHARP, keys)
+                    _sample(bits[first:beyond], sample[:sampled])
+                floor = _foreseen(sample[:sampled], mask, width, k, size, _SHARP, keys)
                 safe = integer(0)  # not known yet
+            piece = bits[first:beyond]
             if address == 0:
-                found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
+                found = np.int64(compact(piece, mask, floor, first, places, candidates)[0])
             else:
-                b = array_at(values, address, high - low)[first - low : beyond - low]
-                piece, out = bits[first:beyond], values[first:beyond]
-                rest = piece, mask, floor, first, places, candidate_values
-                found = np.int64(_add_and_compact(a[first:beyond], factor, b, out, *rest)[0])
-            if found < wanted + _SCARCE * np.sqrt(wanted):
-                slack = min(most, 2 * slack)
-            elif found > wanted + _PLENTY * np.sqrt(wanted):
-                slack = max(1, slack // 2)
-            while found < wanted and floor > integer(1):
+                b = array_at(values, address, close - origin)[first - origin : beyond - origin]
+                summed = a[first:beyond], vector.factor, b, values[first:beyond], piece
+                found = np.int64(_add_and_compact(*summed, mask, floor, first, places, candidate_values)[0])
+            margin = _next_margin(margin, slack, found, k)
+            while found < k and floor > integer(1):
                 if safe == integer(0):
-                    safe = _foreseen(sample[:taken], mask, width, wanted, size, _SAFE, keys)
+                    safe = _foreseen(sample[:sampled], mask, width, k, size, _SAFE, keys)
                 floor, safe = safe, integer(1)
-                found = np.int64(compact(bits[first:beyond], mask, floor, first, places, candidates)[0])
+                found = np.int64(compact(piece, mask, floor, first, places, candidates)[0])
             threshold, ties = integer(0), 0
-            if found > wanted:
-                threshold, ties = _kth_largest(candidates[:found], mask, width, wanted, keys)
+            if found > k:
+                threshold, ties = _kth_largest(candidates[:found], mask, width, k, keys)
             count, _ = keep_at(places[:found], candidates[:found], mask, threshold, ties, positions, kept, count)
-            floor, safe = integer(max(1, np.int64(threshold) - slack)), integer(max(1, np.int64(threshold) - most))
+            floor, safe = integer(max(1, np.int64(threshold) - margin)), integer(max(1, np.int64(threshold) - slack))
     return count
+
+
+@jit
+def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
+    """Return by how much the next floor is below this threshold, at most `slack`, by the number of candidates."""
+    if found < k + _SCARCE * np.sqrt(k):
+        return min(slack, 2 * margin)
+    if found > k + _PLENTY * np.sqrt(k):
+        return max(1, margin // 2)
+    return margin
 
 
 @jit
