@@ -5,6 +5,7 @@ look-back", NVIDIA NVR-2016-002. All kernels of a selection are launched before 
 """
 
 import math
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -23,7 +24,27 @@ _SAMPLE, _SAMPLERS = 1 << 14, 1024  # values of the sample for the lower thresho
 _SIGMAS = 4
 _FEW = 1 << 17  # candidates: up to here one block selects from them, in one launch; in more, they are shared by a grid
 _SEARCHING = _BINS, 1  # sizes of the counts, and of the counter of finished blocks: zero before a search begins
+_REPORT = 6  # integers: the fields of `_Reported`
 _TILES = {2: 4096, 4: 4096, 8: 2048}  # values that a block reads at a time, by their bytes
+
+
+class _Candidates(NamedTuple):
+    """Values to select from, as bits; on the device how many there are, None for all; and positions, None for 0, ..."""
+
+    bits: Array
+    counted: Array | None
+    positions: Array | None
+
+
+class _Reported(NamedTuple):
+    """What a selection writes on the device: among the largest, entries above their least magnitude and equal to it."""
+
+    above: int
+    equal: int
+    threshold: int  # the k-th largest magnitude
+    ties: int  # of it, to be selected
+    reached: int  # candidates at or above the floor
+    floor: int  # from a sample
 
 
 def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
@@ -163,32 +184,23 @@ def _by_sample(bits: Array, form: Format, k: int, summands: Summands = ()) -> Fo
     if rank >= _SAMPLE:
         return None
     room = min(bits.size, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / _SAMPLE))
-    report, *work = zeros(6, *_compacting(bits.size, bits), *_choosing(room, bits))
-    found, floor = report[4:5], report[5:]
+    report, *work = zeros(_REPORT, *_compacting(bits.size, bits), *_choosing(room, bits))
+    count, floor = report[4:5], report[5:]
     first, second = summands or (bits, None)
     sampling = first, second, bits.size, form.mask, form.width, rank, k, floor, report[2:4]
     launch("sample_floor", [bits.dtype], 1, *sampling, threads=_SAMPLERS)
-    candidates, candidate_bits = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
-    _compact(bits, form, 0, floor, candidates, candidate_bits, found, work[:2], summands)
-    positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
-    _choose(candidate_bits, found, form, k, candidates, positions, kept, report, work[2:])
-    over, equal, _, ties, count, least = report.get().tolist()
-    if count > room or (count < k and least > 1):
-        return None
-    chosen = over + min(equal, ties)
-    return positions[:chosen], kept[:chosen]
+    candidates = _Candidates(cupy.empty(room, bits.dtype), count, cupy.empty(room, np.intp))
+    _compact(bits, form, 0, floor, candidates.positions, candidates.bits, count, work[:2], summands)
+    found, reported = _choose(candidates, form, k, report, work[2:])
+    return None if reported.reached > room or (reported.reached < k and reported.floor > 1) else found
 
 
 def _by_digits(bits: Array, form: Format, k: int) -> Found:
     """Return the `k` largest by a radix selection among all."""
-    report, *work = zeros(4, *_choosing(bits.size, bits))
-    positions, kept = cupy.empty(k, np.intp), cupy.empty(k, bits.dtype)
+    report, *work = zeros(_REPORT, *_choosing(bits.size, bits))
     if work:
-        report[3:].fill(k)
-    _choose(bits, None, form, k, None, positions, kept, report, work)
-    over, equal, _, ties = report.get().tolist()
-    chosen = over + min(equal, ties)
-    return positions[:chosen], kept[:chosen]
+        report[3:4].fill(k)
+    return _choose(_Candidates(bits, None, None), form, k, report, work)[0]
 
 
 def _choosing(size: int, bits: Array) -> tuple[int, ...]:
@@ -196,28 +208,23 @@ def _choosing(size: int, bits: Array) -> tuple[int, ...]:
     return () if size <= _FEW else (*_SEARCHING, *_selecting(size, bits))
 
 
-def _choose(
-    bits: Array,
-    counted: Array | None,
-    form: Format,
-    k: int,
-    sources: Array | None,
-    positions: Array,
-    kept: Array,
-    report: Array,
-    work: list[Array],
-) -> None:
-    """Write positions and bits of the `k` largest, and to `report` how many are above the least of them, and equal it.
+def _choose(candidates: _Candidates, form: Format, k: int, report: Array, work: list[Array]) -> tuple[Found, _Reported]:
+    """Return positions and bits of the `k` largest, and the report, once it is copied to the host.
 
-    report: these two, and, zeros and k where there are work arrays, the search for the least of them and its ties.
+    report: an integer for each field of `_Reported`; with work arrays the threshold begins as 0 and the ties as k.
     """
+    positions, kept = cupy.empty(k, np.intp), cupy.empty(k, candidates.bits.dtype)
+    bits, count, sources = candidates
     totals, search = report[:2], report[2:4]
-    if not work:
-        args = bits, bits.size, counted, form.mask, form.width, k, sources, positions, kept, totals
+    if work:
+        _find_kth(bits, count, form, search, work[:2])
+        _select(bits, count, form.mask, search, sources, positions, kept, totals, work[2:])
+    else:
+        args = bits, bits.size, count, form.mask, form.width, k, sources, positions, kept, totals
         launch("largest_of_few", [bits.dtype], 1, *args, threads=_SAMPLERS)
-        return
-    _find_kth(bits, counted, form, search, work[:2])
-    _select(bits, counted, form.mask, search, sources, positions, kept, totals, work[2:])
+    reported = _Reported._make(report.get().tolist())
+    chosen = reported.above + min(reported.equal, reported.ties)
+    return (positions[:chosen], kept[:chosen]), reported
 
 
 def _compacting(size: int, bits: Array) -> tuple[int, int]:
