@@ -80,7 +80,7 @@ def top_k(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
             if on_host:
                 against["np.partition, np.flatnonzero"] = partial(partition, values, k)
             against |= torch_top_k(values, k, on_host=on_host)
-            yield f"top_k {family} {size} k/n={density}", partial(kernels.top_k, values, k, **one), against, values
+            yield f"top_k {family} {size} k/n={density}", partial(kernels.largest, values, k, **one), against, values
     data: dict[str, Callable[[], Array]] = {  # types, and data that mislead a sample, or that are full of ties
         "float16": lambda: normal.astype(np.float16),
         "float64": lambda: normal.astype(np.float64),
@@ -93,7 +93,7 @@ def top_k(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
     for name, make in data.items():
         values, k = xp.asarray(make()), max(1, length // 1000)
         against = {f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)}
-        yield f"top_k {name} {size} k/n=0.001", partial(kernels.top_k, values, k, **one), against, values
+        yield f"top_k {name} {size} k/n=0.001", partial(kernels.largest, values, k, **one), against, values
 
 
 def of_a_long_vector(cupy: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
@@ -104,7 +104,7 @@ def of_a_long_vector(cupy: Any, kernels: Any, rng: np.random.Generator, length: 
     for density in (0.0001, 0.001):
         k = round(density * length)
         against = {"cupy.argpartition": partial(argpartition, cupy, values, k)} | torch_top_k(values, k, on_host=False)
-        yield f"top_k normal {size} k/n={density}", partial(kernels.top_k, values, k), against, values
+        yield f"top_k normal {size} k/n={density}", partial(kernels.largest, values, k), against, values
         ours, add = partial(kernels.add_largest, values, values, out, k), partial(np.add, values, values, out=out)
         yield f"add_largest {size} k/n={density}", ours, {"cupy.add": add}, values
 
@@ -132,14 +132,9 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
         ),
     }
     if on_host:
-        bits, other, out = values.view(np.uint32), values[::-1].copy(), np.empty_like(values)
+        other, out = values[::-1].copy(), np.empty_like(values)
         calls |= {
             "moments": (partial(host.moments, values, **ONE), "five passes", moments),
-            "histogram": (
-                partial(host.histogram, values, **ONE),
-                "bincount of the heads",
-                lambda: np.bincount((bits & 0x7FFF_FFFF) >> 20, minlength=2048),
-            ),
             "add": (partial(host.add, values, other, out, **ONE), "add", partial(np.add, values, other, out=out)),
         }
     else:

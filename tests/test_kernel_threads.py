@@ -52,7 +52,6 @@ def dense_calls(values, other, number):
         yield total.copy()
         yield host.add_parts(values, 0.3, parts, room, long=0, **options)
         yield total.copy()
-        yield host.histogram(values, **options)
         yield host.add(values, other, room, long=0, **options)
         yield total.copy()
         yield host.add_largest(values, other, room, k, long=0, **options)

@@ -9,7 +9,7 @@ import pytest
 from few_bits_cases import quantised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families, magnitude_keys
+from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families
 from strategies import DTYPES, finite_values
 
 from mpicomp import SparseVector, codec
@@ -235,8 +235,8 @@ def test_the_largest_are_exact_when_the_sample_misleads(mode, monkeypatch, dtype
 def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     values = np.arange(100).astype(dtype)
     values[[42, 77]] = bad
-    assert host.top_k(values, 1).tolist() == [42]
-    assert host.top_k(values, 3).tolist() == [42, 77, 99]
+    assert host.largest(values, 1)[0].tolist() == [42]
+    assert host.largest(values, 3)[0].tolist() == [42, 77, 99]
     assert host.above(values, 99).tolist() == [42, 77, 99]
     assert host.moments(values).not_finite == 42
     with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
@@ -277,15 +277,7 @@ def test_a_threshold_is_at_least_0(search, threshold):
 def test_every_nan_is_a_largest(monkeypatch, pattern):
     monkeypatch.setattr(selection, "_SAMPLE", 64)
     values = np.full(3000, pattern, np.uint32).view(np.float32)
-    assert host.top_k(values, 7).tolist() == list(range(7))
-
-
-@DTYPE
-def test_histogram(mode, dtype):
-    values = families(dtype, 500)["quantised"].astype(dtype)
-    keys, width = magnitude_keys(values)
-    heads = (keys >> keys.dtype.type(width - 11)).astype(np.int64)
-    np.testing.assert_array_equal(host.histogram(values), np.bincount(heads, minlength=2048))
+    assert host.largest(values, 7)[0].tolist() == list(range(7))
 
 
 def halves(values, seed=1):
@@ -308,7 +300,7 @@ def assert_adds_and_finds_the_largest(a, b, k, first=0, threads=None):
 
 def assert_finds_the_largest(values, k, threads=None):
     """Check a vector, and a sum whose result it is."""
-    np.testing.assert_array_equal(host.top_k(values, k, threads=threads), expected_top_k(values, k))
+    np.testing.assert_array_equal(host.largest(values, k, threads=threads)[0], expected_top_k(values, k))
     if k:
         out, sent = np.empty_like(values), halves(values)
         positions, found = host.add_largest(*sent, out, k, threads=threads, long=0)

@@ -112,18 +112,18 @@ class AggregationAware(Density):
 
     def _positions(self, dense: Array) -> Array:
         """Return the positions of the k largest scores."""
-        k, select = self.count(dense.size), kernels_for(dense).top_k
+        k, largest = self.count(dense.size), kernels_for(dense).largest
         scores = np.abs(dense).astype(np.float32 if dense.dtype == np.float16 else dense.dtype)
         bonus = None if self._bonus is None else beside(self._bonus, dense)
         if bonus is None:
             pass
         elif self.metric == "quota":
             most = k if self.quota == 1 else min(round(self.quota * k), k - 1)
-            inside = select(np.where(bonus > 0, scores, 0), most)
+            inside = largest(np.where(bonus > 0, scores, 0), most)[0]
             scores[inside] = 0
-            return np.sort(np.concatenate([inside, select(scores, k - inside.size)]))
+            return np.sort(np.concatenate([inside, largest(scores, k - inside.size)[0]]))
         elif self.metric == "magnitude":
             scores += np.where(scores > 0, scores.dtype.type(self.weight) * bonus, 0).astype(scores.dtype)
         else:
             scores *= (1 + self.weight * bonus).astype(scores.dtype)
-        return select(scores, k)  # type: ignore[no-any-return]
+        return largest(scores, k)[0]  # type: ignore[no-any-return]

@@ -107,7 +107,7 @@ def top_k_by_a_sample(device, cupy):
         for family in some:
             compare(device, cupy, "largest", drawn[family].astype(dtype), 66)
     with by_a_grid(device):
-        compare(device, cupy, "top_k", drawn["cauchy"].astype(dtype), 6600)
+        compare(device, cupy, "largest", drawn["cauchy"].astype(dtype), 6600)
         compare(device, cupy, "largest", drawn["all equal"], 66)
     compare(device, cupy, "largest", drawn["laplace"], 66_000)
 
@@ -172,9 +172,9 @@ def scaled_sums(device, cupy):
 def every_k(device, cupy):
     values = np.round(9 * np.random.default_rng(3).standard_normal(120)).astype(np.float32)
     for k in range(1, 122):
-        compare(device, cupy, "top_k", values, k)
+        compare(device, cupy, "largest", values, k)
         with by_a_grid(device):
-            compare(device, cupy, "top_k", values, k)
+            compare(device, cupy, "largest", values, k)
 
 
 def not_finite_values(device, cupy):
@@ -184,7 +184,7 @@ def not_finite_values(device, cupy):
             values[places] = [np.nan, -np.inf][: len(places)]
             sent = cupy.asarray(values)
             assert device.selection.first_not_finite(sent) == host.selection.first_not_finite(values)
-            compare(device, cupy, "top_k", values, 3)
+            compare(device, cupy, "largest", values, 3)
         assert device.selection.first_not_finite(sent[:0]) == -1
 
 
@@ -203,17 +203,15 @@ def misaligned_values(device, cupy):
         values = np.random.default_rng(1).standard_normal(2 * TILES[dtype.itemsize] + 9).astype(dtype)
         sent = cupy.asarray(values)[1:]
         assert_same(here(device.largest(sent, 100)), host.largest(values[1:], 100))
-        assert_same(here(device.histogram(sent)), host.histogram(values[1:]))
 
 
-def histograms_and_selections(device, cupy):
+def selections_by_a_grid(device, cupy):
     for dtype in DTYPES:
         for family in ("normal", "quantised", "zeros", "infinite"):
             values = families(dtype, 5000)[family].astype(dtype)
-            compare(device, cupy, "histogram", values)
             for k in (1, 300, 5001):
                 with by_a_grid(device):
-                    compare(device, cupy, "top_k", values, k)
+                    compare(device, cupy, "largest", values, k)
 
 
 def magnitudes_of_lloyd(device, cupy):

@@ -26,7 +26,7 @@ RUNS = {
     SELECTION: (
         [COMMON, SELECTION],
         [
-            comparisons.histograms_and_selections,
+            comparisons.selections_by_a_grid,
             comparisons.top_k_of_several_blocks,
             comparisons.floors_from_a_sample,
             comparisons.misaligned_sums,

@@ -46,10 +46,8 @@ from mpicomp.kernels.device.selection import (
     add_largest,
     divide_largest,
     exceeding,
-    histogram,
     largest,
     raise_not_finite,
-    top_k,
 )
 from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes, with_magnitudes
 from mpicomp.kernels.device.surveying import Survey, sample, survey
@@ -81,7 +79,6 @@ __all__ = [
     "from_offsets",
     "gather",
     "hadamard",
-    "histogram",
     "inspect",
     "largest",
     "largest_in_segments",
@@ -101,7 +98,6 @@ __all__ = [
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",
-    "top_k",
     "two_magnitudes",
     "with_magnitudes",
 ]

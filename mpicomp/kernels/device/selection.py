@@ -47,11 +47,6 @@ class _Reported(NamedTuple):
     floor: int  # from a sample
 
 
-def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
-    """Return the positions of the `k` largest magnitudes of `values`, in increasing order; see `largest`."""
-    return largest(values, k)[0]
-
-
 def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
@@ -109,7 +104,7 @@ def add_above(
 
 def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
     """Return the entries with the `k` largest magnitudes, and the others, as `mpicomp.kernels.host` does."""
-    return divide(indices, values, top_k(values, k))
+    return divide(indices, values, largest(values, k)[0])
 
 
 def above(values: Array, threshold: float) -> Array:
@@ -123,14 +118,6 @@ def exceeding(values: Array, threshold: float) -> Found:
     form = FORMATS[values.dtype]
     positions, kept = _found(values.view(form.keys), form, int(first_above(threshold, values.dtype)))
     return positions, kept.view(values.dtype)
-
-
-def histogram(values: Array) -> Array:
-    """Return how many magnitudes have each value of the leading 11 bits, as `mpicomp.kernels.host.histogram` does."""
-    form = FORMATS[values.dtype]
-    search, counts = zeros(2, _BINS)
-    _count_digits(values.view(form.keys), None, form.mask, search, form.width - _DIGIT, _DIGIT, counts, None)
-    return counts.view(np.int64)
 
 
 def raise_not_finite(values: Array) -> None:

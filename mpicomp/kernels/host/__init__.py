@@ -41,10 +41,8 @@ from mpicomp.kernels.host.selection import (
     above,
     divide_largest,
     exceeding,
-    histogram,
     largest,
     raise_not_finite,
-    top_k,
 )
 from mpicomp.kernels.host.statistics import (
     Moments,
@@ -83,7 +81,6 @@ __all__ = [
     "from_offsets",
     "gather",
     "hadamard",
-    "histogram",
     "inspect",
     "largest",
     "largest_in_segments",
@@ -103,7 +100,6 @@ __all__ = [
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",
-    "top_k",
     "two_magnitudes",
     "with_magnitudes",
 ]

@@ -27,11 +27,6 @@ _SIGMAS = 4
 _FEW = 1 << _DIGIT  # values; a histogram has more counts than shorter vectors have values
 
 
-def top_k(values: Array, k: int, *, threads: int | None = None) -> Array:
-    """Return the positions of the `k` largest magnitudes of `values`, in increasing order; see `largest`."""
-    return largest(values, k, threads=threads)[0]
-
-
 def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
@@ -89,7 +84,7 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
 def above(values: Array, threshold: float, *, threads: int | None = None) -> Array:
     """Return the positions where |values| >= `threshold`, in increasing order, as an intp array; one read of the data.
 
-    values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
+    values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
     the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions are returned.
     threads: as for `largest`.
     """
@@ -99,7 +94,7 @@ def above(values: Array, threshold: float, *, threads: int | None = None) -> Arr
 def exceeding(values: Array, threshold: float, *, threads: int | None = None) -> Found:
     """Return the positions where |values| > `threshold`, as `above` does, and the values there; one read of the data.
 
-    values: as for `top_k`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so the
+    values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so the
     result is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
     threads: as for `largest`.
     """
@@ -121,16 +116,6 @@ def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
         return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
 
 
-def histogram(values: Array, *, threads: int | None = None) -> Array:
-    """Return how many magnitudes of `values` have each value of the leading 11 bits: int64 of 2048 counts.
-
-    values: as for `top_k`. The sign bit is excluded: the leading bits are the exponent, then those of the fraction.
-    threads: as for `largest`.
-    """
-    form = FORMATS[values.dtype]
-    return _histogram(as_writable(values).view(form.signed), form, threads)
-
-
 def raise_not_finite(values: Array, *, threads: int | None = None) -> None:
     """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite.
 
@@ -148,7 +133,7 @@ def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueEr
 
 
 def first_not_finite(values: Array, threads: int | None = None) -> int:
-    """Return the first position of `values` (as for `top_k`) that holds NaN or an infinity; -1 if there is none."""
+    """Return the first position of `values` (as for `largest`) that holds NaN or an infinity; -1 if there is none."""
     form = FORMATS[values.dtype]
     bits = as_writable(values).view(form.signed)
 
