@@ -124,6 +124,7 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]
     import gpt
 
     trainer = gpt.Trainer(options.seed, 0, 1, gpt.Sizes())
+    trainer.optimise("local-sparse-10", 1e-3)
     arrays = {name: array.detach().numpy() for name, array in trainer.arrays.items()}
     anchors = {name: array.copy() for name, array in arrays.items()}
     residuals = {name: np.zeros_like(array) for name, array in arrays.items()}
