@@ -7,7 +7,8 @@ import pytest
 from devices import assert_same, back, cupy_for_tests, real_cupy, there
 from test_every_compressor import EVERY, compress
 
-from collectives.runtime.staging import DeviceArrival
+from collectives.runtime import staging
+from collectives.runtime.messages import Arrival
 from mpicomp import (
     CodecError,
     ErrorFeedback,
@@ -125,9 +126,10 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
     def receive(rank, group):
         yield from ()
         group.beside, message = total, group.pack(coded)
-        arrival = DeviceArrival(None, 0, 0, direct=False)
-        arrival._room(message.size)[:] = message
-        arrival._landed(slice(0, message.size))
+        arrival = Arrival(None, 0, 0)
+        arrival.buffer, arrival.copy = staging.allocate(message.size, direct=False)
+        arrival.buffer[:] = message
+        staging.copy_in(arrival.buffer, arrival.copy)
         return group._received(arrival)[0]
 
     ((received,), _) = Network(1).run(receive)

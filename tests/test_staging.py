@@ -58,10 +58,12 @@ import numpy as np
 from devices import cupy_for_tests
 cupy_for_tests()
 from mpi4py import MPI
+from functools import partial
 from collectives.runtime import staging
+from collectives.runtime.messages import Arrival
 message = np.arange(1, 129).astype(np.uint8)
 request = MPI.COMM_SELF.Isend(message, 0, 0)
-arrival = staging.DeviceArrival(MPI.COMM_SELF, 0, 0, direct=False)
+arrival = Arrival(MPI.COMM_SELF, 0, 0, partial(staging.allocate, direct=False), staging.copy_in)
 arrival.wait()
 {prepare}
 arrival.buffer[:] = 0  # as the next message in this memory would
@@ -112,7 +114,7 @@ def test_who_sends_without_waiting_for_the_copy_is_caught():
 
 
 @ON_THE_STAND_IN
-@pytest.mark.parametrize(("wait", "found"), [("arrival.wait_for_copy()", "sound"), ("", "overwritten")])
+@pytest.mark.parametrize(("wait", "found"), [("staging.wait_for_stream()", "sound"), ("", "overwritten")])
 def test_the_memory_of_an_arrival_is_free_once_it_has_been_copied(wait, found):
     assert child(wait, size=1, program=RELEASED).stdout.strip() == found
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import schedule
+from collectives.runtime import staging
 from collectives.runtime.link import Link, Turn
 from collectives.runtime.messages import LINE, Arrival, Pending, Sending, Steps
 from mpicomp.arrays import Buffer, on_device, to_numpy
@@ -250,7 +251,7 @@ class Group:
         """Return the contents of a message that has arrived."""
         contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
         if arrival.copy is not None and isinstance(contents, FewBits):  # read after the arrival is released
-            arrival.wait_for_copy()
+            staging.wait_for_stream()
         return contents, count
 
     def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> tuple[Any, int]:

@@ -117,7 +117,7 @@ class Link:
     def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
         """Start to receive a message into a buffer on the device of the array `beside`; None: host memory."""
         if on_device(beside):
-            return staging.DeviceArrival(self.comm, source, tag, direct=self.direct)
+            return Arrival(self.comm, source, tag, partial(staging.allocate, direct=self.direct), staging.copy_in)
         return Arrival(self.comm, source, tag)
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Sending:

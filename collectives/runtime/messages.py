@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _SIZE = np.dtype(np.int64)
 LINE = 64  # bytes
+NOTHING: Buffer = np.empty(0, np.uint8)
 PIECE = 1 << 23  # bytes: longer messages are sent in pieces, so that copies from a device overlap with sending
 BIDIRECTIONAL = 1 << 17  # bytes: from here on a size header is sent first in a bidirectional exchange
 
@@ -48,6 +49,11 @@ class Pending(Protocol):
 
 
 Steps = Generator[tuple[Pending, ...], None, T]  # a collective: it yields what it waits on, and returns its result
+
+
+def in_host_memory(nbytes: int) -> tuple[Buffer, None]:
+    """Return a buffer for a message, and no copy of it."""
+    return np.empty(nbytes, np.uint8), None
 
 
 class Sending:
@@ -83,15 +89,25 @@ class Sending:
 
 
 class Arrival:
-    """A message to be received, of unknown size; `buffer` contains it once it is complete."""
+    """A message to be received, of unknown size; `buffer` contains it once it is complete.
 
-    when_known: Callable[[], None] | None = None  # called once its size is known, before it is received
-    buffer: Buffer = np.empty(0, np.uint8)
-    copy: Any = None  # of the buffer, on a device, where the buffer is not: see `staging`
+    allocate: a function of its size that returns `buffer`, and `copy`: on a device, if the buffer is not, else None.
+    copy_in: copies each piece from one to the other (`staging`).
+    """
 
-    def __init__(self, comm: "MPI.Comm", source: int, tag: int) -> None:
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        source: int,
+        tag: int,
+        allocate: Callable[[int], tuple[Buffer, Any]] = in_host_memory,
+        copy_in: Callable[[Buffer, Any], None] | None = None,
+    ) -> None:
         self.source = source
-        self._envelope = comm, source, tag
+        self.when_known: Callable[[], None] | None = None  # called once its size is known, before it is received
+        self.buffer: Buffer = NOTHING
+        self.copy: Any = None
+        self._envelope, self._allocate, self._copy_in = (comm, source, tag), allocate, copy_in
         self._awaited: list[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched
 
     def awaited(self) -> list[int]:
@@ -108,7 +124,7 @@ class Arrival:
                 return False
             self._awaited = self._matched(message, status)
         while self._awaited and self._awaited[0][0].Test():
-            self._landed(self._awaited.pop(0)[1])
+            self._received(self._awaited.pop(0)[1])
         return not self._awaited
 
     def wait(self) -> None:
@@ -119,38 +135,31 @@ class Arrival:
             self._awaited = self._matched(comm.Mprobe(source, tag, status), status)
         for request, part in self._awaited:
             request.Wait()
-            self._landed(part)
+            self._received(part)
         self._awaited = []
-
-    def wait_for_copy(self) -> None:
-        """Wait until `copy` is complete; `buffer` may then be released."""
 
     def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "list[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
         nbytes = status.Get_count(_byte())
-        headed = nbytes == _SIZE.itemsize
-        if headed:
-            said = np.empty(1, _SIZE)
-            message.Recv(said)
-            nbytes = int(said[0])
+        has_header = nbytes == _SIZE.itemsize
+        if has_header:
+            size = np.empty(1, _SIZE)
+            message.Recv(size)
+            nbytes = int(size[0])
             if nbytes < LINE or nbytes % LINE:
                 raise DamagedMessageError(f"received a damaged message: a size header of {nbytes} bytes")
         if self.when_known is not None:
             self.when_known()
             self.when_known = None  # it keeps a buffer
-        room = self._room(nbytes)
-        if not headed:
-            return [(message.Irecv(in_bytes(room)), slice(0, nbytes))]
-        return [(comm.Irecv(in_bytes(room[part]), source, tag), part) for part in pieces(nbytes)]
+        self.buffer, self.copy = self._allocate(nbytes)
+        if not has_header:
+            return [(message.Irecv(in_bytes(self.buffer)), slice(0, nbytes))]
+        return [(comm.Irecv(in_bytes(self.buffer[part]), source, tag), part) for part in pieces(nbytes)]
 
-    def _room(self, nbytes: int) -> Buffer:
-        """Return the buffer for MPI to fill."""
-        self.buffer = np.empty(nbytes, np.uint8)
-        return self.buffer
-
-    def _landed(self, part: slice) -> None:
-        """Called when a part of the buffer has been filled."""
+    def _received(self, piece: slice) -> None:
+        if self.copy is not None and self._copy_in is not None:
+            self._copy_in(self.buffer[piece], self.copy[piece])
 
 
 def notice_tag(comm: "MPI.Comm") -> int:

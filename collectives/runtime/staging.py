@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.runtime import messages
-from collectives.runtime.messages import LINE, Arrival, in_bytes, pieces
+from collectives.runtime.messages import LINE, in_bytes, pieces
 from mpicomp.arrays import Buffer
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool) -> "list[MPI.Request]":
     """Start to send a device buffer in pieces; each request keeps its memory alive."""
     if direct:
-        _stream().synchronize()
+        wait_for_stream()
         return messages.send_pieces(comm, block, dest, tag)
     landing, parts = pinned(block.size), pieces(block.size)
     copied = []
@@ -40,40 +40,34 @@ def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bo
     return requests
 
 
-class DeviceArrival(Arrival):
-    """A message for the device. direct: MPI writes to the device; else it is copied there from pinned memory.
+def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
+    """Return a buffer for a message for the device, and where `copy_in` copies it; see `Arrival`.
 
-    In the latter case `buffer` is the pinned memory, from which the host reads the header and other fields, and `copy`
-    is on the device. The copy is asynchronous: keep the arrival until `wait_for_copy` has returned, or until an
+    direct: the buffer is on the device, and there is no copy. Else it is pinned memory, from which the host reads the
+    header and other fields. The copy is asynchronous: keep the buffer until `wait_for_stream` has returned, or until an
     operation that reads the copy has been synchronised, as `decode` does.
     """
+    if direct:
+        buffer = _on_device(nbytes)
+        wait_for_stream()  # what had this memory before may still be at work on it
+        return buffer, None
+    return pinned(nbytes), _on_device(nbytes) if nbytes > LINE else None  # a line has no entries
 
-    def __init__(self, comm: "MPI.Comm", source: int, tag: int, *, direct: bool) -> None:
-        super().__init__(comm, source, tag)
-        self._direct = direct
 
-    def _room(self, nbytes: int) -> Buffer:
-        if self._direct:
-            self.buffer = _on_device(nbytes)
-            _stream().synchronize()  # what had this memory before may still be at work on it
-        else:
-            self.buffer = pinned(nbytes)
-            self.copy = _on_device(nbytes) if nbytes > LINE else None  # a line has no entries
-        return self.buffer
+def copy_in(landing: NDArray[Any], block: Any) -> None:
+    """Start to copy pinned memory to the device."""
+    block.data.copy_from_host_async(landing.ctypes.data, block.nbytes, _stream())
 
-    def _landed(self, part: slice) -> None:
-        if self.copy is not None:
-            _copy_in(self.buffer[part], self.copy[part])
 
-    def wait_for_copy(self) -> None:
-        """Wait until the pinned memory may be used for another message."""
-        _stream().synchronize()
+def wait_for_stream() -> None:
+    """Wait for what was queued on the current stream."""
+    _stream().synchronize()
 
 
 def complete(namespaces: Iterable[Any]) -> None:
     """Wait for what was queued on the stream if one of the modules that made the arrays is CuPy."""
     if any(each is not np for each in namespaces):
-        _stream().synchronize()
+        wait_for_stream()
 
 
 def to_pinned(array: Any) -> NDArray[Any]:
@@ -81,7 +75,7 @@ def to_pinned(array: Any) -> NDArray[Any]:
     copy = pinned_like(array)
     if array.size:
         _copy_out(array, copy)
-        _stream().synchronize()
+        wait_for_stream()
     return copy
 
 
@@ -91,8 +85,8 @@ def to_device(array: NDArray[Any]) -> Any:
 
     copy = cupy.empty(array.shape, array.dtype)
     if array.size:
-        _copy_in(array, copy)
-        _stream().synchronize()
+        copy_in(array, copy)
+        wait_for_stream()
     return copy
 
 
@@ -112,10 +106,6 @@ def pinned_like(array: Any) -> NDArray[Any]:
 
 def _copy_out(block: Any, landing: NDArray[Any]) -> None:
     block.data.copy_to_host_async(landing.ctypes.data, block.nbytes, _stream())
-
-
-def _copy_in(landing: NDArray[Any], block: Any) -> None:
-    block.data.copy_from_host_async(landing.ctypes.data, block.nbytes, _stream())
 
 
 def _on_device(nbytes: int) -> Any:
