@@ -78,7 +78,7 @@ def _raise_together(error: Exception | None, comm: Any, operation: str) -> Call[
     return Call(NOTHING, comm, own={"error": error}, operation=operation)
 
 
-@_raise_together.algorithm(meets=True)
+@_raise_together.algorithm(compares_calls=True)
 def _sum_of_failures(vector: SparseVector, group: Group, error: Exception | None) -> Steps[None]:
     """Sum the failures by MPI, which is faster than messages; only if there are any, ranks send their reports."""
     failed = np.array([error is not None], np.float32)

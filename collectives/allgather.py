@@ -46,7 +46,7 @@ def sparse_allgather(
 sparse_iallgather = sparse_allgather.nonblocking
 
 
-@sparse_allgather.algorithm(meets=True)
+@sparse_allgather.algorithm(compares_calls=True)
 def dissemination(vector: SparseVector, group: Group) -> Steps[list[SparseVector]]:
     """Send all blocks held so far over doubling distances; see the module."""
     parts = [theirs for theirs, _ in (yield from group.gather(vector))]

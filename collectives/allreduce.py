@@ -109,7 +109,7 @@ def algorithm(function: Sum) -> Sum:
     """Declare an algorithm of `sparse_allreduce`; if a caller names it, the ranks first agree on it."""
     name = function.__name__
     ALGORITHMS[name] = function
-    sparse_allreduce.algorithm(partial(run_chosen, partial(agree_on, name)), name=name, meets=True)
+    sparse_allreduce.algorithm(partial(run_chosen, partial(agree_on, name)), name=name, compares_calls=True)
     return function
 
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Algorithm = Callable[..., Steps[Any]]  # (vector, group, and the collective's own arguments by name)
 Promise = Callable[[Any], tuple[list[Any], list[Any]]] | None
-Meet = Callable[[Group], Steps[None]]
+Compare = Callable[[Group], Steps[None]]
 Prepare = Callable[["Call[Any]", int], SparseVector]
 
 Codec = Literal["auto", "plain", "quick", "smallest"]
@@ -118,9 +118,9 @@ class Collective(Generic[P, T]):
     """
 
     def __init__(
-        self, call: Callable[P, Call[T]], promise: Promise, meet: Meet, *, gives_sum: bool, takes_arrays: bool
+        self, call: Callable[P, Call[T]], promise: Promise, compare: Compare, *, gives_sum: bool, takes_arrays: bool
     ) -> None:
-        self.promise, self.gives_sum, self.takes_arrays, self._meet = promise, gives_sum, takes_arrays, meet
+        self.promise, self.gives_sum, self.takes_arrays, self._compare = promise, gives_sum, takes_arrays, compare
         self._call = call
         self.algorithms: dict[str, Algorithm] = {}
         self.automatic: Algorithm | None = None
@@ -162,20 +162,22 @@ class Collective(Generic[P, T]):
         return f"<collective {self.name}>"
 
     @overload
-    def algorithm(self, function: F, *, name: str = "", meets: bool = False) -> F: ...
+    def algorithm(self, function: F, *, name: str = "", compares_calls: bool = False) -> F: ...
 
     @overload
-    def algorithm(self, *, name: str = "", meets: bool = False) -> Callable[[F], F]: ...
+    def algorithm(self, *, name: str = "", compares_calls: bool = False) -> Callable[[F], F]: ...
 
-    def algorithm(self, function: Any = None, *, name: str = "", meets: bool = False) -> Any:
+    def algorithm(self, function: Any = None, *, name: str = "", compares_calls: bool = False) -> Any:
         """Declare an algorithm; a decorator. "auto" is the first one, unless `auto` declares another.
 
-        name: by default that of the function. meets: the schedule itself detects ranks with another algorithm or other
-        arguments; otherwise the ranks compare their calls first.
+        name: by default that of the function. compares_calls: the schedule itself detects ranks with another algorithm
+        or other arguments; otherwise the ranks compare their calls first.
         """
         if function is None:
-            return partial(self.algorithm, name=name, meets=meets)
-        self.algorithms[name or function.__name__] = function if meets else partial(_after, self._meet, function)
+            return partial(self.algorithm, name=name, compares_calls=compares_calls)
+        self.algorithms[name or function.__name__] = (
+            function if compares_calls else partial(_compared, self._compare, function)
+        )
         return function
 
     def auto(self, function: Algorithm) -> Algorithm:
@@ -218,20 +220,20 @@ class Collective(Generic[P, T]):
 def collective(
     promise: Promise = on_every_rank,
     *,
-    meet: Meet = Group.agree,
+    compare: Compare = Group.compare_calls,
     gives_sum: bool = False,
     takes_arrays: bool = False,
 ) -> Callable[[Callable[P, Call[T]]], Collective[P, T]]:
     """Return a decorator that turns a function that returns a `Call` into a collective.
 
     promise: a function of an algorithm's result that returns two lists: the vectors that are the same on all ranks, and
-    those that are this rank's part of the sum; the debug mode checks both. None: the result contains no vectors, and
-    `COLLECTIVES` not the collective. meet: compares the calls of the ranks before
-    an algorithm that needs it, over the schedule with which "auto" begins. gives_sum, takes_arrays: see `Collective`.
+    those that are this rank's part of the sum; the debug mode checks both. None: the result has no vectors, and the
+    collective is not in `COLLECTIVES`. compare: compares the calls of the ranks before an algorithm that needs it, over
+    the schedule with which "auto" begins. gives_sum, takes_arrays: see `Collective`.
     """
 
     def declare(call: Callable[P, Call[T]]) -> Collective[P, T]:
-        declared = Collective(call, promise, meet, gives_sum=gives_sum, takes_arrays=takes_arrays)
+        declared = Collective(call, promise, compare, gives_sum=gives_sum, takes_arrays=takes_arrays)
         if promise is not None and not declared.name.startswith("_"):
             COLLECTIVES[declared.name] = declared
         return declared
@@ -285,9 +287,11 @@ def with_votes(given: Any) -> Any:
     )
 
 
-def _after(meet: Meet, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any) -> Steps[Any]:
+def _compared(
+    compare: Compare, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any
+) -> Steps[Any]:
     """Compare the calls of the ranks, then run an algorithm."""
-    yield from meet(group)
+    yield from compare(group)
     return (yield from algorithm(vector, group, **arguments))
 
 

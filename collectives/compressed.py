@@ -91,7 +91,7 @@ def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
     return first, end
 
 
-@compressed_allreduce.algorithm(meets=True)
+@compressed_allreduce.algorithm(compares_calls=True)
 def split_allgather(vector: SparseVector, group: Group, compressor: str, second: Compressor) -> Steps[Result]:
     """Sum every share on its owner, compress it there, and gather the results; see the module.
 

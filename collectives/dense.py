@@ -60,11 +60,11 @@ def outlined(call: Call[Any], values: NDArray[Any], outline: SparseVector) -> Sp
     return outline
 
 
-@dense_allreduce.algorithm(meets=True)
+@dense_allreduce.algorithm(compares_calls=True)
 def mpi(vector: SparseVector, group: Group, array: NDArray[Any], beside: Any, **compared: Any) -> Steps[Any]:
     """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `beside`."""
     with group.turn() as turn:
-        yield from group.agree()
+        yield from group.compare_calls()
         yield (turn,)
         mine = array.reshape(-1)
         total = staging.pinned_like(mine) if on_device(beside) else np.empty_like(mine)

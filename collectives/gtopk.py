@@ -27,7 +27,7 @@ import numpy as np
 from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.partition import cut, equal_bounds, likely
-from collectives.patterns import Combine, add, agreed, doubling, hand_down, reduce_up
+from collectives.patterns import Combine, add, compare_by_doubling, doubling, hand_down, reduce_up
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
@@ -46,7 +46,7 @@ def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
-@collective(result_and_rejected, meet=agreed, gives_sum=True)
+@collective(result_and_rejected, compare=compare_by_doubling, gives_sum=True)
 def gtopk_allreduce(
     vector: SparseVector,
     comm: "MPI.Comm",
@@ -116,7 +116,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
     return result
 
 
-@gtopk_allreduce.algorithm(meets=True)
+@gtopk_allreduce.algorithm(compares_calls=True)
 def recursive_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Merge with a partner at doubling distance and keep the k largest; see the module."""
     part, rejected, combine = selecting(vector, group, k)
@@ -133,7 +133,7 @@ def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
     return result, add_up(rejected)
 
 
-@gtopk_allreduce.algorithm(meets=True)
+@gtopk_allreduce.algorithm(compares_calls=True)
 def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Sum every share on its owner, and select from the owners' sums; see the module.
 

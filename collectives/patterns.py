@@ -57,7 +57,7 @@ def core_doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps
     return part
 
 
-def agreed(group: Group) -> Steps[None]:
+def compare_by_doubling(group: Group) -> Steps[None]:
     """Compare the call signatures, over the schedule of recursive doubling.
 
     So ranks that run recursive doubling by default detect ranks that named another algorithm.

@@ -35,7 +35,7 @@ def _union(vector: SparseVector, comm: Any) -> "Call[SupportPlan]":
     return Call(vector, comm, arguments={"partition": "auto"}, prepare=bare, finish=plan, operation="SupportPlan.union")
 
 
-_union.algorithm(partial(allreduce.run_chosen, allreduce.choose_freely), name="union", meets=True)
+_union.algorithm(partial(allreduce.run_chosen, allreduce.choose_freely), name="union", compares_calls=True)
 
 
 @collective(on_every_rank)
@@ -53,7 +53,7 @@ def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     return Call(values, plan.comm, arguments={"support": plan.digest}, prepare=prepare, finish=finish, operation=name)
 
 
-_sum_at.algorithm(mpi, meets=True)
+_sum_at.algorithm(mpi, compares_calls=True)
 
 
 class SupportPlan:
@@ -143,7 +143,7 @@ def aligned_allreduce(vector: SparseVector, comm: "MPI.Comm") -> Call[SparseVect
 
 
 aligned_iallreduce = aligned_allreduce.nonblocking
-aligned_allreduce.algorithm(mpi, meets=True)
+aligned_allreduce.algorithm(mpi, compares_calls=True)
 
 
 def _digest(support: SparseVector) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 
 from collectives.choice import algorithm_for
 from collectives.collective import Call, collective
-from collectives.patterns import agreed, core_doubling, folded
+from collectives.patterns import compare_by_doubling, core_doubling, folded
 from collectives.runtime.group import Group, PartOf
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving as halves
@@ -66,7 +66,7 @@ def total_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
     return [outcome[0]], [outcome[1]]
 
 
-@collective(total_and_rejected, meet=agreed, gives_sum=True, takes_arrays=True)
+@collective(total_and_rejected, compare=compare_by_doubling, gives_sum=True, takes_arrays=True)
 def quantised_allreduce(
     array: Any,
     comm: Any,
@@ -196,7 +196,7 @@ def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array
     return result
 
 
-@quantised_allreduce.algorithm(meets=True)
+@quantised_allreduce.algorithm(compares_calls=True)
 def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
     if array.size and address(array) == address(out[1]):  # the errors would replace what is to be checked

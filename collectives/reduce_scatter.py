@@ -64,7 +64,7 @@ def divided(call: Call[Any], size: int) -> SparseVector:
     return vector
 
 
-@sparse_reduce_scatter.algorithm(meets=True)
+@sparse_reduce_scatter.algorithm(compares_calls=True)
 def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum every share on its owner; see the module."""
     given = tuple(map(int, partition.split())) if partition != "equal" else equal_bounds(vector.length, group.size)

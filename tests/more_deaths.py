@@ -26,11 +26,11 @@ def die(*given):
 
 def dies(me, exchange):
     """Have this rank die where it is its turn."""
-    meet = recovery.Agreements.meet
+    agree_to_shrink = recovery.Agreements.agree_to_shrink
     if me == 5:
         die()
     elif me == 4:
-        recovery.Agreements.meet = lambda *given: (meet(*given), die())
+        recovery.Agreements.agree_to_shrink = lambda *given: (agree_to_shrink(*given), die())
     elif me == 3:
         recovery._survivors = lambda comm: (comm.Shrink(), die())
     elif me == 2:

@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "agreement: ranks do not compare their calls",
         "collectives/collective.py",
-        "    yield from meet(group)\n",
+        "    yield from compare(group)\n",
         "    yield from ()\n",
         ARGUMENTS,
     ),

@@ -79,7 +79,7 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
         end_all(link)
         ulfm.revoke(link.faults, link.comm)
     comm.Revoke()
-    if not agreements_on(comm).meet(needed):
+    if not agreements_on(comm).agree_to_shrink(needed):
         raise different_quorum(comm.rank, needed)
     survivors = _survivors(comm)
     if survivors.size < needed:
@@ -127,27 +127,27 @@ class Agreements:
 
     def __init__(self, comm: "MPI.Intracomm") -> None:
         self._comm, self._bits = comm, np.empty(1, np.int32)
-        self._met = 0  # agreements in a row in which all came to shrink
+        self._shrinking = 0  # agreements in a row in which all came to shrink
         self._unfinished: Sending | None = None  # one to shrink that timed out: MPI counts this rank's bits there
 
     def agree(self, sound: bool, call: str) -> bool:
         """Return whether all ranks pass `sound` and none has died; `call` names the missing call in errors."""
-        self._met = 0
+        self._shrinking = 0
         failed = self._finish(self._start(_SOUND if sound else 0), call)
         return bool(self._bits[0] & _SOUND) and not failed
 
-    def meet(self, quorum: int) -> bool:
+    def agree_to_shrink(self, quorum: int) -> bool:
         """Return when all living ranks have called `shrink`: whether with the same quorum, modulo 2^14.
 
         Needs two agreements: MPI counts the bits of a rank that timed out in the first one, but that rank is absent
         from the second one, so the others detect it. A rank that timed out may call again, and continues.
         """
-        while self._met < 2:
+        while self._shrinking < 2:
             self._unfinished = self._unfinished or self._start(_SHRINK | _quorum_bits(quorum))
             self._finish(self._unfinished, "called shrink")
             self._unfinished = None
-            self._met = self._met + 1 if self._bits[0] & _SHRINK else 0
-        self._met = 0
+            self._shrinking = self._shrinking + 1 if self._bits[0] & _SHRINK else 0
+        self._shrinking = 0
         quorums = int(self._bits[0]) >> 2
         return (quorums | quorums >> _WIDTH) & _ONES == _ONES
 

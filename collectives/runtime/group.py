@@ -149,7 +149,7 @@ class Group:
         except Exception as error:
             self.fail(error.with_traceback(None))  # its frames would hold vectors
 
-    def agree(self) -> Steps[None]:
+    def compare_calls(self) -> Steps[None]:
         """Compare the call signatures first, in ceil(lg P) messages of one line; raises DisagreementError.
 
         For algorithms whose schedule does not detect ranks with different calls; see

@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_are_told_who_waits_in_what(comm, own):
     def _faulty(vector, comm):
         return Call(vector, comm, operation="sparse_allgather")
 
-    @_faulty.algorithm(meets=True)
+    @_faulty.algorithm(compares_calls=True)
     def dissemination(vector, group):
         for _ in range(2):
             vector, _ = yield from group.receive(1)
