@@ -53,7 +53,6 @@ from mpicomp.few_bits import (
     block_bounds,
     join,
     quantise,
-    quantise_sum,
 )
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
@@ -168,14 +167,10 @@ class Quantiser:
         """Return the bounds of shares of whole blocks."""
         return block_bounds(self.values.size, self.block, shares)
 
-    def code(self, start: int, end: int) -> FewBits:
-        """Return a range of the values in few bits, and keep the error."""
-        return quantise(self.values[start:end], self.rejected[start:end], self.bits, self.block, short=self.short)
-
-    def code_sum(self, others: Sequence[FewBits], start: int, end: int) -> FewBits:
-        """Return the sum of the others and of a range of the values in few bits, and keep the error."""
+    def code(self, start: int, end: int, others: Sequence[FewBits] = ()) -> FewBits:
+        """Return a range of the values, added to the sum of the others, in few bits, and keep the error."""
         own, rejected = self.values[start:end], self.rejected[start:end]
-        return quantise_sum(own, others, rejected, self.bits, self.block, short=self.short)
+        return quantise(own, rejected, self.bits, self.block, others, short=self.short)
 
 
 def decoded(parts: Sequence[FewBits], out: Result) -> Result:
@@ -217,7 +212,7 @@ def shares_of_sum(quantiser: Quantiser, group: Group, *, checked: bool = False) 
         refuse_not_finite(quantiser.values, group)
     parts.insert(group.rank, as_they_are(quantiser.values[:0], quantiser.block))
     received = yield from group.all_to_all(parts)
-    share = quantiser.code_sum([theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank], start, end)
+    share = quantiser.code(start, end, [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank])
     if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
         refuse_not_finite(quantiser.values, group)
     del parts, received

@@ -86,26 +86,18 @@ def as_they_are(values: Array, block: int) -> FewBits:
     return FewBits(values.view(np.uint8), none, values.size, 8 * values.itemsize, block)
 
 
-def quantise(values: Array, rejected: Array, bits: int, block: int, *, short: bool = False) -> FewBits:
-    """Return values in few bits, and write the error of each to `rejected`.
-
-    values, rejected: float32 or float64, 1-d contiguous. short: the decoded values are float16 numbers.
-    """
-    coded = unfilled(values, values.size, bits, block)
-    kernels_for(values).quantise(values, None, bits, block, coded.codes, coded.scales, rejected, short=short)
-    return coded
-
-
-def quantise_sum(
-    own: Array, others: Sequence[FewBits], rejected: Array, bits: int, block: int, *, short: bool = False
+def quantise(
+    own: Array, rejected: Array, bits: int, block: int, others: Sequence[FewBits] = (), *, short: bool = False
 ) -> FewBits:
-    """Return the sum of the others, in order, and of this rank's own values in few bits; write the error to `rejected`.
+    """Return values, added to the sum of the others in order, in few bits, and write the error of each to `rejected`.
 
-    In host memory the sum is in the cache only, a chunk after the other. rejected may be `own` itself.
+    own, rejected: float32 or float64, 1-d contiguous; with others they may be the same array. short: the decoded values
+    are float16 numbers. In host memory the sum is in the cache only, a chunk after the other.
     """
-    if not others:
-        return quantise(own, rejected, bits, block, short=short)
     coded, kernels = unfilled(own, own.size, bits, block), kernels_for(own)
+    if not others:
+        kernels.quantise(own, None, bits, block, coded.codes, coded.scales, rejected, short=short)
+        return coded
     longest = max(own.size, 1) if on_device(own) else max(_CHUNK, block)
 
     def piece(start: int, end: int) -> None:

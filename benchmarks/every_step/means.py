@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
 from mpicomp.codec import encoded_nbytes, smallest
-from mpicomp.few_bits import block_bounds, quantise, quantise_sum
+from mpicomp.few_bits import block_bounds, quantise
 
 Floats = NDArray[np.float32]
 
@@ -55,7 +55,7 @@ class FewBits:
             errors = [residual[start:end] for residual in self.residuals]
             pairs = [pair for rank, pair in enumerate(zip(shares, errors, strict=True)) if rank != owner]
             others = [quantise(share, error, self.bits, BLOCK) for share, error in pairs]
-            share = quantise_sum(shares[owner], others, errors[owner], self.bits, BLOCK)
+            share = quantise(shares[owner], errors[owner], self.bits, BLOCK, others)
             share.write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         return total / np.float32(ranks), 8 * sent / total.size
