@@ -9,7 +9,6 @@ from kernel_cases import expected_in_chunks
 
 from mpicomp import ChunkedTopK, SparseVector, TopK, quantise
 from mpicomp.codec import decode, encode, smallest
-from mpicomp.kernels import host
 from mpicomp.vector import split
 
 LENGTH = 4096 * 256
@@ -129,19 +128,6 @@ def test_two_magnitudes_are_lloyds(dtype):
     expected, low, high = two_magnitudes(values)
     np.testing.assert_allclose(np.unique(np.abs(quantised.values)), [low, high], rtol=np.finfo(dtype).eps)
     np.testing.assert_allclose(quantised.values, expected, rtol=np.finfo(dtype).eps)
-
-
-def test_each_round_of_lloyds_reads_the_values_once_and_there_are_twenty_at_most(monkeypatch):
-    sides, thresholds = host.sides, []
-    monkeypatch.setattr(
-        host.statistics, "sides", lambda values, threshold: thresholds.append(threshold) or sides(values, threshold)
-    )
-    values = selected("t3")[1].values
-    sums = host.moments(values)
-    host.two_magnitudes(values, sums.absolute / values.size, sums.largest)
-    assert len(thresholds) == 20
-    host.two_magnitudes(np.array([-4, -3, -2.5, -2, 2, 2.5, 3, 6]), 3.125, 6.0)
-    assert thresholds[20:] == [3.125, 3.75]
 
 
 @pytest.mark.parametrize("form", ["sign", "two_bit"])

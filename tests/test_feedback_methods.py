@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 
 from mpicomp import (
-    AggregationAware,
     Dense,
     ErrorFeedback,
     MomentumCorrection,
     NoFeedback,
-    SIDCo,
     SparseVector,
     StepAhead,
-    Threshold,
     TopK,
-    WarmUp,
 )
 
 LENGTH = 40
@@ -440,29 +436,3 @@ def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gr
         assert feedback.ahead(np.zeros(LENGTH, dtype)).dtype == dtype
     with pytest.raises(ValueError, match="x has 3 values: expected 40"):
         feedback.ahead(np.zeros(3))
-
-
-@pytest.mark.parametrize("value", [True, False, np.True_])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda value: ErrorFeedback(decay=value),
-        StepAhead,
-        lambda value: StepAhead(0.1, value),
-        MomentumCorrection,
-        lambda value: MomentumCorrection(clip=value, ranks=2),
-        lambda value: MomentumCorrection(clip=1.0, ranks=value),
-        lambda value: ErrorFeedback().rescale(value),
-        Threshold,
-        TopK,
-        lambda value: TopK(k=value),
-        SIDCo,
-        lambda value: WarmUp(TopK(0.1), [0.5, value]),
-        lambda value: AggregationAware(0.1, weight=value),
-        lambda value: AggregationAware(0.1, decay=value),
-        lambda value: AggregationAware(0.1, quota=value),
-    ],
-)
-def test_a_bool_is_no_number(make, value):
-    with pytest.raises((TypeError, ValueError), match=r" is (np\.)?(True|False)|density 1 is"):
-        make(value)

@@ -12,15 +12,6 @@ from mpicomp import SparseVector
 from mpicomp.vector import add_up, index_dtype, join, merge, top_k, within
 
 
-def test_the_properties():
-    vector = SparseVector([1, 4], np.array([2.0, -3.0], np.float32), 8)
-    assert (vector.nnz, vector.length, vector.density, vector.nbytes) == (2, 8, 0.25, 16)
-    assert vector.indices.dtype == np.int32
-    assert vector.dtype == np.float32
-    assert repr(vector) == "SparseVector({1: 2.0, 4: -3.0}, nnz=2, length=8, float32)"
-    assert SparseVector.empty(0).density == 0
-
-
 def test_arrays_of_the_right_dtype_are_not_copied():
     indices, values = np.array([1, 4], np.int32), np.array([2.0, 3.0])
     vector = SparseVector(indices, values, 8)

@@ -77,19 +77,6 @@ def test_a_collective_that_does_not_give_all_ranks_the_sum_is_refused(comm, call
             GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), each)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"small": 1.5}, "small is 1.5: expected an integer"),
-        ({"small": -3}, "small is -3: expected an integer of at least 0"),
-        ({"bucket_nbytes": 1.5}, "bucket_nbytes is 1.5: expected an integer"),
-    ],
-)
-def test_sizes_are_looked_at_first(comm, settings, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), sparse_allreduce, **settings)
-
-
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_residual_that_overflows_raises_on_all_ranks_and_nothing_changes(comm, in_place):
