@@ -310,10 +310,7 @@ def test_the_example_of_the_documentation_works():
     ("bad", "message"),
     [
         (TopK, r"compressor is the class TopK: expected an object of it, such as TopK\(...\)"),
-        (
-            lambda dense: dense,
-            "compressor is the function .*: expected .* a class that derives from mpicomp",
-        ),
+        (lambda dense: dense, "compressor is the function .*: expected .* a class that derives from mpicomp"),
         (None, r"compressor is None: expected a compressor such as TopK\(density=0.01\)"),
         (0.1, "compressor is 0.1: expected a compressor such as"),
     ],

@@ -184,11 +184,7 @@ def test_saving_on_sigterm_and_on_nothing_else(monkeypatch):
 
 @pytest.mark.parametrize(
     ("example", "option"),
-    [
-        ("numpy_digits.py", "--steps"),
-        ("checkpointed_training.py", "--every"),
-        ("step_ahead.py", "--steps"),
-    ],
+    [("numpy_digits.py", "--steps"), ("checkpointed_training.py", "--every"), ("step_ahead.py", "--steps")],
 )
 def test_a_number_that_cannot_be_is_an_error_in_words(example, option):
     done = python(ROOT / "examples" / example, option, "0")

@@ -7,15 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpicomp import (
-    Dense,
-    ErrorFeedback,
-    MomentumCorrection,
-    NoFeedback,
-    SparseVector,
-    StepAhead,
-    TopK,
-)
+from mpicomp import Dense, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK
 
 LENGTH = 40
 METHODS = {

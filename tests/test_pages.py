@@ -55,7 +55,7 @@ from collections.abc import Sequence
 from mpicomp.bucket import Bucket
 from collectives.patterns import butterfly
 from mpicomp.vector import add_up, merge, top_k
-""",
+"""
 }
 
 

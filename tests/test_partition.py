@@ -7,15 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
-from collectives.partition import (
-    balanced_bounds,
-    cut,
-    equal_bounds,
-    given_bounds,
-    likely,
-    quantile_bounds,
-    sample,
-)
+from collectives.partition import balanced_bounds, cut, equal_bounds, given_bounds, likely, quantile_bounds, sample
 from mpicomp import SparseVector
 from mpicomp.vector import join
 
@@ -77,10 +69,7 @@ def test_quantiles_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(s
     counts = [support.size for support in supports]
     samples = [sample(support, rank, size) for rank, support in enumerate(supports)]
     assert largest_share(equal_bounds(length, size), supports, length) > min(15, 0.6 * size)
-    for partition in (
-        quantile_bounds(samples, counts, length, size),
-        balanced_bounds(samples, counts, length, size),
-    ):
+    for partition in (quantile_bounds(samples, counts, length, size), balanced_bounds(samples, counts, length, size)):
         assert largest_share(partition, supports, length) <= 1.1
 
 

@@ -55,17 +55,9 @@ ONE = np.ones(1)
         (([-1], ONE, 4), ValueError, "index -1 is out of range"),
         (([0, 2**32 + 1, 3], np.ones(3), 4), ValueError, "index 4294967297 is out of range"),  # would wrap to 1
         ((np.array([2**63], np.uint64), ONE, 2**62), ValueError, "index 9223372036854775808 is out of range"),
-        (
-            ([3, 1], [1.0, 2.0], 4),
-            ValueError,
-            "got 2 indices, the first 3 and the last 1: expected strictly",
-        ),
+        (([3, 1], [1.0, 2.0], 4), ValueError, "got 2 indices, the first 3 and the last 1: expected strictly"),
         (([2, 2], [1.0, 2.0], 4), ValueError, "SparseVector.from_entries sorts entries and adds repeated ones"),
-        (
-            ([1, 2, 2, 3], np.ones(4), 9),
-            ValueError,
-            "got 4 indices, the first 1 and the last 3: expected strictly",
-        ),
+        (([1, 2, 2, 3], np.ones(4), 9), ValueError, "got 4 indices, the first 1 and the last 3: expected strictly"),
     ],
 )
 def test_the_constructor_says_what_it_got(arguments, error, message):

@@ -1,16 +1,6 @@
 import numpy as np
 import pytest
-from cases import (
-    LENGTH,
-    PATTERNS,
-    assert_equal,
-    assert_same_bits,
-    bits,
-    contribution,
-    contributions,
-    for_each,
-    window,
-)
+from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, bits, contribution, contributions, for_each, window
 
 from collectives import allreduce, sparse_allreduce
 from mpicomp import CollectiveError, SparseVector

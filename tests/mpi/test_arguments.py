@@ -157,10 +157,7 @@ def test_arguments_that_differ_between_ranks(comm, row):
 
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
-    [
-        (np.ones(4, np.int32), TypeError, "int32"),
-        ([1.0, 2.0], TypeError, "builtins.list: expected an array"),
-    ],
+    [(np.ones(4, np.int32), TypeError, "int32"), ([1.0, 2.0], TypeError, "builtins.list: expected an array")],
     ids=["integers", "list"],
 )
 def test_a_bad_dense_array_on_one_rank(comm, bad, error, message):

@@ -147,11 +147,7 @@ def test_a_list_is_one_vector_in_the_basis(comm):
 def test_the_sum_is_compressed_in_the_basis(comm):
     """Each rank a share of the coefficients, of which the first alone is not zero."""
     exchange = GradientExchange(
-        comm,
-        TopK(1.0),
-        average=False,
-        collective=compressed_sum(TopK(k=1)),
-        basis=Hadamard(chunk=16),
+        comm, TopK(1.0), average=False, collective=compressed_sum(TopK(k=1)), basis=Hadamard(chunk=16)
     )
     gradient = np.ones(16, np.float32)
     np.testing.assert_array_equal(exchange(gradient), np.full(16, comm.size))

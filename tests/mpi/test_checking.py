@@ -58,10 +58,7 @@ def watched(comm, monkeypatch):
 
 @pytest.mark.parametrize("pattern", ["random", "unequal"])
 def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
-    vector, total = (
-        contribution(pattern, comm.rank, comm.size),
-        sum(map(window, contributions(pattern, comm.size))),
-    )
+    vector, total = (contribution(pattern, comm.rank, comm.size), sum(map(window, contributions(pattern, comm.size))))
     for name in ("auto", *allreduce.ALGORITHMS):
         checked = sparse_allreduce(vector, watched, algorithm=name)
         assert bits(checked) == bits(sparse_allreduce(vector, comm, algorithm=name))

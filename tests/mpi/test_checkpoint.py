@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from cases import compressed_sum
 
-from collectives import (
-    GradientExchange,
-    gtopk_allreduce,
-    sparse_allreduce,
-)
+from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce
 from mpicomp import (
     AggregationAware,
     ErrorFeedback,

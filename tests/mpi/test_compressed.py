@@ -204,12 +204,7 @@ def test_an_exchange_follows_the_rule_of_the_paper_with_a_share_of_the_server_on
 @pytest.mark.parametrize("feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True)])
 def test_every_form_of_gradients_has_the_same_bits_and_loses_nothing(comm, form, feedback):
     exchange = GradientExchange(
-        comm,
-        TopK(k=9),
-        feedback(),
-        average=False,
-        collective=compressed_sum(TopK(k=2)),
-        small=0,
+        comm, TopK(k=9), feedback(), average=False, collective=compressed_sum(TopK(k=2)), small=0
     )
     given, applied, home = np.zeros(LENGTH), np.zeros(LENGTH), np.zeros(LENGTH, np.float32)
     parts = {"a": slice(0, 100), "b": slice(100, 140), "c": slice(140, LENGTH)}
@@ -251,10 +246,7 @@ def test_a_value_that_is_not_finite_in_the_own_share_is_named(comm):
 def test_few_entries_in_two_bits_both_ways(comm):
     compressor = Quantised(TopK(density=0.1), "two_bit")
     exchange = GradientExchange(
-        comm,
-        compressor,
-        average=False,
-        collective=compressed_sum(Quantised(TopK(density=0.1), "two_bit")),
+        comm, compressor, average=False, collective=compressed_sum(Quantised(TopK(density=0.1), "two_bit"))
     )
     given, applied = np.zeros(LENGTH), np.zeros(LENGTH)
     for step in range(3):

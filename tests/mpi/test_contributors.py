@@ -15,15 +15,7 @@ from collectives import (
     sparse_iallreduce,
     sparse_reduce,
 )
-from mpicomp import (
-    Compressor,
-    Dense,
-    ErrorFeedback,
-    NoFeedback,
-    Quantised,
-    SparseVector,
-    TopK,
-)
+from mpicomp import Compressor, Dense, ErrorFeedback, NoFeedback, Quantised, SparseVector, TopK
 
 LENGTH = 60
 COLLECTIVES = {

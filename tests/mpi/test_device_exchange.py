@@ -49,12 +49,7 @@ WAYS = {
     ),
     "allgather": lambda comm: (Quantised(TopK(k=40), "sign"), ErrorFeedback(), sparse_allgather, {}),
     "random": lambda comm: (RandomK(k=40, aligned=True), ErrorFeedback(), aligned_allreduce, {}),
-    "two-way, step-ahead": lambda comm: (
-        TopK(k=40),
-        StepAhead(0.1, 0.9),
-        compressed_sum(TopK(k=20)),
-        {},
-    ),
+    "two-way, step-ahead": lambda comm: (TopK(k=40), StepAhead(0.1, 0.9), compressed_sum(TopK(k=20)), {}),
     "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),
     "chunks, two bits, contributors": lambda comm: (
         Quantised(ChunkedTopK(k=8, chunk=128), "two_bit"),

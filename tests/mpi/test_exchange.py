@@ -20,13 +20,7 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from mpicomp import (
-    AdaComp,
-    CollectiveError,
-    ErrorFeedback,
-    Quantised,
-    TopK,
-)
+from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, TopK
 
 pytestmark = pytest.mark.small_groups
 

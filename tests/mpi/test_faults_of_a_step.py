@@ -12,21 +12,8 @@ import numpy as np
 import pytest
 from cases import compressed_sum
 
-from collectives import (
-    GradientExchange,
-    gtopk_allreduce,
-    sparse_allgather,
-    sparse_allreduce,
-    sparse_iallreduce,
-)
-from mpicomp import (
-    CollectiveError,
-    Compressor,
-    ErrorFeedback,
-    MomentumCorrection,
-    StepAhead,
-    TopK,
-)
+from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
+from mpicomp import CollectiveError, Compressor, ErrorFeedback, MomentumCorrection, StepAhead, TopK
 
 pytestmark = pytest.mark.small_groups
 

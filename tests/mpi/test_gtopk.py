@@ -37,12 +37,7 @@ def exact_sum(dense, counts):
     return select(sum(dense), max(counts))
 
 
-ORACLES = {
-    "recursive_doubling": butterfly_sum,
-    "tree": tree_sum,
-    "exact": exact_sum,
-    "node_leaders": exact_sum,
-}
+ORACLES = {"recursive_doubling": butterfly_sum, "tree": tree_sum, "exact": exact_sum, "node_leaders": exact_sum}
 EVERY = pytest.mark.parametrize("algorithm", ORACLES)
 
 

@@ -432,11 +432,7 @@ def test_what_is_kept_is_left_alone_within_a_step(comm):
     exchange(mine)
     state = exchange.state_dict()
     exchange.start("a.weight", mine["a.weight"])
-    calls = (
-        exchange.reset,
-        partial(exchange.rescale, 2.0),
-        partial(exchange.load_state_dict, state),
-    )
+    calls = (exchange.reset, partial(exchange.rescale, 2.0), partial(exchange.load_state_dict, state))
     for call in calls:
         with pytest.raises(RuntimeError, match="a step is in progress: call finish first"):
             call()

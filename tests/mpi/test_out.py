@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from cases import compressed_sum, normals
 
-from collectives import (
-    GradientExchange,
-    gtopk_allreduce,
-    sparse_allgather,
-    sparse_allreduce,
-    sparse_iallreduce,
-)
+from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
 from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
 
 pytestmark = pytest.mark.small_groups

@@ -5,15 +5,7 @@ import pytest
 from cases import compressed_sum
 from mpi4py import MPI
 
-from collectives import (
-    GradientExchange,
-    agree,
-    configure,
-    gtopk_allreduce,
-    shrink,
-    sparse_allgather,
-    sparse_allreduce,
-)
+from collectives import GradientExchange, agree, configure, gtopk_allreduce, shrink, sparse_allgather, sparse_allreduce
 from collectives.faults import recovery
 from collectives.faults import ulfm as failure
 from mpicomp import CollectiveError, CollectiveTimeoutError, ErrorFeedback, SparseVector, TopK
@@ -91,8 +83,7 @@ def test_ranks_that_kept_different_steps_do_not_go_on(comm):
         exchange.comm = alone
         exchange(gradient(comm.rank, 1))
     with pytest.raises(
-        CollectiveError,
-        match=r"different numbers of steps, \[1, 2, 1\], of \[1, 1, 1\] buckets: load a checkpoint",
+        CollectiveError, match=r"different numbers of steps, \[1, 2, 1\], of \[1, 1, 1\] buckets: load a checkpoint"
     ):
         exchange.continue_on(comm)
     assert exchange.comm is (alone if comm.rank == 1 else comm)

@@ -5,11 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from collectives import (
-    GradientExchange,
-    aligned_allreduce,
-    sparse_allreduce,
-)
+from collectives import GradientExchange, aligned_allreduce, sparse_allreduce
 from mpicomp import AggregationAware, CollectiveError, ErrorFeedback, Quantised, RandomK, SparseVector
 
 

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from cases import compressed_sum, normals
 
-from collectives import (
-    GradientExchange,
-    dense_allreduce,
-    gtopk_allreduce,
-    sparse_allgather,
-    sparse_allreduce,
-)
+from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
 from mpicomp import (
     ChunkedTopK,
     CollectiveError,
@@ -43,10 +37,7 @@ SETTINGS = {
     "default": lambda comm: {},
     "allgather, contributors": lambda comm: {"collective": sparse_allgather, "average": "contributors"},
     "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
-    "random, compressed sum": lambda comm: {
-        "compressor": RandomK(k=3),
-        "collective": compressed_sum(TopK(k=2)),
-    },
+    "random, compressed sum": lambda comm: {"compressor": RandomK(k=3), "collective": compressed_sum(TopK(k=2))},
     "step ahead": lambda comm: {"feedback": StepAhead(0.5)},
     "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
     "no checks": lambda comm: {"compressor": First()},
