@@ -282,8 +282,8 @@ def with_votes(given: Any) -> Any:
     if "votes" in signature(known).parameters:
         return partial(given, votes=True)
     raise ValueError(
-        f"{known.name} does not count the ranks that sent an entry, which average='contributors' and compressors with "
-        "needs_votes take: expected sparse_allreduce or sparse_allgather"
+        f"{known.name} does not count the ranks that sent an entry, which average='contributors' takes: "
+        "expected sparse_allreduce or sparse_allgather"
     )
 
 

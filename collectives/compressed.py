@@ -78,7 +78,7 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
 def check_stateless(compressor: Any) -> None:
     """Raise TypeError unless this is a compressor whose result depends on its input alone."""
     check_compressor(compressor)
-    if any(part.state or part.observes for part in compressor.chain()):
+    if any(part.state for part in compressor.chain()):
         raise TypeError(
             f"compressor is {compressor!r}, which keeps a state between calls: expected a compressor of a sum without "
             "one, such as TopK(density=0.01)"

@@ -36,8 +36,6 @@ class AdaComp(Compressor):
     [1, 3]
     """
 
-    needs_gradient = True
-
     def __init__(self, bin_size: int = 50) -> None:
         self.bin_size = to_integer("bin_size", bin_size, 1, 16384)
 
@@ -47,7 +45,10 @@ class AdaComp(Compressor):
         gradient: the new gradient, of the size of `corrected`; ValueError without it.
         """
         if gradient is None:
-            raise ValueError("AdaComp needs the new gradient too: call compress(corrected, gradient=gradient)")
+            raise ValueError(
+                "AdaComp needs the new gradient too: take ErrorFeedback() or NoFeedback(), or call compress(corrected, "
+                "gradient=gradient)"
+            )
         dense, new = finite_vector(corrected), finite_vector(gradient)
         if dense.size != new.size:
             raise ValueError(f"gradient has {new.size} values: expected {dense.size} as in corrected")

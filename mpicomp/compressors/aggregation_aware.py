@@ -56,7 +56,6 @@ class AggregationAware(Density):
     """
 
     state = {"_bonus": _check_bonus}
-    observes = True
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class AggregationAware(Density):
         quota: float = 0.75,
     ) -> None:
         super().__init__(density, k=k)
-        self.needs_votes = metric == "votes"
         self.metric = to_choice("metric", metric, METRICS)
         self.weight = to_number("weight", weight, least=0)
         self.decay, self.quota = to_number("decay", decay, least=0, most=1), to_number("quota", quota, least=0, most=1)
@@ -89,7 +87,7 @@ class AggregationAware(Density):
             if votes is None or len(votes) != aggregate.nnz:
                 raise ValueError(
                     f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries; "
-                    "use sparse_allgather, or partial(sparse_allreduce, votes=True)"
+                    "use partial(sparse_allreduce, votes=True)"
                 )
             bonus[aggregate.indices] = beside(votes, values)
         else:  # a filled sum has zeros where no rank sent an entry

@@ -50,18 +50,6 @@ class Compressor(Configured):
     state: ClassVar[Mapping[str, Check]] = {}
     """Attributes to save, each with the check of a loaded value; an attribute that is None is not saved."""
 
-    needs_gradient: bool = False
-    """Whether `compress` requires `gradient`: what the step added to the residual."""
-
-    observes: bool = False
-    """Whether `observe` is called with the mean over the ranks."""
-
-    needs_votes: bool = False
-    """Whether `observe` requires `votes`: the collective has to count the ranks that sent an entry."""
-
-    selects_segments: bool = False
-    """Whether one object serves all segments of a vector, by `compress_segments`; otherwise each segment has a copy."""
-
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
@@ -72,9 +60,8 @@ class Compressor(Configured):
         """Return the selected entries of `corrected`, the gradient with the residual added.
 
         corrected: an array of any shape, taken in C order; float16, float32 or float64. It may be read-only: do not
-        write to it. gradient: the vector that the step added to the residual, in the units of the feedback, for
-        compressors that set `needs_gradient`. An exact zero is not selected, unless the positions do not depend on the
-        values.
+        write to it. gradient: what the step added to the residual; None if it is not available. An exact zero is not
+        selected, unless the positions do not depend on the values.
 
         Raises ValueError naming the first value that is not finite; the compressor does not change then.
         """
@@ -88,8 +75,8 @@ class Compressor(Configured):
         corrected: 1-d, C-contiguous. bounds: the first position of each segment, and the length of the vector.
         summands: (residual, scale, parts); `corrected` is first overwritten by ``scale * residual`` plus the parts, one
         gradient for each segment. A compressor with a kernel that adds and selects in one pass, or that selects in all
-        segments at once, implements this method, with the result of `compress` for each segment; the latter sets
-        `selects_segments`.
+        segments at once, implements this method, with the result of `compress` for each segment: one object then
+        serves all segments with equal settings that follow each other, otherwise each segment has its own.
 
         Raises the errors of `compress`; `corrected` is written in any case.
         """
@@ -114,7 +101,7 @@ class Compressor(Configured):
         return vector
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        """Receive the mean over the ranks, the same on every rank; called once a step if `observes` is set.
+        """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.
 
         votes: for each entry the fraction of the ranks that sent it, 0 to 1, if the collective returns votes.
         """
@@ -124,14 +111,8 @@ class Compressor(Configured):
         return [self]
 
     def snapshot(self) -> list[tuple["Compressor", dict[str, Any]]]:
-        """Return the attributes of the chain; `restore` sets them again after a step that failed."""
+        """Return the attributes of the chain, which are set again after a step that failed."""
         return [(part, dict(vars(part))) for part in self.chain()]
-
-    def restore(self, snapshot: list[tuple["Compressor", dict[str, Any]]]) -> None:
-        """Set the attributes of the chain to those of a snapshot."""
-        for part, before in snapshot:
-            vars(part).clear()
-            vars(part).update(before)
 
     def reset(self) -> None:
         """Clear the stored information about single positions, in the whole chain. For a model that was replaced."""
@@ -174,14 +155,12 @@ class Compressor(Configured):
 class Wrapper(Compressor):
     """Base of compressors that wrap another one.
 
-    compressor: the inner one, else TypeError; its `needs_gradient`, `observes` and `needs_votes` are copied.
+    compressor: the inner one, else TypeError.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         check_compressor(compressor)
         self.compressor = compressor
-        self.needs_gradient, self.observes = compressor.needs_gradient, compressor.observes
-        self.needs_votes = compressor.needs_votes
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; calls that of the inner compressor."""

@@ -37,8 +37,6 @@ class ChunkedTopK(Density):
     [1, 3, 6]
     """
 
-    selects_segments = True
-
     def __init__(self, k: int = 64, chunk: int = 4096) -> None:
         super().__init__(k=k)
         self.k: int = to_integer("k", k)

@@ -91,23 +91,22 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
 
 
 def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
-    """Return the largest entries of a dense vector, which a kernel found; ValueError if the vector is not finite."""
-    return _found(dense, placed(positions, values, dense.size))
+    """Return the largest entries of a dense vector, which a kernel found.
 
-
-def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
-    """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
-    _found(dense, placed(positions, values, dense.size))
-    return _nonzero_entries(dense, positions, values)
-
-
-def _found(dense: Array, vector: SparseVector) -> SparseVector:
-    """Return what was found; ValueError if the dense vector is not finite: such values are the largest, and found."""
+    Raises ValueError if the dense vector is not finite: such values are the largest, and found.
+    """
+    vector = SparseVector.trusted(positions.astype(index_dtype(dense.size)), values, dense.size)
     try:
         vector.check_finite()
     except ValueError:
         kernels_for(dense).raise_not_finite(dense)
     return vector
+
+
+def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
+    """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
+    selected(dense, positions, values)
+    return _nonzero_entries(dense, positions, values)
 
 
 def _nonzero_entries(dense: Array, positions: Array, values: Array) -> SparseVector:

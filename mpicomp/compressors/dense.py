@@ -16,8 +16,6 @@ class Dense(Compressor):
     [0.5, -3.0, 0.25, 2.0]
     """
 
-    selects_segments = True
-
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.compress`."""
         return self.reported(SparseVector.from_dense(finite_vector(corrected)), target=1.0)

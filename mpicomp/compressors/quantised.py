@@ -122,7 +122,6 @@ class Quantised(Wrapper):
 
     def __init__(self, compressor: Compressor, form: str) -> None:
         super().__init__(compressor)
-        self.selects_segments = compressor.selects_segments
         quantise(SparseVector.empty(0), form)
         self.form = form
         self.error: SparseVector | None = None

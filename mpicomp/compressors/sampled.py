@@ -12,6 +12,7 @@ start of the sample is drawn from a seed and the number of the step.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor, Summands, Wrapper, expect_integer
 from mpicomp.compressors.common import Density, at_or_above, entries_found, finite_vector, to_density
 from mpicomp.settings import to_integer
-from mpicomp.vector import SparseVector, top_k
+from mpicomp.vector import SparseVector, concatenate, top_k
 
 _STRIDE = 100
 _MOST, _LEAST, _LOWER, _RETRIES = 1.3, 0.8, 0.8, 10
@@ -46,6 +47,7 @@ class SampledTopK(Density):
         """Return the entries that reach the threshold of a sample; see `Compressor.compress`."""
         dense = finite_vector(corrected)
         if self.count(dense.size) >= dense.size:
+            self.step += 1
             return self.reported(SparseVector.from_dense(dense))
         threshold = self._threshold(dense[self._places(dense.size)], dense.size)
         return self._enough(dense, at_or_above(dense, threshold), threshold)
@@ -53,9 +55,11 @@ class SampledTopK(Density):
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; of one segment one pass, and another for each lower threshold."""
+        """See `Compressor.compress_segments`; a segment takes a pass, and another for each lower threshold."""
+        if len(bounds) > 2:
+            return self._in_segments(corrected, bounds, summands)
         size = corrected.size
-        if summands is None or len(bounds) > 2 or self.count(size) >= size:
+        if summands is None or self.count(size) >= size:
             return super().compress_segments(corrected, bounds, summands=summands)
         residual, scale, (gradient,) = summands
         places = self._places(size)
@@ -66,6 +70,15 @@ class SampledTopK(Density):
         threshold = self._threshold(sample, size)
         found = kernels_for(corrected).add_above(residual, gradient, corrected, threshold, scale=scale)
         return self._enough(corrected, entries_found(corrected, *found), threshold)
+
+    def _in_segments(self, corrected: Array, bounds: Sequence[int], summands: Summands | None) -> SparseVector:
+        """Select in each of several segments, whose samples are those of one step."""
+        step, selected = self.step, []
+        for place, (first, end) in enumerate(pairwise(bounds)):
+            self.step = step
+            own = None if summands is None else (summands[0][first:end], summands[1], [summands[2][place]])
+            selected.append(self.compress_segments(corrected[first:end], [0, end - first], summands=own))
+        return concatenate(selected)
 
     def _places(self, length: int) -> slice:
         """Return the positions of this step's sample of a vector of `length`."""
@@ -110,7 +123,6 @@ class WarmUp(Wrapper):
         calls: int = 1,
     ) -> None:
         super().__init__(compressor)
-        self.selects_segments = compressor.selects_segments
         if not len(densities) or compressor.density is None:
             raise ValueError(
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "

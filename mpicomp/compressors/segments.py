@@ -18,8 +18,8 @@ class Segments(Compressor):
     """Compress each segment of a vector by a compressor of its own; consecutive equal ones by one object.
 
     names: of the segments, in errors; None names none. bounds: the first position of each segment, and the length.
-    compressors: one for each segment. Those with equal settings that stand one after the other and select in several
-    segments at once (`Compressor.selects_segments`) are replaced by the first of them: a segment then costs no call.
+    compressors: one for each segment. Those with equal settings that follow each other and implement
+    `compress_segments` are replaced by the first of them: a segment then costs no call.
 
     >>> two = Segments(["a", "b"], [0, 2, 4], [TopK(k=1), TopK(k=1)])
     >>> two.compress(gradient).indices.tolist(), two.compressors["a"] is two.compressors["b"]
@@ -30,14 +30,10 @@ class Segments(Compressor):
         self.names, self.bounds = list(names), list(bounds)
         self._runs: list[Run] = []
         for place, compressor in enumerate(compressors):
-            shares = compressor.selects_segments and not compressor.needs_gradient
-            if self._runs and shares and repr(self._runs[-1][0]) == repr(compressor):
+            if self._runs and _selects_segments(compressor) and repr(self._runs[-1][0]) == repr(compressor):
                 self._runs[-1] = *self._runs[-1][:2], place + 1
             else:
                 self._runs.append((compressor, place, place + 1))
-        every = [compressor for compressor, _, _ in self._runs]
-        self.needs_gradient = any(each.needs_gradient for each in every)
-        self.observes = any(each.observes for each in every)
 
     @property
     def compressors(self) -> dict[str | None, Compressor]:
@@ -69,7 +65,7 @@ class Segments(Compressor):
             if summands is not None:
                 own = summands[0][span], summands[1], summands[2][first:end]
             try:
-                if compressor.needs_gradient and own is None:
+                if end - first == 1 and own is None:
                     sent = compressor.compress(read_only(part), gradient=None if gradient is None else gradient[span])
                 else:
                     bounds = [bound - span.start for bound in self.bounds[first : end + 1]]
@@ -79,7 +75,7 @@ class Segments(Compressor):
             except Exception as error:
                 self._name_segment(error, first, end, part)
                 raise
-        return concatenate(selected)
+        return concatenate(selected) if len(selected) > 1 else selected[0]
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; passes each compressor its part."""
@@ -121,6 +117,12 @@ class Segments(Compressor):
                 raise ValueError(str(error) if name is None else f"in {name}: {error}") from None
 
 
+def _selects_segments(compressor: Compressor) -> bool:
+    """Return whether one object serves several segments: each of its chain implements `compress_segments`."""
+    default = Compressor.compress_segments
+    return all(type(each).compress_segments is not default for each in compressor.chain())
+
+
 class Outside(Wrapper):
     """Compress a vector outside of the range from `first` to `end`, of which all values are selected.
 
@@ -152,7 +154,6 @@ class Outside(Wrapper):
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; bounds: those of the other compressor."""
-        added = np.concatenate(summands[2]) if self.needs_gradient and summands is not None else None
         if summands is not None:
             write_sum(summands, corrected)
-        return self.compress(read_only(corrected), gradient=added)
+        return self.compress(read_only(corrected))

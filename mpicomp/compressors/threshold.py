@@ -25,8 +25,6 @@ class Threshold(Compressor):
     [-3.0, 2.0]
     """
 
-    selects_segments = True
-
     def __init__(self, threshold: float) -> None:
         self.threshold = to_number("threshold", threshold, above=0)
 

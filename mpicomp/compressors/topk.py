@@ -31,8 +31,6 @@ class TopK(Density):
     [1, 3]
     """
 
-    selects_segments = True
-
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the k largest magnitudes of `corrected`; see `Compressor.compress`. Ties go to the lowest indices.
 
