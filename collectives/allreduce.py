@@ -29,7 +29,7 @@ from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from collectives.schedule import halving
 from collectives.votes import gather_votes
-from mpicomp.arrays import Array, beside, kernels_for, on_device, to_numpy
+from mpicomp.arrays import Array, kernels_for, on_device, to_device_of, to_numpy
 from mpicomp.codec import encoded_nbytes
 from mpicomp.vector import SparseVector, add_up, count_up, join
 
@@ -257,7 +257,7 @@ def dense_mpi(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[S
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
     yield (group.reduce(filled, summed),)
-    total = beside(summed, values).astype(vector.dtype, copy=False).reshape(values.shape)
+    total = to_device_of(summed, values).astype(vector.dtype, copy=False).reshape(values.shape)
     indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
     return SparseVector(indices, total, metadata.length)
 

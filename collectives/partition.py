@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, beside
+from mpicomp.arrays import Array, to_device_of
 from mpicomp.vector import SparseVector
 
 SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by a few per cent of a share
@@ -26,7 +26,7 @@ Bounds = tuple[int, ...]
 
 def cut(vector: SparseVector, bounds: Bounds) -> list[SparseVector]:
     """Return the part of each owner, as views; indices stay as they are."""
-    edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)
+    edges = to_device_of(np.array(bounds, vector.indices.dtype), vector.indices)
     places = np.searchsorted(vector.indices, edges).tolist()
     return [
         SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
@@ -74,7 +74,7 @@ def sample(indices: Array, rank: int, size: int) -> Array:
     same support have different samples.
     """
     edges = _run_edges(indices.size, min(SAMPLES_A_SHARE * size, MOST_SAMPLES, indices.size // SAMPLED_ENTRIES))
-    chosen: Array = indices[beside(edges[:-1] + np.diff(edges) * (2 * rank + 1) // (2 * size), indices)]
+    chosen: Array = indices[to_device_of(edges[:-1] + np.diff(edges) * (2 * rank + 1) // (2 * size), indices)]
     return chosen
 
 

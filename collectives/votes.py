@@ -13,7 +13,7 @@ import numpy as np
 from collectives.partition import Bounds, cut
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import Array, beside, namespace
+from mpicomp.arrays import Array, namespace, to_device_of
 from mpicomp.vector import SparseVector, join
 
 
@@ -51,7 +51,7 @@ def contributors(total: SparseVector, votes: Any, ranks: int, whole: Sequence[tu
         )
     counts: Array = np.maximum(votes, 1).astype(total.dtype)
     for bounds in whole:
-        edges = beside(np.array(bounds, total.indices.dtype), total.indices)
+        edges = to_device_of(np.array(bounds, total.indices.dtype), total.indices)
         first, end = np.searchsorted(total.indices, edges).tolist()
         counts[first:end] = ranks
     return counts

@@ -147,7 +147,7 @@ def to_numpy(array: Any) -> Array:
     return array.get() if on_device(array) else np.asarray(array)
 
 
-def beside(array: Any, other: Any) -> Any:
+def to_device_of(array: Any, other: Any) -> Any:
     """Return an array on the device of `other`: the array itself if it is on that device, else a copy."""
     if on_device(array) == on_device(other):
         return array
@@ -204,18 +204,17 @@ def adjacent(parts: Sequence[Array]) -> Array | None:
     some = [part for part in parts if part.size] or list(parts[:1])
     if on_device(some[0]):
         return None
-    expected = end = address(some[0])
+    end = address(some[0])
     for part in some:
         if address(part) != end:
             return None
         end += part.nbytes
-    return np.lib.stride_tricks.as_strided(some[0], ((end - expected) // some[0].itemsize,))
+    return np.lib.stride_tricks.as_strided(some[0], (sum(part.size for part in some),))
 
 
 def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
-    given: list[Any] = [array for array in arrays if array.size]
-    spans = sorted(zip(map(address, given), [array.nbytes for array in given], strict=True))
+    spans = sorted((address(array), array.nbytes) for array in arrays if array.size)
     if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(spans)):
         raise ValueError(
             "two arrays that the step writes to share memory: expected separate arrays for each out=, and for each "
@@ -280,16 +279,17 @@ def to_vector(array: Any) -> Array:
 
 
 def like(result: Array, original: Any) -> Any:
-    """Return `result` as the same kind of array as `original`, without a copy if its library supports that.
-
-    Calls ``from_dlpack`` of the library of `original` (JAX: of ``jax.numpy``); without that function, returns NumPy's
-    or CuPy's array. For a bfloat16 `original` a float32 result is rounded to bfloat16.
-    """
+    """Return `result` as the same kind of array as `original`: see `kind_of`."""
     return kind_of(original)(result)
 
 
 def kind_of(original: Any) -> Callable[[Array], Any]:
-    """Return the function that converts results as `like` does; it holds no reference to `original`."""
+    """Return the function that converts results to the kind of array of `original`, without a copy where possible.
+
+    It calls ``from_dlpack`` of the library of `original` (JAX: of ``jax.numpy``); without that function, it returns
+    NumPy's or CuPy's array. For a bfloat16 `original` a float32 result is rounded to bfloat16. It holds no reference to
+    `original`.
+    """
     if type(original) is np.ndarray and original.dtype in VALUE_DTYPES:
         return lambda result: result
     root = type(original).__module__.partition(".")[0]

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike, DTypeLike
 from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
-    beside,
     contiguous,
     is_array,
     kernels_for,
@@ -26,6 +25,7 @@ from mpicomp.arrays import (
     on_device,
     sparse_remedy,
     to_array,
+    to_device_of,
     to_numpy,
     to_values,
     to_vector,
@@ -370,7 +370,7 @@ def whole(array: Array) -> SparseVector:
 
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
     """Return the number of entries before each of increasing positions, from 0 to the length of the vector."""
-    edges = beside(np.array(bounds, vector.indices.dtype), vector.indices)
+    edges = to_device_of(np.array(bounds, vector.indices.dtype), vector.indices)
     return np.searchsorted(vector.indices, edges).tolist()  # type: ignore[no-any-return]
 
 
@@ -380,7 +380,7 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
         return [vector]
     places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
     starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
-    indices, values = vector.indices - beside(starts, vector.indices), vector.values
+    indices, values = vector.indices - to_device_of(starts, vector.indices), vector.values
     return [
         SparseVector.trusted(indices[low:high].astype(index_dtype(size), copy=False), values[low:high], size)
         for (low, high), size in zip(pairwise(places), sizes, strict=True)

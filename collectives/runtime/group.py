@@ -28,8 +28,7 @@ from collectives import schedule
 from collectives.runtime import staging
 from collectives.runtime.link import Link, Turn
 from collectives.runtime.messages import LINE, Arrival, Pending, Sending, Steps
-from mpicomp.arrays import Buffer, on_device, to_numpy
-from mpicomp.arrays import beside as _beside
+from mpicomp.arrays import Buffer, on_device, to_device_of, to_numpy
 from mpicomp.codec import (
     CODECS,
     CRC_AT,
@@ -270,7 +269,7 @@ class Group:
             return self.nothing, header.sender_count
         try:
             if copy is None:
-                copy = _beside(message, self.beside) if on_device(self.beside) else message
+                copy = to_device_of(message, self.beside) if on_device(self.beside) else message
             if header.kind == FEW_BITS:
                 return decode_few_bits(copy, header), header.sender_count
             return decode(copy, header, message), header.sender_count
@@ -302,7 +301,9 @@ class Group:
     def _with_checksum(self, message: Buffer) -> Buffer:
         """Write the checksum into a complete message, in the debug mode."""
         if self.link.checked:
-            message[CRC_AT : CRC_AT + 4] = _beside(np.array([_checksum(message)], np.uint32).view(np.uint8), message)
+            message[CRC_AT : CRC_AT + 4] = to_device_of(
+                np.array([_checksum(message)], np.uint32).view(np.uint8), message
+            )
         return message
 
     def _keep_notification(self, message: Buffer, source: int) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, beside, kernels_for, namespace
+from mpicomp.arrays import Array, kernels_for, namespace, to_device_of
 from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.settings import to_choice, to_number
 from mpicomp.vector import SparseVector
@@ -81,7 +81,7 @@ class AggregationAware(Density):
         """
         values = aggregate.values
         zeros = namespace(values).zeros(aggregate.length, np.promote_types(values.dtype, np.float32))
-        before = zeros if self._bonus is None else beside(self._bonus, values)
+        before = zeros if self._bonus is None else to_device_of(self._bonus, values)
         bonus = before * zeros.dtype.type(self.decay if self.metric == "recency" else 0)
         if self.metric == "votes":
             if votes is None or len(votes) != aggregate.nnz:
@@ -89,7 +89,7 @@ class AggregationAware(Density):
                     f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries; "
                     "use partial(sparse_allreduce, votes=True)"
                 )
-            bonus[aggregate.indices] = beside(votes, values)
+            bonus[aggregate.indices] = to_device_of(votes, values)
         else:  # a filled sum has zeros where no rank sent an entry
             sent = np.flatnonzero(values)
             bonus[aggregate.indices[sent]] = np.abs(values[sent]) if self.metric == "magnitude" else 1
@@ -112,7 +112,7 @@ class AggregationAware(Density):
         """Return the positions of the k largest scores."""
         k, largest = self.count(dense.size), kernels_for(dense).largest
         scores = np.abs(dense).astype(np.float32 if dense.dtype == np.float16 else dense.dtype)
-        bonus = None if self._bonus is None else beside(self._bonus, dense)
+        bonus = None if self._bonus is None else to_device_of(self._bonus, dense)
         if bonus is None:
             pass
         elif self.metric == "quota":

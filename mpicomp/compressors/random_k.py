@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import beside
+from mpicomp.arrays import to_device_of
 from mpicomp.compressors.base import expect_integer
 from mpicomp.compressors.common import Density, all_at, at_positions, finite_vector
 from mpicomp.settings import to_bool, to_integer
@@ -52,7 +52,7 @@ class RandomK(Density):
         """Return the entries at this step's positions; see `Compressor.compress`."""
         dense = finite_vector(corrected)
         rng, count = np.random.default_rng([self.seed, self.step]), min(dense.size, self.count(dense.size))
-        positions = beside(np.sort(rng.choice(dense.size, count, replace=False, shuffle=False)), dense)
+        positions = to_device_of(np.sort(rng.choice(dense.size, count, replace=False, shuffle=False)), dense)
         vector = (all_at if self.aligned or self.unbiased else at_positions)(dense, positions)
         self.step += 1
         return self.reported(self._weighted(vector) if self.unbiased else vector)

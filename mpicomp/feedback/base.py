@@ -15,12 +15,12 @@ import numpy as np
 from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
-    beside,
     kernels_for,
     namespace,
     new_vector,
     on_device,
     read_only,
+    to_device_of,
     to_numpy,
 )
 from mpicomp.compressors import Compressor
@@ -222,7 +222,7 @@ class Feedback(Configured):
         first, size = parts[0], sum([part.size for part in parts])
         self._settled, self._bounds = (), bounds or (0, size)  # the spares are overwritten
         if any([type(array) is not type(first) for array in self._arrays.values()]):
-            self._arrays = {name: beside(array, first) for name, array in self._arrays.items()}
+            self._arrays = {name: to_device_of(array, first) for name, array in self._arrays.items()}
         if first.ndim == 1 and self._is_for((size,), first.dtype):
             self._staged = True
             return

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, beside, like, to_values
+from mpicomp.arrays import Array, like, to_device_of, to_values
 from mpicomp.feedback.base import Feedback, Gradient, Layout, wide
 from mpicomp.settings import to_number
 from mpicomp.vector import SparseVector
@@ -75,7 +75,7 @@ class StepAhead(Feedback):
         values = to_values(x)
         if not self._begun:
             return like(values.copy(), x)
-        residual = beside(self._arrays["residual"], values)
+        residual = to_device_of(self._arrays["residual"], values)
         if values.size != residual.size:
             raise ValueError(f"x has {values.size} values: expected {residual.size} as in the gradients")
         return like((values - residual.reshape(values.shape)).astype(values.dtype, copy=False), x)
