@@ -18,7 +18,6 @@ import numpy as np
 
 from mpicomp import threads
 from mpicomp.arrays import Array
-from mpicomp.bases import cosines
 from mpicomp.codec import Coding, decode, encode, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
@@ -162,9 +161,9 @@ def fused(rng: np.random.Generator, length: int) -> Comparisons:
 
 
 def transforms(rng: np.random.Generator, length: int) -> Comparisons:
-    """A Walsh-Hadamard transform to another array and one in place, a cosine transform, and signs."""
+    """A Walsh-Hadamard transform to another array and one in place, and signs."""
     values, size = rng.standard_normal(length, np.float32), f"{length / 1e6:g}e6"
-    out, cosine = values.copy(), cosines(256).astype(np.float32)
+    out = values.copy()
 
     def forward_and_inverse(chunk: int, number: int) -> None:
         host.hadamard(values, out, chunk, threads=number)
@@ -178,10 +177,6 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
         for chunk in 64, 256, 1024, 4096:
             name = f"hadamard {size} of {chunk}, forward and inverse, threads={number}"
             yield name, partial(forward_and_inverse, chunk, number), {"two copies": copy_twice}, values
-    chunks = rng.standard_normal(max(1, length // 2048) * 256, np.float32)  # an eighth: a product takes long
-    product: Mapping[str, Call] = {"the product of BLAS": lambda: chunks.reshape(-1, 256) @ cosine}
-    multiply = partial(host.multiply_chunks, chunks, cosine, np.empty_like(chunks), **ONE)
-    yield f"cosine transform {size} / 8 of 256", multiply, product, chunks
     yield (
         f"signs {size}",
         partial(host.signs, out, **ONE),

@@ -3,7 +3,7 @@
 The communication, `GradientExchange` and the collectives, is in the package `collectives`.
 """
 
-from mpicomp.bases import Basis, Cosine, Hadamard
+from mpicomp.bases import Basis, Hadamard
 from mpicomp.compressors import (
     AdaComp,
     AggregationAware,
@@ -44,7 +44,6 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
     "Compressor",
-    "Cosine",
     "DamagedMessageError",
     "Dense",
     "ErrorFeedback",

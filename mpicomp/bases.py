@@ -8,15 +8,13 @@ Invariant: inverse(forward(x)) = x within rounding. The result has the same bits
 any number of threads: additions have a fixed order, and no product is fused with a sum.
 
 Differences from the paper: chunks are of consecutive values of the flat vector; the paper cuts tensors into tiles of up
-to 64 x 64. The Walsh-Hadamard basis, which needs no products, is ours.
+to 64 x 64. The basis is that of Walsh and Hadamard, which needs no products, and loses as little:
+benchmarks/every_step has the cosine transform.
 """
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from mpicomp.arrays import Array, address, kernels_for, namespace, on_device, to_vector, writable_vector
+from mpicomp.arrays import Array, address, kernels_for, on_device, to_vector, writable_vector
 from mpicomp.settings import Configured, to_integer
 
 LONGEST = 4096  # values of a chunk, which fit the memory that a block of threads shares on a GPU
@@ -79,80 +77,13 @@ class Hadamard(Basis):
     def __init__(self, chunk: int = 256) -> None:
         super().__init__(chunk)
         if self.chunk & (self.chunk - 1):
-            raise ValueError(f"chunk is {chunk}: expected a power of two; Cosine takes any chunk")
+            raise ValueError(f"chunk is {chunk}: expected a power of two")
 
     def _forward(self, vector: Array, out: Array) -> None:
         kernels_for(vector).hadamard(vector, out, self.chunk)
 
     def _inverse(self, coefficients: Array, out: Array) -> None:
         self._forward(coefficients, out)
-
-
-class Cosine(Basis):
-    """The basis of the discrete cosine transform (DCT-II, orthonormal), as in DeMo.
-
-    chunk: values, 1 to 4096, else ValueError. The shorter chunk at the end has a transform of its own length. A
-    transform is a product with a matrix, of 2 * chunk operations a value, in a fixed order; `Hadamard` takes less.
-
-    >>> basis = Cosine(chunk=2)
-    >>> vector = np.array([3.0, 1, 7])
-    >>> basis.forward(vector, vector)
-    >>> vector.round(3).tolist()
-    [2.828, 1.414, 7.0]
-    """
-
-    def __init__(self, chunk: int = 256) -> None:
-        super().__init__(chunk)
-        self._matrices: dict[Any, Array] = {}
-
-    def _forward(self, vector: Array, out: Array) -> None:
-        self._multiply(vector, out, forward=True)
-
-    def _inverse(self, coefficients: Array, out: Array) -> None:
-        self._multiply(coefficients, out, forward=False)
-
-    def _multiply(self, vector: Array, out: Array, *, forward: bool) -> None:
-        whole = vector.size // self.chunk * self.chunk
-        for start, end in (0, whole), (whole, vector.size):
-            if start < end:
-                matrix = self._matrix(min(self.chunk, end - start), vector, forward)
-                kernels_for(vector).multiply_chunks(vector[start:end], matrix, out[start:end])
-
-    def _matrix(self, size: int, vector: Array, forward: bool) -> Array:
-        """Return the matrix that rows of values, or of coefficients, are multiplied by, on the device of a vector."""
-        xp, dtype = namespace(vector), np.promote_types(vector.dtype, np.float32)
-        key = size, dtype, xp.__name__, forward
-        if key not in self._matrices:
-            matrix = cosines(size)
-            self._matrices[key] = xp.asarray(np.ascontiguousarray(matrix.T if forward else matrix, dtype))
-        return self._matrices[key]
-
-
-def cosines(size: int) -> NDArray[np.float64]:
-    """Return the matrix of the orthonormal DCT-II, shape (size, size); the same bits on every host.
-
-    Row k is sqrt(2 / size) cos(pi k (2 j + 1) / (2 size)), and sqrt(1 / size) for k = 0. The cosines are sums of
-    products in a fixed order: those of C libraries differ in the last bit.
-    """
-    quarter = _cosines_of_a_quarter(size)  # of 0, 1, ... size steps of pi / (2 size)
-    half = np.concatenate([quarter, -quarter[-2::-1]])
-    circle = np.concatenate([half, half[-2:0:-1]])
-    order = np.arange(size)
-    matrix: NDArray[np.float64] = circle[np.outer(order, 2 * order + 1) % (4 * size)] * np.sqrt(2 / size)
-    matrix[0] = np.sqrt(1 / size)
-    return matrix
-
-
-def _cosines_of_a_quarter(steps: int) -> NDArray[np.float64]:
-    """Return cos(pi i / (2 steps)) for i = 0 .. steps, by Taylor series up to pi / 4."""
-    places = np.arange(steps + 1)
-    near = 2 * places <= steps  # of 0; the others are sines of what is left to pi / 2
-    angles = np.where(near, places, steps - places) * (np.pi / 2 / steps)
-    squares, cosine, sine = angles * angles, np.zeros_like(angles), np.zeros_like(angles)
-    for order in range(20, 0, -2):
-        cosine = 1 - squares * cosine / ((order - 1) * order) if order < 20 else np.ones_like(angles)
-        sine = 1 - squares * sine / (order * (order + 1)) if order < 20 else np.ones_like(angles)
-    return np.where(near, cosine, angles * sine)
 
 
 def _checked(vector: Any, out: Any) -> tuple[Array, Array]:

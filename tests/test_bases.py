@@ -1,6 +1,5 @@
 """Bases against dense matrices in float64: any length, chunk and dtype, on the host and on a device."""
 
-import hashlib
 from functools import cache
 
 import numpy as np
@@ -9,8 +8,7 @@ from devices import cupy_for_tests
 from scipy.linalg import hadamard
 from strategies import DTYPES
 
-from mpicomp import Basis, Cosine, Hadamard
-from mpicomp.bases import cosines
+from mpicomp import Basis, Hadamard
 
 LENGTHS = 0, 1, 2, 3, 7, 31, 64, 97, 256, 257, 1009
 
@@ -20,34 +18,22 @@ def hadamard_matrix(size):
     return hadamard(size) / np.sqrt(size)
 
 
-@cache
-def cosine_matrix(size):
-    order = np.arange(size)
-    steps = np.outer(order, 2 * order + 1) % (4 * size)  # few, for a small error of their product with pi
-    matrix = np.sqrt(2 / size) * np.cos(np.pi / (2 * size) * steps)
-    matrix[0] = np.sqrt(1 / size)
-    return matrix
-
-
 def lengths_of_parts(basis, length):
     """Return the lengths of the parts of a vector that are transformed each by itself."""
     whole, rest = divmod(length, basis.chunk)
-    if isinstance(basis, Hadamard):
-        ends = [1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1]
-    else:
-        ends = [rest] if rest else []
-    return [basis.chunk] * whole + ends
+    return [basis.chunk] * whole + [1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1]
 
 
 def expected(basis, vector):
     """Return the coefficients of a vector, in float64."""
-    one = hadamard_matrix if isinstance(basis, Hadamard) else cosine_matrix
     lengths = lengths_of_parts(basis, vector.size)
     parts = np.split(vector.astype(float), np.cumsum(lengths)) if lengths else []
-    return np.concatenate([vector[:0], *(one(size) @ part for size, part in zip(lengths, parts, strict=False))])
+    return np.concatenate(
+        [vector[:0], *(hadamard_matrix(size) @ part for size, part in zip(lengths, parts, strict=False))]
+    )
 
 
-BASES = [*(Hadamard(chunk) for chunk in (1, 2, 8, 64, 128, 256)), *(Cosine(chunk) for chunk in (1, 2, 7, 64, 100, 256))]
+BASES = [Hadamard(chunk) for chunk in (1, 2, 8, 64, 128, 256)]
 
 
 def draw(length, dtype):
@@ -87,9 +73,8 @@ def test_in_place_has_the_same_bits(basis):
             assert vector.tobytes() == out.tobytes()
 
 
-@pytest.mark.parametrize("basis", [Hadamard(64), Cosine(24)], ids=repr)
-def test_a_device_has_the_bits_of_the_host(basis):
-    cupy = cupy_for_tests()
+def test_a_device_has_the_bits_of_the_host():
+    basis, cupy = Hadamard(64), cupy_for_tests()
     for dtype in DTYPES:
         for length in 0, 1, 63, 64, 1009:
             vector = draw(length, dtype)
@@ -113,12 +98,11 @@ def test_integers_are_exact_in_chunks_of_powers_of_four(chunk, dtype):
 
 
 def test_halves_are_computed_in_single_precision():
-    vector = draw(1000, np.float16)
-    for basis in Hadamard(256), Cosine(100):
-        wide, out = vector.astype(np.float32), np.empty_like(vector)
-        basis.forward(wide, wide)
-        basis.forward(vector, out)
-        np.testing.assert_array_equal(out, wide.astype(np.float16))
+    basis, vector = Hadamard(256), draw(1000, np.float16)
+    wide, out = vector.astype(np.float32), np.empty_like(vector)
+    basis.forward(wide, wide)
+    basis.forward(vector, out)
+    np.testing.assert_array_equal(out, wide.astype(np.float16))
     high = np.full(256, 6e4, np.float16)
     basis.forward(high, high)
     assert np.isinf(high[0])
@@ -135,29 +119,22 @@ def test_arrays_of_any_shape_are_taken_in_c_order():
     np.testing.assert_array_equal(out.reshape(-1), expected)
 
 
-def test_cosines_have_the_same_bits_on_every_host():
-    digest = hashlib.sha256(b"".join(cosines(size).tobytes() for size in (1, 3, 64, 256))).hexdigest()
-    assert digest[:16] == "bc09a6e72d87a59c"
-
-
 def test_settings_are_shown():
     assert repr(Hadamard()) == "Hadamard(chunk=256)"
-    assert repr(Cosine(chunk=64)) == "Cosine(chunk=64)"
 
 
-@pytest.mark.parametrize("kind", [Hadamard, Cosine])
 @pytest.mark.parametrize("chunk", [0, -4, 8192, 2.5, True])
-def test_a_chunk_that_cannot_be_is_an_error(kind, chunk):
+def test_a_chunk_that_cannot_be_is_an_error(chunk):
     with pytest.raises((TypeError, ValueError), match=r"chunk is .*: expected an integer"):
-        kind(chunk)
+        Hadamard(chunk)
 
 
 def test_a_hadamard_basis_has_powers_of_two():
-    with pytest.raises(ValueError, match="chunk is 100: expected a power of two; Cosine takes any chunk"):
+    with pytest.raises(ValueError, match="chunk is 100: expected a power of two"):
         Hadamard(100)
 
 
-@pytest.mark.parametrize("transform", [Hadamard(8).forward, Cosine(8).inverse])
+@pytest.mark.parametrize("transform", [Hadamard(8).forward, Hadamard(8).inverse])
 def test_arrays_that_do_not_fit_are_errors(transform):
     vector = np.zeros(20, np.float32)
     with pytest.raises(ValueError, match="out has 19 values of float32: expected 20 of float32"):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import OuterLoop
+from collectives import GradientExchange, OuterLoop
+from mpicomp import TopK
 from mpicomp_bench.methods import construct, outer_settings
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -109,6 +110,28 @@ def test_local_steps_are_those_of_every_rank_alone(rules):
         for optimiser, parameters, gradient in zip(optimisers, alone, given, strict=True):
             optimiser.step(parameters, [gradient], 0.01)
     np.testing.assert_allclose(anchor, alone.mean(axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("length", [0, 3, 64, 100])
+def test_the_cosine_basis_is_that_of_the_paper_and_a_basis_of_the_library(rules, dtype, chunk, length):
+    """In place, of chunks and of a shorter one at the end, each the product with its orthonormal matrix."""
+    basis, tolerance = rules.Cosine(chunk), 20 * np.finfo(dtype).eps
+    vector = np.random.default_rng(length).standard_normal(length).astype(dtype)
+    coefficients = vector.copy()
+    basis.forward(coefficients, coefficients)
+    for start in range(0, length, chunk):
+        part = vector[start : start + chunk].astype(float)
+        order = np.arange(part.size)
+        steps = np.outer(order, 2 * order + 1) % (4 * part.size)  # few, for a small error of their product with pi
+        matrix = np.sqrt(2 / part.size) * np.cos(np.pi / (2 * part.size) * steps)
+        matrix[0] = np.sqrt(1 / part.size)
+        np.testing.assert_allclose(coefficients[start : start + chunk], matrix @ part, atol=tolerance, rtol=tolerance)
+    basis.inverse(coefficients, coefficients)
+    np.testing.assert_allclose(coefficients, vector, atol=tolerance, rtol=tolerance)
+    exchange = GradientExchange(MPI.COMM_SELF, TopK(1.0), basis=basis)
+    np.testing.assert_allclose(exchange(vector), vector, atol=tolerance, rtol=tolerance)
 
 
 def test_tiles_are_squares_of_two_dimensional_tensors(rules):

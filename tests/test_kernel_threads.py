@@ -63,10 +63,6 @@ def dense_calls(values, other, number):
             yield total.copy()
         yield host.signs(room, **options)
         yield total.copy()
-        whole, wide = values.size // 9 * 9, np.promote_types(values.dtype, np.float32)
-        matrix = np.random.default_rng(0).standard_normal((9, 9)).astype(wide)
-        yield host.multiply_chunks(values[:whole], matrix, room[:whole], **options)
-        yield total.copy()
     yield from few_bits_calls(values, other, number)
 
 

@@ -631,22 +631,6 @@ def test_a_walsh_hadamard_transform_has_the_additions_of_its_stages(mode, dtype)
 
 
 @DTYPE
-def test_products_of_chunks_are_added_in_order(mode, dtype):
-    for chunk, count in (1, 3), (3, 1), (8, 4), (31, 2), (64, 1):
-        rng, wide = np.random.default_rng(chunk), np.promote_types(dtype, np.float32)
-        values, matrix = rng.standard_normal((count, chunk)).astype(dtype), rng.standard_normal((chunk, chunk))
-        sums, matrix = np.zeros((count, chunk), wide), matrix.astype(wide)
-        for j in range(chunk):
-            sums += values[:, j : j + 1] * matrix[j]
-        out = np.empty_like(values).reshape(-1)
-        host.multiply_chunks(values.reshape(-1), matrix, out)
-        np.testing.assert_array_equal(out, sums.astype(dtype).reshape(-1))
-        own = values.reshape(-1).copy()
-        host.multiply_chunks(own, matrix, own)
-        np.testing.assert_array_equal(own, out)
-
-
-@DTYPE
 def test_signs_are_one_minus_one_and_zero(mode, dtype):
     for values in families(dtype).values():
         values = values.astype(dtype)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from cosine import Cosine
 from means import Dense, FewBits, Floats, PowerSgd, Sparse, size_of
 from numba import njit
 from numpy.typing import NDArray
@@ -208,7 +209,7 @@ def powersgd(state: None, matrix_approximation_rank: int, start_powerSGD_iter: i
 
 
 HOOKS = SimpleNamespace(PowerSGDState=powersgd, powerSGD_hook=None)
-NAMES = {"GradientExchange": mean_of, "powerSGD_hook": HOOKS, "none": lambda chunk: None}  # none: no basis
+NAMES = {"GradientExchange": mean_of, "powerSGD_hook": HOOKS, "Cosine": Cosine, "none": lambda chunk: None}  # no basis
 OWN = "beta2", "tile", "mean"  # settings that the library does not have
 
 

@@ -522,19 +522,6 @@ def hadamard_transforms(device, cupy):
         assert_same(own.get(), expected)
 
 
-def products_of_chunks(device, cupy):
-    for dtype in DTYPES:
-        for chunk, chunks in ((1, 5), (3, 1), (31, 9), (64, 17), (257, 3), (300, 8)):
-            rng = np.random.default_rng(chunk)
-            values = rng.standard_normal(chunks * chunk).astype(dtype)
-            matrix = rng.standard_normal((chunk, chunk)).astype(np.promote_types(dtype, np.float32))
-            compare_in_place(device, cupy, "multiply_chunks", values, matrix, np.zeros_like(values), written=[2])
-            own, expected = cupy.asarray(values), np.empty_like(values)
-            device.multiply_chunks(own, cupy.asarray(matrix), own)
-            host.multiply_chunks(values, matrix, expected)
-            assert_same(own.get(), expected)
-
-
 def signs_of_values(device, cupy):
     for dtype in DTYPES:
         for values in families(dtype).values():

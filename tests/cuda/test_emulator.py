@@ -44,7 +44,7 @@ RUNS = {
     "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_segments, comparisons.top_k_of_few]),
     "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
-    "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.products_of_chunks, comparisons.hadamard_transforms]),
+    "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
 }
 BARRIERS = [
     (name, number, function)

@@ -51,7 +51,7 @@ from mpicomp.kernels.device.selection import (
 )
 from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes, with_magnitudes
 from mpicomp.kernels.device.surveying import Survey, sample, survey
-from mpicomp.kernels.device.transforms import hadamard, multiply_chunks, signs
+from mpicomp.kernels.device.transforms import hadamard, signs
 from mpicomp.kernels.host.statistics import Moments, Sides
 from mpicomp.kernels.host.surveying import Sums
 
@@ -86,7 +86,6 @@ __all__ = [
     "magnitudes_in_segments",
     "merge",
     "moments",
-    "multiply_chunks",
     "quantise",
     "raise_not_finite",
     "sample",

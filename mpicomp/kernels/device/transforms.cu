@@ -63,48 +63,10 @@ __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk
     }
 }
 
-constexpr int TOGETHER = 8, DEPTH = THREADS / TOGETHER;  // chunks of a block, and values of each that it holds at a time
-
-template <typename Wide>
-struct ProductTile {
-    Wide values[TOGETHER][DEPTH];
-};
-
-// Multiply chunks by a matrix: a block has some chunks and THREADS columns, a thread a column. values: not `out`.
-template <typename Key, typename Wide>
-__device__ inline void multiply_chunks(
-    const Key* values, const Wide* matrix, Key* out, i64 chunks, i64 chunk, i64 across, ProductTile<Wide>& tile) {
-    const i64 first = blockIdx.x / across * TOGETHER, column = blockIdx.x % across * THREADS + threadIdx.x;
-    const i64 row = first + threadIdx.x / DEPTH, place = threadIdx.x % DEPTH;
-    Wide sums[TOGETHER];
-    for (int r = 0; r < TOGETHER; ++r) narrow(0.0, sums[r]);
-    for (i64 j = 0; j < chunk; j += DEPTH) {
-        const bool real = row < chunks && j + place < chunk;
-        tile.values[threadIdx.x / DEPTH][place] = widened(number_of(real ? values[row * chunk + j + place] : (Key)0));
-        __syncthreads();
-        for (int d = 0; column < chunk && d < lesser((i64)DEPTH, chunk - j); ++d) {
-            const Wide factor = matrix[(j + d) * chunk + column];
-#pragma unroll
-            for (int r = 0; r < TOGETHER; ++r) sums[r] = sums[r] + tile.values[r][d] * factor;
-        }
-        __syncthreads();
-    }
-    for (int r = 0; r < TOGETHER && column < chunk && first + r < chunks; ++r) {
-        auto result = number_of((Key)0);
-        narrow(sums[r], result);
-        out[(first + r) * chunk + column] = bits_of(result);
-    }
-}
-
 #define TRANSFORMS(key, Key, Wide)                                                                                  \
     KERNEL hadamard_##key(const Key* values, Key* out, i64 size, i64 chunk, i64 tiles) {                            \
         SHARED(HadamardTile<Wide>, tile);                                                                           \
         hadamard(values, out, size, chunk, tiles, tile);                                                            \
-    }                                                                                                               \
-    KERNEL multiply_chunks_##key(                                                                                   \
-        const Key* values, const Wide* matrix, Key* out, i64 chunks, i64 chunk, i64 across) {                       \
-        SHARED(ProductTile<Wide>, tile);                                                                            \
-        multiply_chunks(values, matrix, out, chunks, chunk, across, tile);                                          \
     }                                                                                                               \
     KERNEL signs_##key(Key* bits, i64 size, u64 mask, u64 one) {                                                    \
         const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;                                                      \

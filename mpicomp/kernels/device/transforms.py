@@ -6,7 +6,6 @@ from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
 from mpicomp.kernels.host.bits import FORMATS
 
 _TILE = 4096  # values of the chunks that a block transforms; no chunk is longer
-_TOGETHER = 8  # chunks that a block multiplies by a matrix
 
 
 def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
@@ -19,20 +18,6 @@ def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = Non
     if size:
         blocks = tiles + (size % chunk > 0)
         launch("hadamard", [keys], blocks, values.view(keys), out.view(keys), size, chunk, tiles)
-
-
-def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | None = None) -> None:
-    """Write the products to `out`, as `mpicomp.kernels.host.multiply_chunks` does. threads: ignored.
-
-    Where `out` is `values`, these are copied first.
-    """
-    keys, chunk = FORMATS[values.dtype].keys, len(matrix)
-    chunks, across = values.size // chunk, in_tiles(chunk, THREADS)
-    if values.data.ptr == out.data.ptr:
-        values = values.copy()
-    if chunks:
-        args = values.view(keys), matrix, out.view(keys), chunks, chunk, across
-        launch("multiply_chunks", [keys], in_tiles(chunks, _TOGETHER) * across, *args)
 
 
 def signs(values: Array, *, threads: int | None = None) -> None:

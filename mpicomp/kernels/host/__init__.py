@@ -55,7 +55,7 @@ from mpicomp.kernels.host.statistics import (
 )
 from mpicomp.kernels.host.streaming import add, add_parts, clear
 from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
-from mpicomp.kernels.host.transforms import hadamard, multiply_chunks, signs
+from mpicomp.kernels.host.transforms import hadamard, signs
 
 __all__ = [
     "Moments",
@@ -88,7 +88,6 @@ __all__ = [
     "magnitudes_in_segments",
     "merge",
     "moments",
-    "multiply_chunks",
     "quantise",
     "raise_not_finite",
     "sample",

@@ -4,8 +4,6 @@ A Walsh-Hadamard transform of m values is lg m stages of m/2 butterflies (a + b,
 m/2, and one product with 1/sqrt(m): every value is the root of a fixed tree of additions, so the bits do not depend on
 the processor or on the number of threads. The stages below 64 are done in registers; of the others two together, so
 that a chunk of 256 in the first-level cache is passed over twice.
-
-A product with a matrix adds the products in the order of the values of the chunk, without fused multiply-add.
 """
 
 import numpy as np
@@ -23,30 +21,18 @@ def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = Non
     rounded at the end. chunk: a power of two. What is left at the end is transformed in parts of descending powers of
     two. threads: the most threads; None for `threads.count`.
     """
-    given, result = _of_one_width(values, out)
+    is_wide = values.dtype != np.float16
+    given = as_writable(values) if is_wide else values.astype(np.float32)
+    result = out if is_wide else given
     scales = np.array([_scale(power) for power in range(chunk.bit_length())], result.dtype)
 
     def transform(start: int, end: int) -> None:
         _hadamard(given[start:end], result[start:end], chunk, scales)
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
-    _round(result, out)
-
-
-def multiply_chunks(values: Array, matrix: Array, out: Array, *, threads: int | None = None) -> None:
-    """Write the product of each chunk of `values`, as a row, with a square matrix to `out`.
-
-    values, out, threads: as for `hadamard`; the length is a multiple of the chunk. matrix: contiguous, of shape (chunk,
-    chunk) and of the dtype of the values, float32 for float16.
-    """
-    given, result = _of_one_width(values, out)
-    matrix, chunk = as_writable(matrix), len(matrix)
-
-    def multiply(start: int, end: int) -> None:
-        _multiply_chunks(given[start:end], matrix, result[start:end], np.empty(chunk, result.dtype))
-
-    in_pieces(multiply, values.size, threads, step=chunk)
-    _round(result, out)
+    if not is_wide:
+        with np.errstate(over="ignore"):  # beyond the range of float16: infinity
+            out[...] = result
 
 
 def signs(values: Array, *, threads: int | None = None) -> None:
@@ -57,21 +43,6 @@ def signs(values: Array, *, threads: int | None = None) -> None:
     form = FORMATS[values.dtype]
     bits, one = values.view(form.signed), np.ones(1, values.dtype).view(form.signed)[0]
     in_pieces(lambda start, end: _signs(bits[start:end], form.mask, one), values.size, threads)
-
-
-def _of_one_width(values: Array, out: Array) -> tuple[Array, Array]:
-    """Return the arrays that a transform reads and writes: for float16 a copy in float32."""
-    if values.dtype != np.float16:
-        return as_writable(values), out
-    wide = values.astype(np.float32)
-    return wide, wide
-
-
-def _round(result: Array, out: Array) -> None:
-    """Round what `_of_one_width` returned; beyond the range of float16 to infinity."""
-    if result is not out:
-        with np.errstate(over="ignore"):
-            out[...] = result
 
 
 def _scale(power: int) -> float:
@@ -132,31 +103,6 @@ def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
         a = first + np.uint64(i)
         b = a + stride
         out[a], out[b] = (out[a] + out[b]) * scale, (out[a] - out[b]) * scale
-
-
-@jit
-def _multiply_chunks(values, matrix, out, row):  # type: ignore[no-untyped-def]
-    """Multiply chunk by chunk. row: a buffer of a chunk, as `out` may be `values`."""
-    chunk = row.size
-    for start in range(0, values.size, chunk):
-        for k in range(chunk):
-            row[k] = 0
-        for j in range(0, chunk - 3, 4):
-            _add_four_products(values, start + j, matrix, j, row)
-        for j in range(chunk - chunk % 4, chunk):
-            for k in range(chunk):
-                row[k] += values[start + j] * matrix[j, k]
-        for k in range(chunk):
-            out[start + k] = row[k]
-
-
-@jit
-def _add_four_products(values, place, matrix, j, row):  # type: ignore[no-untyped-def]
-    """Add the products of four values with four rows of a matrix to `row`, one after the other."""
-    a, b, c, d = values[place], values[place + 1], values[place + 2], values[place + 3]
-    for k in range(row.size):
-        two = row[k] + a * matrix[j, k] + b * matrix[j + 1, k]
-        row[k] = two + c * matrix[j + 2, k] + d * matrix[j + 3, k]
 
 
 @jit
