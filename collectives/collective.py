@@ -273,7 +273,7 @@ def declared_by(given: Any) -> "Collective[Any, Any] | None":
 def with_votes(given: Any) -> Any:
     """Return a collective whose result contains the number of senders of each entry, with bound arguments.
 
-    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted (`unpack_sum`). A
+    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted. A
     function that is not a collective of this library is returned unchanged. Raises ValueError for other collectives.
     """
     known = declared_by(given)

@@ -159,8 +159,6 @@ def _remedy(name: str, names: Collection[str]) -> str:
 
 def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
-    if out is None:
-        return {}
     given, outs = by_name(out)
     if given != form:
         raise TypeError(f"out is {type(out).__name__}: expected {form}, as the gradients are")

@@ -132,6 +132,13 @@ def test_a_collective_that_returns_no_sum_is_named():
         exchange(np.ones(2))
 
 
+def test_a_collective_that_returns_another_length_is_named():
+    exchange = GradientExchange(World, TopK(k=1), collective=lambda vector, comm: SparseVector([0], [1.0], 3))
+    with pytest.raises(ValueError, match="expected a sum of length 2"):
+        exchange(np.ones(2))
+    assert exchange.feedback.residual is None
+
+
 def test_an_object_with_nothing_but_the_array_interface():
     class Bare:
         def __init__(self, array):

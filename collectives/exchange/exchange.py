@@ -146,7 +146,7 @@ class GradientExchange:
             form, arrays = by_name(gradient)
             if self._form is not None:
                 check_same_form(form, arrays, self._form, self._names)
-            outs = outs_by_name(out, form, arrays)
+            outs = {} if out is None else outs_by_name(out, form, arrays)
         except Exception as error:
             self.fail(error)
         self._step = self._begin(self.comm, arrays, outs)

@@ -14,10 +14,10 @@ from collectives.compressed import compressed_allreduce, own_share
 from collectives.dense import dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.votes import contributors
-from mpicomp.arrays import Array, kernels_for, on_device
+from mpicomp.arrays import Array, on_device
 from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
-from mpicomp.vector import SparseVector, add_up, count_up, index_dtype
+from mpicomp.vector import SparseVector, add_up, count_up, whole
 
 CONTRIBUTORS, SIGN = "contributors", "sign"  # average: by the number of ranks that sent an entry; the mean's sign
 
@@ -77,17 +77,39 @@ class Reduction:
         """Return the range of a vector that this rank sums; empty if it sends all that it selects."""
         return (0, 0) if self.owned is None else self.owned(length, comm.rank, comm.size)
 
-    def received(self, outcome: Any) -> Received:
-        """Return the parts of what the collective returned."""
-        if not self.takes_arrays:
-            return unpack_sum(outcome, counting=self.average == CONTRIBUTORS)
-        total, rejected = outcome if self.writes else (outcome, None)
-        return Received(total, rejected, None, total.size)
+    def received(self, outcome: Any, length: int) -> Received:
+        """Return the parts of what the collective returned for vectors of a length.
 
-    def mean(self, received: Received, dtype: Any, ranks: int, whole: Sequence[tuple[int, int]]) -> Mean:
+        outcome: of arrays the sum, with what was rejected if it `writes`. Of vectors a SparseVector; (sum, rejected) or
+        (sum, votes); a list of every rank's vector, which are added up in rank order; or a dense array, the sum of
+        arrays. float16 is converted to float32 first, so that it is rounded once, and a mean may be in range if the sum
+        is not. Raises TypeError for anything else, ValueError for another length.
+        """
+        result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
+        if self.takes_arrays:
+            return Received(result, more, None, result.size)
+        if isinstance(result, np.ndarray) or on_device(result):
+            result = whole(result.reshape(-1))
+        parts = result if isinstance(result, list) else [result]
+        if not all([isinstance(part, SparseVector) for part in parts]):
+            raise TypeError(
+                f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or "
+                "the votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
+            )
+        if any([part.length != length for part in parts]):
+            raise ValueError(f"the collective returned {parts}: expected a sum of length {length}")
+        rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
+        if self.average == CONTRIBUTORS and isinstance(result, list):
+            votes = count_up(parts).values
+        wide = np.promote_types(parts[0].dtype, np.float32)
+        if len(parts) > 1 or parts[0].dtype != wide:
+            parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
+        return Received(add_up(parts), rejected, votes, sum([part.nnz for part in parts]))
+
+    def mean(self, received: Received, dtype: Any, ranks: int, dense: Sequence[tuple[int, int]]) -> Mean:
         """Return the mean in a dtype; of an array in its place.
 
-        whole: ranges of which every rank sends all values. Raises OverflowError if a value is not finite.
+        dense: ranges of which every rank sends all values. Raises OverflowError if a value is not finite.
         """
         total = received.total
         if not isinstance(total, SparseVector):
@@ -96,7 +118,7 @@ class Reduction:
             return mean
         divisor: Any = ranks if self.average is True else 1
         if self.average == CONTRIBUTORS:
-            divisor = contributors(total, received.votes, ranks, whole)
+            divisor = contributors(total, received.votes, ranks, dense)
         vector = total.with_values((total.values / divisor).astype(dtype, copy=False))
         try:
             vector.validate()
@@ -129,30 +151,3 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
 def dense_reduction(average: bool | str) -> Reduction:
     """Return the sum of tensors too small to be compressed."""
     return Reduction(dense_iallreduce, average, takes_arrays=True)
-
-
-def unpack_sum(outcome: Any, *, counting: bool) -> Received:
-    """Return the parts of what a collective of sparse vectors returned.
-
-    outcome: a SparseVector; (sum, rejected) or (sum, votes); a list of every rank's vector, which are added up in rank
-    order; or a dense array, the sum of arrays. counting: count the votes in a list. float16 is converted to float32
-    first, so that it is rounded once, and a mean may be in range if the sum is not. Raises TypeError for anything else.
-    """
-    result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
-    if isinstance(result, np.ndarray) or on_device(result):
-        result = SparseVector(
-            kernels_for(result).consecutive(0, result.size, index_dtype(result.size)), result, result.size
-        )
-    parts = result if isinstance(result, list) else [result]
-    if not all(isinstance(part, SparseVector) for part in parts):
-        raise TypeError(
-            f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or the "
-            "votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
-        )
-    rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
-    if counting and isinstance(result, list):
-        votes = count_up(parts).values
-    wide = np.promote_types(parts[0].dtype, np.float32)
-    if len(parts) > 1 or parts[0].dtype != wide:
-        parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
-    return Received(add_up(parts), rejected, votes, sum([part.nnz for part in parts]))

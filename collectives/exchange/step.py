@@ -170,7 +170,7 @@ class Step:
     def _finish(self, started: Started, outcome: Any, form: str) -> Finished:
         """Prepare the mean, the next residual, and the results."""
         began, bucket, reduction = perf_counter(), started.bucket, started.reduction
-        received = reduction.received(outcome)
+        received = reduction.received(outcome, bucket.length)
         if started.audit is not None:
             started.audit.receive(started.compressed.sent, received.total, received.rejected)
         dtype, ranks = started.compressed.corrected.dtype, self._comm.size

@@ -47,18 +47,22 @@ class Segments(Compressor):
         return [(self.bounds[first], self.bounds[end]) for inner, first, end in runs if isinstance(inner, Dense)]
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the entries selected in all segments; see `Compressor.compress`. Errors name the segment."""
-        return self._selected(corrected, None, gradient)
+        """Return the entries selected in all segments; see `Compressor.compress`."""
+        return self.compress_segments(corrected, self.bounds, gradient=gradient)
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
+        gradient: Array | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; bounds: those of the object."""
-        return self._selected(corrected, summands, None)
+        """Return the entries selected in all segments, as one vector; errors name the segment.
 
-    def _selected(self, vector: Array, summands: Summands | None, gradient: Array | None) -> SparseVector:
-        """Return the entries of all runs as one vector, which is written first if there are summands."""
-        selected = []
+        bounds: those of the object. gradient: as in `compress`, in place of summands.
+        """
+        vector, selected = corrected, []
         for compressor, first, end in self._runs:
             span = slice(self.bounds[first], self.bounds[end])
             part, own = vector[span], None
