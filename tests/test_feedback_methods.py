@@ -97,16 +97,6 @@ def test_a_restart_continues_with_the_same_bits(method, dtype, tmp_path):
     assert state_of(one) == state_of(other)
 
 
-@every_method
-def test_a_fresh_state_can_be_saved_and_loaded_too(method):
-    begun, fresh = method(), method()
-    one_step(begun, normal(0), TopK(k=5))
-    begun.load_state_dict(fresh.state_dict())
-    assert state_of(begun) == state_of(fresh)
-    assert begun.residual is None
-    assert begun.correct(np.ones(3, np.float32)).shape == (3,)
-
-
 @every_keeping_method
 def test_the_state_is_a_copy_both_ways(method):
     feedback = method()
@@ -183,10 +173,11 @@ def test_a_wrong_number_in_a_state_is_refused(name, value, message):
 
 
 @every_method
-def test_after_a_reset_it_is_as_new(method):
+@pytest.mark.parametrize("way", ["a reset", "the state of a fresh one"])
+def test_afterwards_it_is_as_new(method, way):
     feedback, fresh = method(), method()
     one_step(feedback, normal(0), TopK(k=5))
-    feedback.reset()
+    feedback.reset() if way == "a reset" else feedback.load_state_dict(fresh.state_dict())
     assert state_of(feedback) == state_of(fresh)
     assert feedback.residual is None
     ours, theirs = (one_step(each, normal(1, dtype=np.float32), TopK(k=5)) for each in (feedback, fresh))
