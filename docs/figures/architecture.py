@@ -12,10 +12,10 @@ from pathlib import Path
 FLOORS = [  # modules by the beginning of their names; the longest one that fits counts
     ["mpicomp_bench"],
     ["collectives.torch", "collectives.jax"],
-    ["collectives.outer", "collectives.exchange", "collectives.faults.ledger"],
+    ["collectives.averaging", "collectives.outer", "collectives.exchange", "collectives.faults.ledger"],
     ["collectives.gtopk", "collectives.allreduce", "collectives.allgather", "collectives.reduce_scatter",
-     "collectives.rooted", "collectives.dense", "collectives.quantised", "collectives.plan", "collectives.agreement",
-     "collectives.votes"],
+     "collectives.rooted", "collectives.dense", "collectives.compressed", "collectives.quantised", "collectives.plan",
+     "collectives.agreement", "collectives.metadata", "collectives.votes"],
     ["collectives.collective", "collectives.first_call", "collectives.choice", "collectives.patterns",
      "collectives.faults.debug", "collectives.faults.notification", "collectives.faults.recovery"],
     ["collectives.runtime", "collectives.faults"],
