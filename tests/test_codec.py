@@ -73,12 +73,6 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     assert (room[message.size :] == 255).all(), "something behind the message was written"
 
 
-def test_formats_know_their_numbers():
-    assert [form.number for form in VALUE_FORMATS] == list(range(9))
-    assert [Runs.of(np.ones(1, dtype), most).number for most in (1, 2) for dtype in DTYPES] == [9, 10, 11, 12, 13, 14]
-    assert [Offsets.of(np.ones(1, dtype)).number for dtype in DTYPES] == [15, 16, 17]
-
-
 @given(st.data(), st.sampled_from(range(len(VALUE_FORMATS))))
 def test_every_value_format_comes_back_to_the_bit(data, form):
     own = VALUE_FORMATS[form].dtype

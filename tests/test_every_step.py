@@ -57,15 +57,6 @@ def test_few_coefficients_take_few_bits_and_the_rest_is_kept(rules):
     assert all(np.linalg.norm(feedback.residual) > 0 for feedback in method.exchange.feedbacks)
 
 
-def test_a_mean_over_contributors_divides_by_those_of_a_coefficient(rules):
-    shared, alone = np.zeros((2, SIZE), np.float32)
-    shared[:2], alone[:2] = (1, 1), (-1.5, 1.5)  # sums: 2 and -1.5 of the coefficients; means: 1 and -1.5
-    for mean, expected in ("ranks", -0.5), ("contributors", 0.5):
-        name = f"in-basis-1:chunk=2,mean={mean}"
-        parameters, _ = stepped(rules, name, [shared, alone, shared])
-        np.testing.assert_array_equal(parameters[:2], [expected, -0.5])
-
-
 def test_powersgd_sends_a_matrix_of_its_rank_whole_and_keeps_the_rest(rules):
     method, draw = rules.made("powersgd-2"), np.random.default_rng(1)
     low = draw.standard_normal((40, 2)) @ draw.standard_normal((2, 70))

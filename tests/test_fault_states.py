@@ -2,12 +2,11 @@
 
 import itertools
 import json
-import re
 
 import numpy as np
 import pytest
 
-from collectives.faults.state import Faults, absence, disagreement, interruption, named_ranks, report
+from collectives.faults.state import Faults, disagreement, named_ranks, report
 from mpicomp import CollectiveError, CollectiveTimeoutError, DamagedMessageError, RankFailedError
 from mpicomp.errors import NotFiniteError, StepSkippedError
 
@@ -244,11 +243,6 @@ def test_what_follows_from_a_difference_is_not_compared(calls, said):
     assert str(disagreement("x", reports)) == f"x raised on all {len(calls)} ranks, nothing was changed. {said}"
 
 
-def test_supports_that_differ_come_with_a_remedy():
-    reports = [report(call(support=support), None) for support in (1, 2)]
-    assert re.search("aligned supports come from RandomK", str(disagreement("aligned_allreduce", reports)))
-
-
 def test_a_step_is_skipped_only_where_nothing_else_is_wrong():
     skip, other = report(call(), NotFiniteError("nan")), report(call(), ValueError("no"))
     sound, differs = report(call(), None), report(call(k=6), None)
@@ -264,12 +258,6 @@ def test_an_error_that_cannot_be_printed_is_reported_all_the_same():
             raise KeyError
 
     assert "rank 0: MuteError: (it cannot be printed)" in str(disagreement("x", [report(call(), MuteError())]))
-
-
-def test_texts_of_interrupts_and_of_calls_that_are_not_made():
-    said = "gtopk_allreduce was interrupted in round 3 on this rank and cannot continue: other ranks may wait for it"
-    assert str(interruption("gtopk_allreduce", 3)) == said
-    assert str(absence("called shrink", 0.5)) == "not all live ranks called shrink within 0.5 s"
 
 
 def test_runs_of_ranks_are_joined():

@@ -146,11 +146,6 @@ def test_other_threads_are_kept_off_the_core_of_the_caller():
     assert len(other) == max(1, len(mask) - 1)
 
 
-def test_where_cores_are_not_known_threads_run_all_the_same(monkeypatch):
-    monkeypatch.setattr(threads, "_current_core", None)
-    assert threads.in_pieces(lambda start, end: (start, end), 1 << 22, 2) == [(0, 1 << 21), (1 << 21, 1 << 22)]
-
-
 def test_an_error_on_another_thread_is_raised():
     def work(start, end):
         if start:
