@@ -371,7 +371,6 @@ def test_moments_are_the_sums(mode, dtype):
         found = host.moments(values)
         magnitudes = np.abs(values.astype(np.float64))
         assert found.absolute == pytest.approx(math.fsum(magnitudes), rel=1e-13)
-        assert found.squares == pytest.approx(math.fsum(magnitudes * magnitudes), rel=1e-13)
         assert (found.nonzeros, found.largest) == (np.count_nonzero(values), magnitudes.max())
         logs = math.fsum(math.log(each) for each in magnitudes.tolist() if each)
         assert found.logs == pytest.approx(logs, rel=1e-13, abs=1e-10)
@@ -379,7 +378,7 @@ def test_moments_are_the_sums(mode, dtype):
 
 
 def test_moments_of_nothing_and_of_the_largest():
-    assert host.moments(np.empty(0, np.float32)) == (0, 0, 0, 0, 0, -1)
+    assert host.moments(np.empty(0, np.float32)) == (0, 0, 0, 0, -1)
     largest = np.full(70_000, np.finfo(np.float64).max)
     assert host.moments(largest).not_finite == -1
     assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))

@@ -7,7 +7,7 @@ constexpr int ROWS = 64;
 constexpr i64 FRACTION = (1ll << 52) - 1;
 
 struct Lanes {
-    double absolute[LANES], squares[LANES], largest[LANES], product[LANES];
+    double absolute[LANES], largest[LANES], product[LANES];
     i64 nonzeros[LANES], exponents[LANES];
 };
 
@@ -18,20 +18,19 @@ __device__ inline double split(double x, i64 bias, i64& exponent) {
     return __longlong_as_double((bits & FRACTION) | bias << 52);
 }
 
-// Write the sums of a block of values. sums: rows of `blocks` for absolute, squares, largest, product; counts: for
-// nonzeros, exponents.
+// Write the sums of a block of values. sums: rows of `blocks` for absolute, largest, product; counts: for nonzeros,
+// exponents.
 template <typename Value>
 __device__ inline void block_moments(const Value* values, i64 size, double* sums, i64* counts, i64 blocks) {
     SHARED(Lanes, lanes);
     const int j = threadIdx.x;
-    double absolute = 0, squares = 0, largest = 0, product = 1;
+    double absolute = 0, largest = 0, product = 1;
     i64 nonzeros = 0, exponents = 0, first = (i64)blockIdx.x * LANES * ROWS + j;
 #pragma unroll 8
     for (int row = 0; row < ROWS; ++row) {
         i64 place = first + row * LANES;
         double value = place < size ? (double)widened(values[place]) : 0.0, x = value < 0 ? -value : value;
         absolute += x;
-        squares += x * x;
         largest = x > largest ? x : largest;
         nonzeros += x > 0;
         double factor = x > 0 ? x : 1.0;
@@ -39,13 +38,12 @@ __device__ inline void block_moments(const Value* values, i64 size, double* sums
         product = split(product * (factor < 1 ? factor * 18014398509481984.0 : factor * 5.551115123125783e-17), 1023, shift);
         exponents += shift + by;
     }
-    lanes.absolute[j] = absolute, lanes.squares[j] = squares, lanes.largest[j] = largest, lanes.product[j] = product;
+    lanes.absolute[j] = absolute, lanes.largest[j] = largest, lanes.product[j] = product;
     lanes.nonzeros[j] = nonzeros, lanes.exponents[j] = exponents;
     __syncthreads();
     for (int half = LANES / 2; half; half /= 2) {
         if (j < half) {
             lanes.absolute[j] += lanes.absolute[j + half];
-            lanes.squares[j] += lanes.squares[j + half];
             lanes.largest[j] = greater(lanes.largest[j], lanes.largest[j + half]);
             lanes.product[j] *= lanes.product[j + half];
             lanes.nonzeros[j] += lanes.nonzeros[j + half];
@@ -55,8 +53,8 @@ __device__ inline void block_moments(const Value* values, i64 size, double* sums
     }
     if (j) return;
     i64 b = blockIdx.x;
-    sums[b] = lanes.absolute[0], sums[blocks + b] = lanes.squares[0], sums[2 * blocks + b] = lanes.largest[0];
-    sums[3 * blocks + b] = lanes.product[0], counts[b] = lanes.nonzeros[0], counts[blocks + b] = lanes.exponents[0];
+    sums[b] = lanes.absolute[0], sums[blocks + b] = lanes.largest[0], sums[2 * blocks + b] = lanes.product[0];
+    counts[b] = lanes.nonzeros[0], counts[blocks + b] = lanes.exponents[0];
 }
 
 KERNEL block_moments_f2(const Half* values, i64 size, double* sums, i64* counts, i64 blocks) {
@@ -73,30 +71,28 @@ KERNEL block_moments_f8(const double* values, i64 size, double* sums, i64* count
 KERNEL add_moments(const double* sums, const i64* counts, i64 blocks, double* totals, i64* numbers) {
     SHARED(Lanes, lanes);
     const int j = threadIdx.x;
-    double total = warp() == 3 ? 1 : 0;
+    double total = warp() == 2 ? 1 : 0;
     i64 number = 0;
     for (i64 first = 0; first < blocks; first += LANES) {
         i64 b = first + j, end = lesser((i64)LANES, blocks - first);
         if (b < blocks) {
-            lanes.absolute[j] = sums[b], lanes.squares[j] = sums[blocks + b], lanes.largest[j] = sums[2 * blocks + b];
-            lanes.product[j] = sums[3 * blocks + b], lanes.nonzeros[j] = counts[b];
-            lanes.exponents[j] = counts[blocks + b];
+            lanes.absolute[j] = sums[b], lanes.largest[j] = sums[blocks + b], lanes.product[j] = sums[2 * blocks + b];
+            lanes.nonzeros[j] = counts[b], lanes.exponents[j] = counts[blocks + b];
         }
         __syncthreads();
         for (i64 i = 0; i < end && lane() == 0; ++i) {
             i64 exponent;
             if (warp() == 0) total += lanes.absolute[i];
-            if (warp() == 1) total += lanes.squares[i];
-            if (warp() == 2) total = greater(total, lanes.largest[i]), number += lanes.nonzeros[i];
-            if (warp() == 3) {
+            if (warp() == 1) total = greater(total, lanes.largest[i]), number += lanes.nonzeros[i];
+            if (warp() == 2) {
                 total = split(total * lanes.product[i], 1022, exponent);
                 number += lanes.exponents[i] + exponent;
             }
         }
         __syncthreads();
     }
-    if (lane() == 0 && warp() < 4) totals[warp()] = total;
-    if (lane() == 0 && (warp() == 2 || warp() == 3)) numbers[warp() - 2] = number;
+    if (lane() == 0 && warp() < 3) totals[warp()] = total;
+    if (lane() == 0 && (warp() == 1 || warp() == 2)) numbers[warp() - 1] = number;
 }
 
 struct SideLanes {

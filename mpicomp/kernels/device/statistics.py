@@ -19,17 +19,17 @@ _FEW = 1 << 18  # values
 def moments(values: Array) -> Moments:
     """Return the moments of `values`, as `mpicomp.kernels.host.moments` does: the same bits."""
     blocks = values.size // _BLOCK + 1  # the last one is padded with zeros, and may have nothing else
-    sums, counts = cupy.empty(4 * blocks), cupy.empty(2 * blocks, np.int64)
+    sums, counts = cupy.empty(3 * blocks), cupy.empty(2 * blocks, np.int64)
     launch("block_moments", [values.dtype], blocks, values, values.size, sums, counts, blocks)
-    found = cupy.empty(6)
-    totals, numbers = found[:4], found[4:].view(np.int64)
+    found = cupy.empty(5)
+    totals, numbers = found[:3], found[3:].view(np.int64)
     launch("add_moments", [], 1, sums, counts, blocks, totals, numbers)
     together = found.get()
-    absolute, squares, largest, product = together[:4].tolist()
-    nonzeros, exponents = together[4:].view(np.int64).tolist()
+    absolute, largest, product = together[:3].tolist()
+    nonzeros, exponents = together[3:].view(np.int64).tolist()
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
     logs = math.log(product) if product > 0 else math.nan
-    return Moments(nonzeros, absolute, squares, logs + exponents * math.log(2), largest, not_finite)
+    return Moments(nonzeros, absolute, logs + exponents * math.log(2), largest, not_finite)
 
 
 def sides(values: Array, threshold: float) -> Sides:

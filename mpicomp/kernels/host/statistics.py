@@ -31,7 +31,6 @@ class Moments(NamedTuple):
 
     nonzeros: int
     absolute: float  # sum of |x|
-    squares: float  # sum of x^2
     logs: float  # sum of log|x| over the non-zeros
     largest: float  # max of |x|; 0 for no values
     not_finite: int  # the first position of a NaN or an infinity; -1 if there is none
@@ -56,14 +55,14 @@ def moments(values: Array, *, threads: int | None = None) -> Moments:
     The sum of logarithms is the logarithm of a product: significands are multiplied and exponents added, which takes
     one logarithm in all and is more accurate than a sum of rounded ones.
     """
-    totals, numbers = np.array([0.0, 0.0, 0.0, 1.0]), np.zeros(2, np.int64)
+    totals, numbers = np.array([0.0, 0.0, 1.0]), np.zeros(2, np.int64)
     values = as_writable(values)
     for sums, counts in in_pieces(lambda start, end: _of_blocks(values[start:end]), values.size, threads, step=_BLOCK):
         _add_up(sums, counts, totals, numbers)
-    absolute, squares, largest, product = totals.tolist()
+    absolute, largest, product = totals.tolist()
     nonzeros, exponents = numbers.tolist()
     not_finite = -1 if math.isfinite(absolute) else first_not_finite(values, threads)
-    return Moments(nonzeros, absolute, squares, math.log(product) + exponents * math.log(2), largest, not_finite)
+    return Moments(nonzeros, absolute, math.log(product) + exponents * math.log(2), largest, not_finite)
 
 
 def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sides:
@@ -145,9 +144,9 @@ def _sides_of_blocks(values: Array, threshold: np.float64) -> tuple[Array, Array
 
 
 def _of_blocks(values: Array) -> tuple[Array, Array]:
-    """Return the sums of every block: absolute, squares, largest, product, and nonzeros, exponents."""
+    """Return the sums of every block: absolute, largest, product, and nonzeros, exponents."""
     size = values.size // _BLOCK + 1
-    sums, counts, done = np.empty((size, 4)), np.empty((size, 2), np.int64), 0
+    sums, counts, done = np.empty((size, 3)), np.empty((size, 2), np.int64), 0
     for part in blocks(values, _BLOCK):
         end = done + part.size // _BLOCK
         _add_blocks(part, sums[done:end], counts[done:end])
@@ -171,14 +170,14 @@ def blocks(values: Array, size: int) -> Iterator[Array]:
 
 @jit
 def _add_blocks(values, block_sums, block_counts):  # type: ignore[no-untyped-def]
-    """Write the sums of each block of `values`: absolute, squares, largest, product, and nonzeros, exponents."""
-    values, sums, counts = bare(values), np.empty((4, _LANES)), np.empty((2, _LANES), np.int64)
+    """Write the sums of each block of `values`: absolute, largest, product, and nonzeros, exponents."""
+    values, sums, counts = bare(values), np.empty((3, _LANES)), np.empty((2, _LANES), np.int64)
     for i in range(values.size // _BLOCK):
         _clear(sums, counts)
         for j in range(_BLOCK // _LANES):
             _add_row(values[_BLOCK * i + _LANES * j : _BLOCK * i + _LANES * (j + 1)], sums, counts)
         _fold(sums, counts)
-        for j in range(4):
+        for j in range(3):
             block_sums[i, j] = sums[j, 0]
         for j in range(2):
             block_counts[i, j] = counts[j, 0]
@@ -189,9 +188,8 @@ def _add_up(sums, counts, totals, numbers):  # type: ignore[no-untyped-def]
     """Add the sums of blocks, in order, to `totals` and `numbers`. The product is kept with a power of two."""
     for i in range(len(sums)):
         totals[0] += sums[i, 0]
-        totals[1] += sums[i, 1]
-        totals[2] = max(totals[2], sums[i, 2])
-        totals[3], shift = math.frexp(totals[3] * sums[i, 3])
+        totals[1] = max(totals[1], sums[i, 1])
+        totals[2], shift = math.frexp(totals[2] * sums[i, 2])
         numbers[0] += counts[i, 0]
         numbers[1] += counts[i, 1] + shift
 
@@ -199,20 +197,18 @@ def _add_up(sums, counts, totals, numbers):  # type: ignore[no-untyped-def]
 @jit
 def _clear(sums, counts):  # type: ignore[no-untyped-def]
     for j in range(_LANES):  # expressions of whole arrays would take Numba seconds to compile
-        sums[0, j] = sums[1, j] = sums[2, j] = 0
-        sums[3, j] = 1
+        sums[0, j] = sums[1, j] = 0
+        sums[2, j] = 1
         counts[0, j] = counts[1, j] = 0
 
 
 @jit
 def _add_row(row, sums, counts):  # type: ignore[no-untyped-def]
     """Add one value to each lane. Separate from the other loops, which makes it simpler to vectorise."""
-    absolute, squares, largest, product = sums[0], sums[1], sums[2], sums[3]
+    absolute, largest, product = sums[0], sums[1], sums[2]
     nonzeros, exponents = counts[0], counts[1]
     for j in range(_LANES):
-        x = abs(np.float64(row[j]))
-        absolute[j] += x
-        squares[j] += x * x
+        absolute[j] += abs(np.float64(row[j]))
     for j in range(_LANES):
         x = abs(np.float64(row[j]))
         largest[j] = x if x > largest[j] else largest[j]
@@ -238,9 +234,8 @@ def _fold(sums, counts):  # type: ignore[no-untyped-def]
     while half:
         for j in range(half):
             sums[0, j] += sums[0, j + half]
-            sums[1, j] += sums[1, j + half]
-            sums[2, j] = max(sums[2, j], sums[2, j + half])
-            sums[3, j] *= sums[3, j + half]
+            sums[1, j] = max(sums[1, j], sums[1, j + half])
+            sums[2, j] *= sums[2, j + half]
             counts[0, j] += counts[0, j + half]
             counts[1, j] += counts[1, j + half]
         half //= 2
