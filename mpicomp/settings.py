@@ -7,13 +7,14 @@ Python's, so that settings are the same text on all ranks and are computed with 
 from collections.abc import Iterable, Mapping
 from inspect import Parameter, signature
 from math import inf
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 LARGEST = 2**63 - 1  # in messages and arrays integers have 64 bits
+INTEGERS = int, np.integer
+REALS = int, float, np.integer, np.floating
 NO_NUMBERS = bool, np.timedelta64  # though Python and NumPy register them as integers
 OTHER_SETTINGS = "make the exchange with the settings that were saved, or load with same_settings=False"
 
@@ -37,7 +38,7 @@ class Configured:
 
 def to_integer(name: str, value: Any, least: int = 1, most: int = LARGEST, *, remedy: str = "") -> int:
     """Return a setting as an int from `least` to `most`; bools and floats are refused."""
-    if isinstance(value, NO_NUMBERS) or not isinstance(value, Integral):
+    if isinstance(value, NO_NUMBERS) or not isinstance(value, INTEGERS):
         raise TypeError(f"{name} is {value!r}: expected an integer{remedy}")
     if not least <= (number := int(value)) <= most:
         bounds = f"of at least {least}, below 2^63" if most == LARGEST else f"from {least} to {most}"
@@ -56,7 +57,7 @@ def to_number(
     remedy: str = "",
 ) -> float:
     """Return a setting as a finite float with above < value < below and least <= value <= most; bools are refused."""
-    if isinstance(value, NO_NUMBERS) or not isinstance(value, Real):
+    if isinstance(value, NO_NUMBERS) or not isinstance(value, REALS):
         raise TypeError(f"{name} is {value!r}: expected a number{remedy}")
     number = float(value)
     if not (above < number < below and least <= number <= most):

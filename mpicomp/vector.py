@@ -301,7 +301,10 @@ class SparseVector:
 
     def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
         """Return the entries at `positions` (intp, increasing: numbers of entries), and the other entries."""
-        return _two(self.length, *kernels_for(self.values).divide(self.indices, self.values, positions))
+        divide = kernels_for(self.values).divide
+        indices, values, other_indices, other_values = divide(self.indices, self.values, positions)
+        trusted = SparseVector.trusted
+        return trusted(indices, values, self.length), trusted(other_indices, other_values, self.length)
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
@@ -381,9 +384,12 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
     starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
     indices, values = vector.indices - to_device_of(starts, vector.indices), vector.values
+    parts = zip(pairwise(places), sizes, strict=True)
+    if indices.dtype == _SHORT:
+        return [SparseVector.trusted(indices[low:high], values[low:high], size) for (low, high), size in parts]
     return [
-        SparseVector.trusted(indices[low:high].astype(index_dtype(size), copy=False), values[low:high], size)
-        for (low, high), size in zip(pairwise(places), sizes, strict=True)
+        SparseVector.trusted(indices[low:high].astype(index_dtype(size)), values[low:high], size)
+        for (low, high), size in parts
     ]
 
 
@@ -397,15 +403,9 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     if not k:
         return SparseVector.empty(vector.length, vector.dtype, beside=vector.values), vector
     divide_largest = kernels_for(vector.values).divide_largest
-    return _two(vector.length, *divide_largest(vector.indices, vector.values, k))
-
-
-def _two(
-    length: int, indices: Array, values: Array, other_indices: Array, other_values: Array
-) -> tuple[SparseVector, SparseVector]:
-    """Return the two vectors of one length into which a kernel divided another."""
+    indices, values, other_indices, other_values = divide_largest(vector.indices, vector.values, k)
     trusted = SparseVector.trusted
-    return trusted(indices, values, length), trusted(other_indices, other_values, length)
+    return trusted(indices, values, vector.length), trusted(other_indices, other_values, vector.length)
 
 
 def without_zeros(vector: SparseVector) -> SparseVector:

@@ -203,8 +203,9 @@ def decode(message: Buffer, header: Header | None = None, fields: Buffer | None 
     if middle < HEADER_NBYTES or middle % 8:
         raise CodecError(f"the header says {nbytes} bytes for {nnz} entries: they do not fit together")
     section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
+    numbers = section if fields is message else fields[HEADER_NBYTES:middle]
     unbounded = form == RANGE and middle == nbytes and nnz  # no values: 8 bytes could claim any number of entries
-    indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, fields[HEADER_NBYTES:middle])
+    indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, numbers)
     if indices is None:
         raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
     try:
