@@ -40,11 +40,11 @@ def gather_results(call: Callable[[], Any], comm: Any, operation: str) -> list[A
     return gather_objects(outcome_of(call), comm, operation)
 
 
-def check_same(what: str, given: list[dict[str, str]]) -> None:
+def check_same(what: str, texts: list[dict[str, str]]) -> None:
     """Raise CollectiveError if the texts of the ranks, by name, differ."""
-    for rank, theirs in enumerate(given):
-        for name in given[0] | theirs:
-            first, here = given[0].get(name, "missing"), theirs.get(name, "missing")
+    for rank, theirs in enumerate(texts):
+        for name in texts[0] | theirs:
+            first, here = texts[0].get(name, "missing"), theirs.get(name, "missing")
             if first != here:
                 raise CollectiveError(
                     f"all ranks must have the same {what}: {name!r} is {first} on rank 0, and {here} on rank {rank}"

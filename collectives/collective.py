@@ -206,8 +206,8 @@ class Collective(Generic[P, T]):
         compared = {"operation": call.operation or self.name, "algorithm": name, **call.arguments}
         if not call.follow:
             compared |= {"length": vector.length, "dtype": DTYPE_NAMES[vector.dtype], "width": vector.width}
-        given = call.contribution if call.follow and isinstance(call.contribution, SparseVector) else vector
-        group = Group(link, compared, error, codec=codec, beside=given.values)
+        like = call.contribution if call.follow and isinstance(call.contribution, SparseVector) else vector
+        group = Group(link, compared, error, codec=codec, like=like.values)
         run = self.automatic if name == "auto" and self.automatic is not None else self.algorithms[name]
         steps = run(vector, group, **call.arguments, **call.own) if error is None else _no_steps()
         if link.checked:
@@ -241,46 +241,45 @@ def collective(
     return declare
 
 
-def nonblocking_sum(given: Any) -> Callable[[Any, Any], Any]:
+def nonblocking_sum(function: Any) -> Callable[[Any, Any], Any]:
     """Return the nonblocking form of a collective of this library, with bound arguments; other functions unchanged.
 
     Raises TypeError for an object that is not callable, and for a collective that does not give every rank the sum.
     """
-    if isinstance(given, partial):
-        return partial(nonblocking_sum(given.func), *given.args, **given.keywords)
-    if not callable(given) or isinstance(given, type):
-        raise TypeError(f"collective is {given!r}: expected a collective such as sparse_allreduce")
-    known = declared_by(given)
+    if isinstance(function, partial):
+        return partial(nonblocking_sum(function.func), *function.args, **function.keywords)
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"collective is {function!r}: expected a collective such as sparse_allreduce")
+    known = declared_by(function)
     if known is None:
-        function: Callable[[Any, Any], Any] = given
-        return function
+        return function  # type: ignore[no-any-return]
     if not known.gives_sum:
         raise TypeError(
-            f"collective is {given.__name__}, which does not give every rank the sum: expected sparse_allreduce, "
+            f"collective is {function.__name__}, which does not give every rank the sum: expected sparse_allreduce, "
             "gtopk_allreduce, sparse_allgather, or with Dense() quantised_allreduce or dense_allreduce"
         )
     return known.nonblocking
 
 
-def declared_by(given: Any) -> "Collective[Any, Any] | None":
+def declared_by(function: Any) -> "Collective[Any, Any] | None":
     """Return the collective of this library behind a function, its nonblocking form or bound arguments; else None."""
-    while isinstance(given, partial):
-        given = given.func
-    known = given if isinstance(given, Collective) else getattr(given, "collective", None)
+    while isinstance(function, partial):
+        function = function.func
+    known = function if isinstance(function, Collective) else getattr(function, "collective", None)
     return known if isinstance(known, Collective) else None
 
 
-def with_votes(given: Any) -> Any:
+def with_votes(function: Any) -> Any:
     """Return a collective whose result contains the number of senders of each entry, with bound arguments.
 
     That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted. A
     function that is not a collective of this library is returned unchanged. Raises ValueError for other collectives.
     """
-    known = declared_by(given)
+    known = declared_by(function)
     if known is None or get_origin(signature(known).return_annotation) is list:
-        return given
+        return function
     if "votes" in signature(known).parameters:
-        return partial(given, votes=True)
+        return partial(function, votes=True)
     raise ValueError(
         f"{known.name} does not count the ranks that sent an entry, which average='contributors' takes: "
         "expected sparse_allreduce or sparse_allgather"

@@ -66,9 +66,9 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
     try:
         nodes = _first_ranks(duplicate)
         ulfm.warn_of_detector(nodes, duplicate.rank)
-        backs_off, sharers, crowding = waiting.of_the_ranks(duplicate, nodes)
+        backs_off, sharers, crowding = waiting.agree_on_waiting(duplicate, nodes)
         threads.share(sharers)
-        direct = cuda_aware.agreed(duplicate)
+        direct = cuda_aware.is_direct(duplicate)
         choice = agreed_links(duplicate, nodes, crowding)
         checked = _checked(duplicate)
     except ValueError:  # on all ranks: what they were to agree on is broken

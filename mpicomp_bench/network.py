@@ -41,7 +41,7 @@ class Network:
         self.seen = 0  # times that a receiver saw of a message, or took it
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)  # by source, dest and tag
         self.reductions: list[list[NDArray[Any]]] = []  # for each Allreduce the arrays so far, then their sum
-        self.links = [Link(self, rank, size, tuple(nodes or [0] * size)) for rank in range(size)]
+        self.links = [SimulatedLink(self, rank, size, tuple(nodes or [0] * size)) for rank in range(size)]
         self.rng = np.random.default_rng(seed)
 
     def run(self, steps_of: Callable[[int, Group], Steps[Any]], **signature: Any) -> tuple[list[Any], int]:
@@ -78,7 +78,7 @@ class Network:
         return not pending
 
 
-class Link:
+class SimulatedLink:
     """One rank's link to the network; the counterpart of `collectives.runtime.link.Link`."""
 
     def __init__(self, network: Network, rank: int, size: int, nodes: tuple[int, ...]) -> None:
@@ -105,9 +105,9 @@ class Link:
         self.network.boxes[self.rank, dest, tag].append(message)
         return message
 
-    def receive(self, source: int, tag: int, beside: Any = None) -> "Arrival":
+    def receive(self, source: int, tag: int, like: Any = None) -> "SimulatedArrival":
         """Start to receive a message."""
-        return Arrival(self, source, self.network.boxes[source, self.rank, tag])
+        return SimulatedArrival(self, source, self.network.boxes[source, self.rank, tag])
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> "Reduction":
         """Start MPI's own allreduce, counted with the lower bound of its bytes."""
@@ -124,7 +124,7 @@ class Link:
 class Message:
     """A message. Its send completes at once, or, for several lines with `rendezvous`, when it is received."""
 
-    def __init__(self, buffer: Buffer, sent: int, answered: "Arrival | None", long: bool) -> None:
+    def __init__(self, buffer: Buffer, sent: int, answered: "SimulatedArrival | None", long: bool) -> None:
         self.buffer, self.sent, self.received = buffer.copy(), sent, False
         self.answered, self.long = answered if long else None, long
 
@@ -137,10 +137,10 @@ class Message:
         return self.received or not self.long
 
 
-class Arrival:
+class SimulatedArrival:
     """A message to be received."""
 
-    def __init__(self, link: Link, source: int, box: deque[Message]) -> None:
+    def __init__(self, link: SimulatedLink, source: int, box: deque[Message]) -> None:
         self.link, self.source, self.box, self.known = link, source, box, False
         self.buffer: Buffer | None = None
         self.copy = None  # on a device: none here

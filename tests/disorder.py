@@ -50,7 +50,7 @@ class Disordered(Link):
         self.look()
         return message
 
-    def receive(self, source, tag, beside=None):
+    def receive(self, source, tag, like=None):
         number = self.awaited[source, tag]
         self.awaited[source, tag] += 1
         return Pieces(self, source, tag, number)

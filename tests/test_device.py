@@ -125,7 +125,7 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
 
     def receive(rank, group):
         yield from ()
-        group.beside, message = total, group.pack(coded)
+        group.like, message = total, group.pack(coded)
         arrival = Arrival(None, 0, 0)
         arrival.buffer, arrival.copy = staging.allocate(message.size, direct=False)
         arrival.buffer[:] = message

@@ -144,10 +144,10 @@ class Faults:
 
     def _absent(self) -> str:
         """Return the ranks that sent no notice; if all did, which rank waits for which."""
-        said = [f"{named_ranks(self._dead)} died"] if self._dead else []
+        texts = [f"{named_ranks(self._dead)} died"] if self._dead else []
         if absent := self._others - self._notices.keys() - self._dead:
-            said.append(f"{named_ranks(absent)} did not respond{self._after('within')}")
-        return ", ".join(said) or "all ranks responded: " + "; ".join(
+            texts.append(f"{named_ranks(absent)} did not respond{self._after('within')}")
+        return ", ".join(texts) or "all ranks responded: " + "; ".join(
             f"rank {rank} waits in round {each['round']} of {each['operation']} for {_named(each['for'])}"
             for rank, each in sorted(self._notices.items())
         )
@@ -159,8 +159,8 @@ class Faults:
 
 def report(call: Mapping[str, Any], error: Exception | None) -> str:
     """Return the report of a failed operation that a rank sends to all others: its arguments, or its own error."""
-    said = None if error is None else _words(error)
-    return json.dumps({"call": dict(call), "error": said, "skip": isinstance(error, NotFiniteError)})
+    text = None if error is None else _words(error)
+    return json.dumps({"call": dict(call), "error": text, "skip": isinstance(error, NotFiniteError)})
 
 
 def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
@@ -174,14 +174,14 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
     faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(contents) if each["error"]]
     sound = {rank: each["call"] for rank, each in enumerate(contents) if not each["error"]}
     for name in {name: None for call in sound.values() for name in call}:
-        given: dict[Any, list[int]] = {}
+        ranks_by_value: dict[Any, list[int]] = {}
         for rank, call in sound.items():
-            given.setdefault(call.get(name), []).append(rank)
-        if len(given) > 1 and name == "support":
-            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, given.values()))
+            ranks_by_value.setdefault(call.get(name), []).append(rank)
+        if len(ranks_by_value) > 1 and name == "support":
+            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, ranks_by_value.values()))
             faults.append(differ + (_ALIGNED if operation == "aligned_allreduce" else ""))
-        elif len(given) > 1:
-            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in given.items())
+        elif len(ranks_by_value) > 1:
+            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in ranks_by_value.items())
             faults.append(f"{name} must be the same on all ranks, got {who}")
             if name == "operation":
                 break

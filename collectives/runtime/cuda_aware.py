@@ -32,7 +32,7 @@ sys.exit(0 if bool((sent == received).all()) else 1)
 """
 
 
-def agreed(comm: "MPI.Intracomm") -> bool:
+def is_direct(comm: "MPI.Intracomm") -> bool:
     """Return whether all ranks may pass device pointers to MPI. Collective, blocks.
 
     Raises ValueError on all ranks if one of them has an invalid setting.
@@ -53,18 +53,18 @@ def agreed(comm: "MPI.Intracomm") -> bool:
 
 def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
     """Return whether this rank may pass device pointers to MPI, and the reason; ValueError for an invalid setting."""
-    asked, claims = environment.get(VARIABLE, ""), query()
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"the environment variable {VARIABLE} is {asked!r}: expected 1, 0, or nothing to find out")
-    if asked == "1" and claims is False:
+    setting, is_aware = environment.get(VARIABLE, ""), query()
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"the environment variable {VARIABLE} is {setting!r}: expected 1, 0, or nothing to find out")
+    if setting == "1" and is_aware is False:
         raise ValueError(
             f"the environment variable {VARIABLE} is 1, but this MPI ({_library()}) says that it is not CUDA-aware: "
             "unset it, and messages are staged through pinned memory, or use an MPI that was built with CUDA"
         )
-    if asked:
-        return asked == "1", f"{VARIABLE} is {asked}"
-    if not claims:
-        return False, "MPI does not say that it is CUDA-aware" if claims is None else "MPI is not CUDA-aware"
+    if setting:
+        return setting == "1", f"{VARIABLE} is {setting}"
+    if not is_aware:
+        return False, "MPI does not say that it is CUDA-aware" if is_aware is None else "MPI is not CUDA-aware"
     if not _device_seen():
         return False, "CuPy sees no device"
     if not tried():

@@ -23,7 +23,7 @@ from collectives.faults.state import Faults, absence, interruption
 from collectives.runtime.group import Group, Notifications
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps
-from collectives.runtime.waiting import asked_timeout, seconds
+from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.errors import DamagedMessageError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Engine:
     def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
         self._abandoned: list[Pending] = []  # nobody waits for these any more, but MPI may still own their buffers
-        self.timeout = asked_timeout()
+        self.timeout = initial_timeout()
         self._one_thread = Lock()
 
     def start(self, steps: Steps[T], group: Group) -> Request[T]:

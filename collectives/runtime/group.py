@@ -70,7 +70,7 @@ class Group:
 
     signature: the arguments that must be the same on all ranks, by name, with "operation" and "algorithm". error: of a
     rank without a valid contribution, else None. codec: a name of `mpicomp.codec.CODECS`, or "auto": by the link's
-    `choice`. beside: an array; received vectors are placed on its device.
+    `choice`. like: an array; received vectors are placed on its device.
 
     rank, size: of this rank in the group, of the group. node_sizes: the number of ranks on each node.
     """
@@ -82,9 +82,9 @@ class Group:
         error: Exception | None = None,
         *,
         codec: str = "auto",
-        beside: Any = None,
+        like: Any = None,
     ) -> None:
-        self.link, self.signature, self.error, self.beside, self.codec = link, signature, error, beside, codec
+        self.link, self.signature, self.error, self.like, self.codec = link, signature, error, like, codec
         self._turn_reserved: Turn | None = None
         self.notifications: dict[int, Buffer] = {}  # the error notifications of other ranks
         self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
@@ -124,7 +124,7 @@ class Group:
         """A vector of this operation's length, width and dtype, without entries."""
         signature = self.signature
         what = signature.get("length") or 0, signature.get("dtype") or "float32", signature.get("width")
-        return SparseVector.empty(*what, beside=self.beside)
+        return SparseVector.empty(*what, beside=self.like)
 
     def turn(self) -> Turn:
         """Return the turn for MPI's own collectives; call before the first yield, for the same order on all ranks."""
@@ -162,7 +162,7 @@ class Group:
 
     def shift(self, vector: V, dest: int, source: int, count: int = 0) -> Steps[PartOf[V]]:
         """Send a vector to `dest` and return the vector from `source`, in one step; they may be the same rank."""
-        arrival = self._arrival(source, self.beside)
+        arrival = self._arrival(source, self.like)
         yield arrival, self._sending(self.pack(vector, count), dest, arrival if source == dest else None)
         return self._received(arrival)
 
@@ -172,7 +172,7 @@ class Group:
 
     def receive(self, source: int) -> Steps[tuple[Any, int]]:
         """Receive a vector from a rank, and return it."""
-        arrival = self._arrival(source, self.beside)
+        arrival = self._arrival(source, self.like)
         yield (arrival,)
         return self._received(arrival)
 
@@ -204,7 +204,7 @@ class Group:
             return packed[id(vector)]
 
         arrivals: dict[int, Arrival] = {
-            source: self._arrival(source, self.beside) for source in schedule.hearing(self.rank, self.size)
+            source: self._arrival(source, self.like) for source in schedule.hearing(self.rank, self.size)
         }
         sendings: list[Sending] = [
             self._sending(message(vectors[dest]), dest, arrivals[dest] if source == dest else None)
@@ -269,7 +269,7 @@ class Group:
             return self.nothing, header.sender_count
         try:
             if copy is None:
-                copy = to_device_of(message, self.beside) if on_device(self.beside) else message
+                copy = to_device_of(message, self.like) if on_device(self.like) else message
             if header.kind == FEW_BITS:
                 return decode_few_bits(copy, header), header.sender_count
             return decode(copy, header, message), header.sender_count
@@ -282,14 +282,14 @@ class Group:
         for dest, source, count in schedule.dissemination(self.rank, self.size):
             arrival = self._arrival(source, held[0])
             yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival if source == dest else None)
-            came = list(split(arrival.buffer))
-            if came and _read_header(came[0]).kind == ERROR:
-                self._keep_notification(came[0], arrival.source)
-            if len(came) != count:
-                if any(self._header(each).signature != self._digest for each in came):
+            received = list(split(arrival.buffer))
+            if received and _read_header(received[0]).kind == ERROR:
+                self._keep_notification(received[0], arrival.source)
+            if len(received) != count:
+                if any(self._header(each).signature != self._digest for each in received):
                     raise DisagreementError
-                raise DamagedMessageError(f"received a damaged message: {len(came)} of {count} parts")
-            held += came
+                raise DamagedMessageError(f"received a damaged message: {len(received)} of {count} parts")
+            held += received
         own = self.size - self.rank  # held starts with this rank's own message
         return held[own:] + held[:own]
 
@@ -328,8 +328,8 @@ class Group:
             raise DamagedMessageError("received a damaged message: its checksum differs")
         return header
 
-    def _arrival(self, source: int, beside: Any) -> Arrival:
-        return self.link.receive(self._ranks[source], self._tag, beside)
+    def _arrival(self, source: int, like: Any) -> Arrival:
+        return self.link.receive(self._ranks[source], self._tag, like)
 
     def _sending(self, message: Buffer, dest: int, arrival: Arrival | None = None) -> Sending:
         return self.link.send(message, self._ranks[dest], self._tag, arrival)

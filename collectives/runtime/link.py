@@ -114,9 +114,9 @@ class Link:
         """Return a device buffer as MPI accepts it: a copy in host memory, unless MPI is CUDA-aware."""
         return buffer if self.direct else staging.to_pinned(buffer)
 
-    def receive(self, source: int, tag: int, beside: Any = None) -> Arrival:
-        """Start to receive a message into a buffer on the device of the array `beside`; None: host memory."""
-        if on_device(beside):
+    def receive(self, source: int, tag: int, like: Any = None) -> Arrival:
+        """Start to receive a message into a buffer on the device of the array `like`; None: host memory."""
+        if on_device(like):
             return Arrival(self.comm, source, tag, partial(staging.allocate, direct=self.direct), staging.copy_in)
         return Arrival(self.comm, source, tag)
 

@@ -19,28 +19,28 @@ SETTINGS = ("auto", "backoff", "block")
 TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
-def of_the_ranks(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int, float]:
+def agree_on_waiting(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int, float]:
     """Return whether this rank polls with backoff, how many ranks share its cores, and the crowding of all nodes.
 
     The number of ranks includes this one. The crowding, the same on all ranks, is the number of ranks to a core on the
     node with the most, at least 1. nodes: for each rank, the first rank that shares its memory. Collective, blocks;
     ValueError on all ranks for a bad variable.
     """
-    said = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
-    for rank, (setting, time, _) in enumerate(said):
+    settings = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
+    for rank, (setting, time, _) in enumerate(settings):
         if setting not in SETTINGS:
-            said_by = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
-            raise ValueError(f"{said_by}: expected one of {list(SETTINGS)}")
+            where = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
+            raise ValueError(f"{where}: expected one of {list(SETTINGS)}")
         seconds(time or None, f"the environment variable {TIMEOUT} on rank {rank}")
     masks: dict[int, list[int]] = {}
-    for (_, _, mask), node in zip(said, nodes, strict=True):
+    for (_, _, mask), node in zip(settings, nodes, strict=True):
         masks.setdefault(node, []).append(mask)
-    here, (setting, _, mine) = masks[nodes[comm.rank]], said[comm.rank]
-    backs_off = crowding(here) > 1 and not gives_the_core_away() if setting == "auto" else setting == "backoff"
+    here, (setting, _, mine) = masks[nodes[comm.rank]], settings[comm.rank]
+    backs_off = crowding(here) > 1 and not yields_the_core() if setting == "auto" else setting == "backoff"
     return backs_off, sum(1 for mask in here if mask & mine), max(map(crowding, masks.values()))
 
 
-def asked_timeout() -> float | None:
+def initial_timeout() -> float | None:
     """Return the timeout in the environment, in seconds; None if it is missing or bad."""
     try:
         return seconds(os.environ.get(TIMEOUT) or None, TIMEOUT)
@@ -57,7 +57,7 @@ def seconds(value: Any, name: str) -> float | None:
         raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None") from None
 
 
-def gives_the_core_away() -> bool:
+def yields_the_core() -> bool:
     """Return whether this MPI yields the core between two polls if ranks share cores."""
     from mpi4py import MPI
 

@@ -12,7 +12,7 @@ def asking(comm, monkeypatch, setting, cores, *, gives=False):
     """Return a duplicate of `comm` on which this rank said how it waits, and whether it backs off there."""
     monkeypatch.setenv(waiting.VARIABLE, setting)
     monkeypatch.setattr(waiting, "cores", lambda: cores)
-    monkeypatch.setattr(waiting, "gives_the_core_away", lambda: gives)
+    monkeypatch.setattr(waiting, "yields_the_core", lambda: gives)
     own = comm.Dup()
     return own, link_of(own).backs_off
 
@@ -59,7 +59,7 @@ def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, monkeyp
     own, last = comm.Dup(), comm.size - 1
     if comm.rank == last:
         monkeypatch.setenv(waiting.TIMEOUT, said)
-    assert waiting.asked_timeout() is None
+    assert waiting.initial_timeout() is None
     with pytest.raises(ValueError, match=f"MPICOMP_TIMEOUT on rank {last} is '{said}': expected seconds above 0"):
         sparse_allreduce(contribution("random", comm.rank, comm.size), own)
     own.Barrier()
