@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from collectives.faults.notification import run_or_notify
-from collectives.faults.state import named_ranks
+from collectives.faults.state import named_ranks, ranks_by_value
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
@@ -64,27 +64,23 @@ def _where(group: Group) -> str:
 
 def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
     """Raise CheckError on all ranks if they call different operations; a call is its name and its line."""
-    ranks: dict[str, list[int]] = {}
-    for rank, (name, line) in enumerate(calls):
-        ranks.setdefault(f"{name} at {line}", []).append(rank)
     if len({name for name, _ in calls}) > 1:
-        who = "; ".join(f"{call} on {named_ranks(callers)}" for call, callers in ranks.items())
+        callers = ranks_by_value(enumerate(f"{name} at {line}" for name, line in calls))
+        who = "; ".join(f"{call} on {named_ranks(ranks)}" for call, ranks in callers.items())
         raise CheckError(f"{where}must be the same operation on all ranks, got {who}")
 
 
 def _account(contributed: Any, promise: Promise, result: Any) -> dict[str, Any]:
-    """Return the masses of this rank's contribution and results."""
+    """Return the masses of this rank's contribution and results, a digest of these, and the first fault in them."""
     try:
-        everywhere, own = promise(result)
-        fault = _fault([("its contribution", contributed), *(("its result", each) for each in (*everywhere, *own))])
+        same, own = promise(result)  # the vectors that are the same on all ranks, and this rank's part of the sum
+        is_sum_of_mpi = not own and not isinstance(contributed, SparseVector)  # whose bits may differ between ranks
         return {
-            "fault": fault,
+            "fault": _fault("its contribution", [contributed]) or _fault("its result", [*same, *own]),
             "contributed": _mass_of(contributed),
-            "everywhere": total_mass(map(_mass_of, everywhere)),
+            "same": total_mass(map(_mass_of, same)),
             "own": total_mass(map(_mass_of, own)),
-            "bits": _digest(everywhere)
-            if own or isinstance(contributed, SparseVector)
-            else None,  # else MPI's own sums
+            "bits": None if is_sum_of_mpi else _digest(same),
         }
     except Exception as error:  # the other ranks have to receive it
         return {"fault": f"{type(error).__name__}: {error}"}
@@ -92,17 +88,15 @@ def _account(contributed: Any, promise: Promise, result: Any) -> dict[str, Any]:
 
 def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
     """Raise CheckError on all ranks if their accounts, in rank order, do not add up."""
-    faults = [f"rank {rank}: {each['fault']}" for rank, each in enumerate(accounts) if each["fault"]]
+    faults = [f"rank {rank}: {account['fault']}" for rank, account in enumerate(accounts) if account["fault"]]
     if faults:
         raise CheckError(where + "; ".join(faults))
-    bits: dict[Any, list[int]] = {}
-    for rank, each in enumerate(accounts):
-        bits.setdefault(each["bits"], []).append(rank)
-    if len(bits) > 1:
-        different = ", another on ".join(map(named_ranks, bits.values()))
+    holders = ranks_by_value(enumerate(account["bits"] for account in accounts))
+    if len(holders) > 1:
+        different = ", another on ".join(map(named_ranks, holders.values()))
         raise CheckError(f"{where}the ranks hold different bits: one result on {different}")
-    contributed, own = (total_mass(each[name] for each in accounts) for name in ("contributed", "own"))
-    returned = total_mass([accounts[0]["everywhere"], own])
+    contributed = total_mass(account["contributed"] for account in accounts)
+    returned = total_mass([accounts[0]["same"], *(account["own"] for account in accounts)])
     if not is_same_mass(returned, contributed, tolerance(np.dtype(dtype), len(accounts))):
         raise CheckError(
             f"{where}mass is not conserved: the ranks contributed {contributed[0]!r} in all (weighted by position "
@@ -110,16 +104,17 @@ def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
         )
 
 
-def _fault(parts: Sequence[tuple[str, Any]]) -> str | None:
-    for what, part in parts:
-        try:
-            if isinstance(part, SparseVector):
+def _fault(what: str, parts: Sequence[Any]) -> str | None:
+    """Return the first fault of vectors and arrays; None without one."""
+    for part in parts:
+        if isinstance(part, SparseVector):
+            try:
                 part.validate()
-            elif not np.isfinite(part).all():
-                place = int(np.flatnonzero(~np.isfinite(part.reshape(-1)))[0])
-                raise ValueError(f"value {place} is {part.reshape(-1)[place]}: expected finite values")
-        except ValueError as error:
-            return f"{what}: {error}"
+            except ValueError as error:
+                return f"{what}: {error}"
+        elif not np.isfinite(part).all():
+            position = int(np.flatnonzero(~np.isfinite(part.reshape(-1)))[0])
+            return f"{what}: value {position} is {part.reshape(-1)[position]}: expected finite values"
     return None
 
 
@@ -130,10 +125,12 @@ def _mass_of(part: Any) -> list[float]:
 def _digest(vectors: Sequence[Any]) -> str:
     digest = blake2b(digest_size=8)
     for vector in vectors:
-        sparse = isinstance(vector, SparseVector)
-        values = vector.values if sparse else vector
-        digest.update(repr((vector.length if sparse else vector.size, str(values.dtype), values.shape)).encode())
-        for array in (vector.indices, values) if sparse else (values,):
+        if isinstance(vector, SparseVector):
+            length, arrays = vector.length, [vector.indices, vector.values]
+        else:
+            length, arrays = vector.size, [vector]
+        digest.update(repr((length, str(vector.dtype), arrays[-1].shape)).encode())
+        for array in arrays:
             digest.update(np.ascontiguousarray(to_numpy(array)).data)
     return digest.hexdigest()
 

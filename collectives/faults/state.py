@@ -174,14 +174,12 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
     faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(contents) if each["error"]]
     sound = {rank: each["call"] for rank, each in enumerate(contents) if not each["error"]}
     for name in {name: None for call in sound.values() for name in call}:
-        ranks_by_value: dict[Any, list[int]] = {}
-        for rank, call in sound.items():
-            ranks_by_value.setdefault(call.get(name), []).append(rank)
-        if len(ranks_by_value) > 1 and name == "support":
-            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, ranks_by_value.values()))
+        holders = ranks_by_value((rank, call.get(name)) for rank, call in sound.items())
+        if len(holders) > 1 and name == "support":
+            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, holders.values()))
             faults.append(differ + (_ALIGNED if operation == "aligned_allreduce" else ""))
-        elif len(ranks_by_value) > 1:
-            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+        elif len(holders) > 1:
+            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items())
             faults.append(f"{name} must be the same on all ranks, got {who}")
             if name == "operation":
                 break
@@ -217,6 +215,14 @@ def different_quorum(rank: int, quorum: int) -> CollectiveError:
         f"shrink: quorum must be the same on all ranks, got {quorum} on rank {rank} and another on others (quorum=): "
         "no communicator was made, call again with one quorum"
     )
+
+
+def ranks_by_value(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:
+    """Return the ranks with each value, from pairs of a rank and its value."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
