@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor, Summands, Wrapper
@@ -48,36 +47,31 @@ def _rounded_to_odd(values: Array) -> Array:
     return (bits | (short != values)).view(np.float32)  # type: ignore[no-any-return]
 
 
-def _to_signs(values: Array) -> Array:
-    mean, _ = mean_and_largest(values)
-    return _signed(values, [0, values.size], np.full((1, 3), mean))
-
-
-def _to_two_magnitudes(values: Array) -> Array:
-    mean, largest = mean_and_largest(values)
-    if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
-        scaled: Array = _to_two_magnitudes(values * 2.0**-64) * 2.0**64
-        return scaled
-    found = kernels_for(values).two_magnitudes(values, mean, largest)
-    return _signed(values, [0, values.size], np.array([found]))
-
-
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
-    """Return signs with the magnitudes of each segment, the same bits as `_to_signs` and `_to_two_magnitudes` of it."""
-    found = kernels_for(values).magnitudes_in_segments(values, bounds, two=two) if values.size < _LONG else None
-    if found is None or not (found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]).all():
-        of_one = _to_two_magnitudes if two else _to_signs
-        return np.concatenate([of_one(values[first:end]) for first, end in pairwise(bounds)])
-    return _signed(values, bounds, found[:, 2:])
-
-
-def _signed(values: Array, bounds: Sequence[int], found: NDArray[np.float64]) -> Array:
-    """Return signs with the magnitudes of each segment. found: in a row two of them, and the threshold between them."""
+    """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
+    kernels = kernels_for(values)
+    found = kernels.magnitudes_in_segments(values, bounds, two=two) if values.size < _LONG else None
+    if found is not None and (found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]).all():
+        found = found[:, 2:]
+    else:
+        found = np.array([_magnitudes_of(values[first:end], two=two) for first, end in pairwise(bounds)])
     rows = found.astype(values.dtype)
     away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
-    signed: Array = kernels_for(values).with_magnitudes(values, bounds, rows)
+    signed: Array = kernels.with_magnitudes(values, bounds, rows)
     return signed
+
+
+def _magnitudes_of(values: Array, *, two: bool) -> tuple[float, float, float]:
+    """Return two magnitudes of a vector, and the threshold between them: the mean for all three, or Lloyd's."""
+    mean, largest = mean_and_largest(values)
+    if not two:
+        return mean, mean, mean
+    if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
+        low, high, threshold = _magnitudes_of(values * 2.0**-64, two=True)
+        return low * 2.0**64, high * 2.0**64, threshold * 2.0**64
+    low, high, threshold = kernels_for(values).two_magnitudes(values, mean, largest)
+    return low, high, threshold
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}

@@ -54,12 +54,10 @@ _MAX_STAGES = 64  # more than the published adaptation reaches at any density ab
 
 
 def _check_correction(compressor: "SIDCo", array: Array | None) -> float:
-    """Return a loaded factor of the controller; see `mpicomp.compressors.base.Check`."""
     return float(expect_number(*(_LIMITS if compressor.adaptation == "control" else (1, 1)))(compressor, array))
 
 
 def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
-    """Return a loaded number of stages; see `mpicomp.compressors.base.Check`."""
     least, most = compressor.stages, compressor.stages
     if compressor.adaptation == "published":
         least, most = 1, max(_MAX_STAGES, compressor.stages)
@@ -67,7 +65,6 @@ def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
 
 
 def _check_ratios(compressor: "SIDCo", array: Array | None) -> list[float]:
-    """Return the loaded ratios of achieved to target; see `mpicomp.compressors.base.Check`."""
     most = _PERIOD - 1 if compressor.adaptation == "published" else 0
     if array is None or array.ndim != 1 or array.size > most or array.dtype != np.float64:
         raise ValueError(f"a list of at most {most} numbers (float64)")
@@ -133,8 +130,7 @@ class SIDCo(Compressor):
     def _select(self, dense: Array) -> tuple[Array, Array, float, int, int]:
         """Return positions, values, the threshold, the number of stages that gave it, and how many are not zero."""
         kernels = kernels_for(dense)
-        found = self._select_in_one_read(dense) if self.adaptation == "control" else None
-        if found is not None:
+        if self.adaptation == "control" and (found := self._select_in_one_read(dense)):
             return found
         sums = kernels.survey(dense).all()
         if not math.isfinite(sums.total):
@@ -145,10 +141,7 @@ class SIDCo(Compressor):
             positions, values = kernels.largest(dense, self.count(dense.size))
             return positions, values, float(np.abs(values).min()), 0, int(sums.entries)
         threshold, stages = self._threshold(dense, sums, self._wanted(dense.size))
-        positions, values = kernels.exceeding(dense, threshold)
-        if not values.size:
-            positions, values = kernels.largest(dense, 1)
-        return positions, values, threshold, stages, int(sums.entries)
+        return *_at_least_one(dense, kernels.exceeding(dense, threshold)), threshold, stages, int(sums.entries)
 
     def _select_in_one_read(self, dense: Array) -> tuple[Array, Array, float, int, int] | None:
         """Return what `_select` does; None if the vector is short, or if the sample misleads.
@@ -158,35 +151,36 @@ class SIDCo(Compressor):
         """
         kernels, wanted = kernels_for(dense), self._wanted(dense.size)
         sample = kernels.sample(dense)
-        start, cut = (math.nan, math.inf) if sample is None else self._start(sample, wanted / dense.size)
-        if not math.isfinite(start):
+        bounds = None if sample is None else self._start(sample, wanted / dense.size)
+        if bounds is None:
             return None
+        start, cut = bounds
         survey = kernels.survey(dense, start, start, cut, _ROOM)
         sums, above = survey.all(), survey.beyond(start)
         misled = above is None or not wanted <= above.entries <= 2 * _FIRST_SHARE * sums.entries
         if misled or not math.isfinite(sums.squares):
             return None
         threshold = start + self._tail_fit()(above)(wanted / above.entries)
-        positions, values = survey.exceeding(threshold) or kernels.exceeding(dense, threshold)
-        if not values.size:
-            positions, values = kernels.largest(dense, 1)
-        return positions, values, threshold, self.current_stages, int(sums.entries)
+        selected = _at_least_one(dense, survey.exceeding(threshold) or kernels.exceeding(dense, threshold))
+        return *selected, threshold, self.current_stages, int(sums.entries)
 
-    def _start(self, sample: Array, share: float) -> tuple[float, float]:
-        """Return the threshold before the last, and a lower bound of the last one; NaN for the first if there is none.
+    def _start(self, sample: Array, share: float) -> tuple[float, float] | None:
+        """Return the threshold before the last, and a lower bound of the last one; None if the sample gives none.
 
         share: of the values, which the last threshold is to select.
         """
         kernels, wanted = kernels_for(sample), share * sample.size
         sums = kernels.survey(sample).all()
         if not math.isfinite(sums.squares) or len(self._shares(wanted, sums.entries)) < 2:
-            return math.nan, math.inf
+            return None
         start, _ = self._threshold(sample, sums, wanted, before_the_last=True)
         survey = kernels.survey(sample, start, start)
         above = survey.beyond(start)
-        if above.entries < wanted or share > _ROOM / 2:
-            return (math.nan if above.entries < wanted else start), math.inf
-        least, excess, _ = _interval(survey.groups(beyond=True), self._tail_fit(), wanted / above.entries)
+        if not math.isfinite(start) or above.entries < wanted:
+            return None
+        if share > _ROOM / 2:
+            return start, math.inf
+        least, excess = _interval(survey.groups(beyond=True), self._tail_fit(), wanted / above.entries)
         cut = start + least - (excess - least)  # a wide margin: in the tail it costs little
         return start, max(start, cut) if math.isfinite(cut) else math.inf
 
@@ -212,7 +206,6 @@ class SIDCo(Compressor):
         """Return the fit of the first stage; only that of the gamma distribution depends on the vector."""
         if self.distribution != "gamma":
             return _FITS[self.distribution]
-        _inverse_gamma()
         moments = kernels_for(dense).moments(dense)
         return partial(_gamma, mean_log=moments.logs / max(1, moments.nonzeros))
 
@@ -245,13 +238,18 @@ class SIDCo(Compressor):
                 self._ratios = []
 
 
-def _interval(groups: list[Any], fit: Fit, share: float) -> tuple[float, float, float]:
-    """Return the mean of the thresholds of several samples, between the bounds of its confidence interval."""
+def _at_least_one(dense: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the positions and values found in a vector; those of its largest entry if there are none."""
+    return found if found[1].size else kernels_for(dense).largest(dense, 1)
+
+
+def _interval(groups: list[Any], fit: Fit, share: float) -> tuple[float, float]:
+    """Return the lower bound of the confidence interval of the mean threshold of several samples, and the mean."""
     if not all(sums.entries and math.isfinite(sums.squares) for sums in groups):
-        return math.nan, math.nan, math.nan
+        return math.nan, math.nan
     found = np.array([fit(sums)(share) for sums in groups])
     middle, error = float(found.mean()), float(found.std(ddof=1)) / math.sqrt(found.size)
-    return max(0.0, middle - _SIGMAS * error), middle, middle + _SIGMAS * error
+    return max(0.0, middle - _SIGMAS * error), middle
 
 
 def _exponential(mean: float) -> Quantile:
@@ -265,23 +263,22 @@ def _pareto_fit(sums: Any) -> Quantile:
     if variance <= _NO_SPREAD * mean * mean:
         return _exponential(mean)
     ratio = mean * mean / variance
-    return lambda share: _pareto_quantile((1 - ratio) / 2, mean * (ratio + 1) / 2, share)
+    return _pareto((1 - ratio) / 2, mean * (ratio + 1) / 2)
 
 
-def _pareto_quantile(shape: float, scale: float, share: float) -> float:
+def _pareto(shape: float, scale: float) -> Quantile:
     if not shape:
-        return _exponential(scale)(share)
-    return scale / shape * math.expm1(-shape * math.log(share))
+        return _exponential(scale)
+    return lambda share: scale / shape * math.expm1(-shape * math.log(share))
 
 
 def _gamma(sums: Any, mean_log: float) -> Quantile:
     """Return the quantiles of the gamma distribution with these means of x and of log x."""
-    mean = sums.total / sums.entries
+    mean, inverse = sums.total / sums.entries, _inverse_gamma()
     s = math.log(mean) - mean_log
     if s <= _NO_SPREAD:
         return _exponential(mean)
     shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-    inverse = _inverse_gamma()
     return lambda share: mean / shape * float(inverse(shape, share))
 
 
