@@ -92,7 +92,7 @@ def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
 
 def _checked(comm: "MPI.Intracomm") -> bool:
     """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks if they differ."""
-    mine = np.array([checking.asked()])
+    mine = np.array([checking.is_enabled()])
     everywhere = np.empty(comm.size, np.bool_)
     comm.Allgather(mine, everywhere)
     if len(set(everywhere.tolist())) > 1:

@@ -94,7 +94,7 @@ class OuterLoop:
         self.rounds = 0  # that were kept
         self._rate = 0.0
         self._in_flight = False  # an exchange was started, and is not finished
-        self._checked = checking.asked()
+        self._checked = checking.is_enabled()
         self._form, given = by_name(parameters)
         self._first: dict[str, str] = {}  # for each parameter the first one with the same memory: tied ones count once
         self._replicas: list[Replica] = []

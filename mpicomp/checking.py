@@ -21,8 +21,8 @@ VARIABLE = "MPICOMP_CHECK"
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 over the golden ratio: multiplicative hashing
 
 
-def asked() -> bool:
-    """Return whether the environment asks for the debug mode: MPICOMP_CHECK is set, and not to 0."""
+def is_enabled() -> bool:
+    """Return whether the debug mode is enabled: MPICOMP_CHECK is set, and not to 0."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 

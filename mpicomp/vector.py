@@ -107,7 +107,7 @@ class SparseVector:
         beside: an array on the device of the vector; None is host memory.
         """
         kind = np.dtype(dtype)
-        return _new_nothing(length, kind, width, beside) if on_device(beside) else _nothing(length, kind, width)
+        return _new_empty(length, kind, width, beside) if on_device(beside) else _empty_on_host(length, kind, width)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -427,13 +427,13 @@ def parted(vector: SparseVector, other: SparseVector) -> tuple[SparseVector, Spa
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))
 
 
-def _new_nothing(length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None) -> SparseVector:
+def _new_empty(length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None) -> SparseVector:
     xp, length = namespace(beside), to_integer("length", length, 0)
     values = xp.empty(0 if width is None else (0, width), dtype)
     return SparseVector.trusted(xp.empty(0, index_dtype(length)), _checked_values(values), length)
 
 
-_nothing = lru_cache(maxsize=256, typed=True)(_new_nothing)  # in host memory; typed: True is no length, and 1 is
+_empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)  # in host memory; typed: True is no length, and 1 is
 
 
 def _is_canonical(indices: Any, values: Any, length: Any) -> bool:

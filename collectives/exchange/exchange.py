@@ -117,7 +117,7 @@ class GradientExchange:
         self._later: Statistics | None = None  # of all others
         rest = average, nonfinite, basis, takes_arrays
         self._layout = Layout(compressor, feedback, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
-        self._checked = checking.asked()
+        self._checked = checking.is_enabled()
         self._refused = NotFiniteError if nonfinite == "skip" else ValueError if self._checked else None
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
