@@ -59,8 +59,6 @@ class RandomK(Density):
 
     def _weighted(self, vector: SparseVector) -> SparseVector:
         """Divide the values by their probability; if all are zero, no other entry replaces them."""
-        if vector.nnz:
-            wide = vector.values.astype(np.promote_types(vector.dtype, np.float32))
-            values = (wide / self.share(vector.length)).astype(vector.dtype)
-            vector = SparseVector(vector.indices, values, vector.length)
+        wide = vector.values.astype(np.promote_types(vector.dtype, np.float32))
+        vector = vector.with_values((wide / self.share(vector.length)).astype(vector.dtype))
         return vector if self.aligned else without_zeros(vector)
