@@ -113,6 +113,8 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
     for name, array in arrays.items():
         if not isinstance(name, str):
             raise TypeError(f"a tensor has the name {name!r}: expected a string")
+        if array is None:
+            raise TypeError(f"{name} is None in the first step: pass zeros, or register the tensors before")
         values = _values(name, array)
         tensors.append(Tensor(name, values.shape, values.dtype, namespace(values), kind_of(array)))
     kinds = sorted({f"{tensor.dtype} in {tensor.xp.__name__}'s memory" for tensor in tensors})
@@ -164,8 +166,11 @@ def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, An
         raise TypeError(f"out is {type(out).__name__}: expected {form}, as the gradients are")
     if form == LIST and len(outs) != len(arrays):
         raise ValueError(f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are")
-    for name in outs.keys() - arrays.keys():
-        raise ValueError(f"out has {name!r}: expected names of the gradients that are given")
+    for name, buffer in outs.items():
+        if name not in arrays:
+            raise ValueError(f"out has {name!r}: expected names of the gradients that are given")
+        if buffer is None and arrays[name] is None:
+            raise ValueError(f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient")
     return outs
 
 

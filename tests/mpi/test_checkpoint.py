@@ -285,3 +285,13 @@ def test_what_changes_between_steps_is_no_other_setting(comm):
         fresh = MAKERS[name](comm)
         fresh.load_state_dict(through_a_file(exchange.state_dict()))
         assert exchange(gradient(comm.rank, 2)).tobytes() == fresh(gradient(comm.rank, 2)).tobytes()
+
+
+@pytest.mark.parametrize("name", ["exchange", "settings", "holds", "exchange/settings", "a/b"])
+def test_a_tensor_may_have_any_name(comm, name):
+    one, other = (GradientExchange(comm, TopK(k=1), small=0) for _ in range(2))
+    gradients = {name: gradient(comm.rank, 0), "else": gradient(comm.rank, 1)}
+    one(gradients)
+    other.register(gradients)
+    other.load_state_dict(through_a_file(one.state_dict()))
+    np.testing.assert_equal(other.state_dict(), one.state_dict())

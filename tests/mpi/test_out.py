@@ -188,3 +188,25 @@ def test_a_sparse_mean_in_an_output_buffer_is_refused_on_all_ranks_and_nothing_c
     assert same(before.values(), exchange.state_dict().values())
     assert (out == 7).all()
     exchange(gradients(comm.rank, 1)["w"])
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("form", ["dict", "list"])
+def test_a_gradient_that_one_rank_lacks_has_no_place_for_its_mean(comm, form):
+    """The mean would be written on one rank only."""
+    exchange = GradientExchange(comm, TopK(k=1), small=0)
+
+    def given(unused=None):
+        arrays = {"a": np.ones(3), "b": np.ones(4) if unused is None else unused[0]}
+        return arrays if form == "dict" else [*arrays.values()]
+
+    exchange(given())
+    mine = given((None,) if comm.rank else None)
+    with pytest.raises(ValueError if comm.rank else CollectiveError, match=r"out is None for .*pass zeros"):
+        exchange(mine, out=mine)
+    exchange(given(), out=given())
+
+
+def test_a_gradient_that_is_none_in_the_first_step_is_named(comm):
+    with pytest.raises(TypeError, match="b is None in the first step: pass zeros, or register the tensors before"):
+        GradientExchange(comm, TopK(k=1))({"a": np.ones(3), "b": None})

@@ -179,3 +179,18 @@ def test_a_skipped_message_fills_the_buffers_of_all_its_tensors(comm, name):
     exchange(mine, out=mine)
     assert not exchange.finite
     assert all(not array.any() for array in mine.values())
+
+
+@pytest.mark.exactly(2)
+def test_an_error_of_a_later_bucket_counts_before_a_skipped_step(comm):
+    """Rank 0 has the NaN in the first bucket, rank 1 a wrong shape in the last one."""
+    exchange, mine = made(comm, small=0), gradients(comm.rank, 0)
+    exchange(mine)
+    bad = dict(mine)
+    bad["w" if comm.rank == 0 else "v"] = np.full(SHAPES["w"], np.nan, np.float32) if comm.rank == 0 else mine["b"]
+    before = {name: array.tobytes() for name, array in exchange.state_dict().items()}
+    with pytest.raises(ValueError if comm.rank else CollectiveError, match="expected float32 of shape"):
+        exchange(bad)
+    assert {name: array.tobytes() for name, array in exchange.state_dict().items()} == before
+    assert (exchange.steps, exchange.skipped) == (1, 0)
+    exchange(mine)
