@@ -51,8 +51,12 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
 
 def _audited(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
     """Run an operation, and compare what the ranks contributed with what they received."""
+    is_array = not isinstance(contributed, SparseVector)
+    before = _account(lambda: _contribution(contributed))  # now: the operation may write to the array
     result = yield from steps
-    accounts = yield from group.gather_objects(_account(contributed, promise, result))
+    after = _account(lambda: _results(promise(result), is_array=is_array))
+    fault = before["fault"] or after["fault"]
+    accounts = yield from group.gather_objects(before | after | {"fault": fault})
     where = f"{_where(group)}{group.signature['operation']}: "
     _audit(accounts, group.signature.get("dtype") or "float32", where)
     return result
@@ -70,20 +74,32 @@ def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
         raise CheckError(f"{where}must be the same operation on all ranks, got {who}")
 
 
-def _account(contributed: Any, promise: Promise, result: Any) -> dict[str, Any]:
-    """Return the masses of this rank's contribution and results, a digest of these, and the first fault in them."""
+def _account(weigh: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what was weighed, or the error as its fault, which the other ranks have to receive."""
     try:
-        same, own = promise(result)  # the vectors that are the same on all ranks, and this rank's part of the sum
-        is_sum_of_mpi = not own and not isinstance(contributed, SparseVector)  # whose bits may differ between ranks
-        return {
-            "fault": _fault("its contribution", [contributed]) or _fault("its result", [*same, *own]),
-            "contributed": _mass_of(contributed),
-            "same": total_mass(map(_mass_of, same)),
-            "own": total_mass(map(_mass_of, own)),
-            "bits": None if is_sum_of_mpi else _digest(same),
-        }
-    except Exception as error:  # the other ranks have to receive it
+        return weigh()
+    except Exception as error:
         return {"fault": f"{type(error).__name__}: {error}"}
+
+
+def _contribution(contributed: Any) -> dict[str, Any]:
+    """Return the mass of this rank's contribution, and its first fault."""
+    return {"fault": _fault("its contribution", [contributed]), "contributed": _mass_of(contributed)}
+
+
+def _results(promised: tuple[list[Any], list[Any]], *, is_array: bool) -> dict[str, Any]:
+    """Return the masses of a rank's results, a digest of these, and the first fault in them.
+
+    promised: the vectors that are the same on all ranks, and this rank's part of the sum. is_array: arrays are summed.
+    """
+    same, own = promised
+    is_sum_of_mpi = is_array and not own  # whose bits may differ between ranks
+    return {
+        "fault": _fault("its result", [*same, *own]),
+        "same": total_mass(map(_mass_of, same)),
+        "own": total_mass(map(_mass_of, own)),
+        "bits": None if is_sum_of_mpi else _digest(same),
+    }
 
 
 def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:

@@ -316,3 +316,14 @@ def test_a_dense_sum_in_few_bits_that_differs_or_loses_something_is_found(comm, 
     monkeypatch.setitem(quantised_allreduce.algorithms, "direct", broken)
     with pytest.raises(CheckError, match=message):
         quantised_allreduce(np.arange(100.0), watched, algorithm="direct")
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_a_sum_that_is_written_over_its_input_is_sound(comm, watched, bits):
+    """Also in an exchange, where the residual takes the place of the corrected gradient."""
+    exchange = GradientExchange(watched, bits=bits)
+    for step in range(3):
+        exchange(np.random.default_rng([step, comm.rank]).standard_normal(5000).astype(np.float32))
+    array = np.random.default_rng(comm.rank).standard_normal(300)
+    out = quantised_allreduce(array, watched, bits=bits, out=(np.empty(300), array))
+    assert np.shares_memory(out[1], array)
