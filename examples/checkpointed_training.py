@@ -1,21 +1,20 @@
-"""Train, stop when told to, and continue bit for bit: for batch jobs that end at their time limit.
+"""Train, save and stop on a signal, and resume bitwise: for batch jobs that end at their time limit.
 
     mpirun -n 4 python -m mpi4py examples/checkpointed_training.py
 
-SIGUSR1 or SIGTERM at any rank, or `--stop-after STEP`, lets the step end, saves, and exits with status 75; the same
-command then goes on from there. slurm/checkpointed_training.sbatch does both by itself: Slurm sends the signal ahead of
-the time limit, and the script puts a job that ends with 75 back into the queue.
+On SIGUSR1 or SIGTERM at any rank, or after `--stop-after STEP`, the ranks finish the step, save, and exit with status
+75; the same command then resumes. slurm/checkpointed_training.sbatch automates both: Slurm sends the signal before the
+time limit, and the script requeues a job that ends with 75.
 
-Each rank saves its own file: the parameters, what its exchange remembers (residuals and momentum: without them the
-gradients that have not been sent yet would be lost), and the step. A set of files becomes one by a single rename, when
-all of them are on disk; what was being written when a job died is never loaded. The folder has to be on a file system
-that all nodes see.
+Each rank saves its own file: the parameters, the state of its exchange (residuals and momentum: without them the
+gradients that have not been sent yet would be lost), and the step. When all files of a set are on disk, one rename
+makes the set visible; incomplete sets are never loaded. The folder has to be on a file system that all nodes see.
 
 With another `-n` the run continues too, though no longer with the same bits: residuals and momentum of the ranks that
-saved are redistributed over those that there are.
+saved are redistributed over the new ranks.
 
-The network is plain NumPy and learns what a fixed random one says of random points, so there are no data to load. It
-checks itself at the end, against a run without a break, and exits with status 1 when a check fails.
+The network is plain NumPy and learns the outputs of a fixed random one at random points, so there are no data to load.
+It checks itself at the end, against an uninterrupted run, and exits with status 1 when a check fails.
 """
 
 import argparse
@@ -42,7 +41,7 @@ KEPT = 2  # sets on disk
 
 
 class Training:
-    """What a step changes, and so what has to be saved: the parameters, the memory of the exchange, the step."""
+    """The state to save, which a step changes: the parameters, the state of the exchange, the number of the step."""
 
     def __init__(self, comm, seed):
         rng = np.random.default_rng(seed)
@@ -54,7 +53,7 @@ class Training:
             "output": rng.normal(0, np.sqrt(2 / HIDDEN), (HIDDEN, CLASSES)).astype(np.float32),
         }
         self.exchange = GradientExchange(comm, TopK(density=0.05), MomentumCorrection(0.9), gtopk_allreduce)
-        self.exchange.register(self.parameters)  # a saved state is taken up by name, so the names come first
+        self.exchange.register(self.parameters)  # a saved state is loaded by name, so the names come first
 
     def advance(self):
         """Take one step of SGD."""
@@ -75,7 +74,7 @@ class Training:
         return {"hidden": points.T @ entering, "output": hidden.T @ delta}
 
     def forward(self, points):
-        """Return what goes into the last layer, and the logits."""
+        """Return the input of the last layer, and the logits."""
         hidden = np.maximum(points @ self.parameters["hidden"], 0)
         return hidden, hidden @ self.parameters["output"]
 
@@ -85,12 +84,12 @@ class Training:
         return points, (points @ self.teacher).argmax(axis=1)
 
     def accuracy(self):
-        """Return the share of new points whose class is found."""
+        """Return the fraction of new points that are classified correctly."""
         points, labels = self.points(np.random.default_rng([self.seed, 2**32]), 2000)
         return float(np.mean(self.forward(points)[1].argmax(axis=1) == labels))
 
     def digest(self):
-        """Return a few digits that differ when a bit of the parameters does."""
+        """Return a short digest of the parameters' bits."""
         return hashlib.sha256(b"".join(array.tobytes() for array in self.parameters.values())).hexdigest()[:16]
 
     def state_dict(self):
@@ -101,7 +100,7 @@ class Training:
         return {**own, **remembered, **numbers}
 
     def load_state_dicts(self, ranks, load):
-        """Take up what `state_dict` returned on each of `ranks` ranks: load(rank)."""
+        """Load the states that `state_dict` returned on each of `ranks` ranks: load(rank)."""
         state = load(self.comm.rank % ranks)  # but for the exchange's part they are all the same
         if state["seed"] != self.seed:
             raise ValueError(f"what is saved was trained with --seed {state['seed']}: expected {self.seed}")
@@ -163,7 +162,7 @@ def take_up(training, folder, comm):
 
 
 def check_residuals(training, saved):
-    """Raise AssertionError unless the mean over the ranks of what was not sent yet is what was saved."""
+    """Raise AssertionError unless the mean of the residuals over the ranks is that of the saved ones."""
 
     def residual(state):
         return np.concatenate([np.float64(state[name]) for name in sorted(state) if name.endswith(".residual")])
@@ -183,7 +182,7 @@ def own_file(comm):
 
 
 class StopSignal:
-    """Remembers a signal until the step is over, when all ranks ask whether any has heard one."""
+    """Remembers a signal until the end of the step, when the ranks agree on whether any of them received one."""
 
     def __init__(self):
         self.heard = False
@@ -195,7 +194,7 @@ class StopSignal:
 
 
 def train(training, stop, options, say):
-    """Train to the last step, and return True; or save and return False when there is reason to stop before it."""
+    """Train to the last step, and return True; or, if the training is to stop before it, save and return False."""
     comm = training.comm
     while training.step < options.steps:
         training.advance()
@@ -211,7 +210,7 @@ def train(training, stop, options, say):
 
 
 def checks(training, comm):
-    """Yield what has to hold in the end, as (words, whether it does)."""
+    """Yield the checks of the end, as (text, whether it holds)."""
     yield "all ranks hold the same parameter bits", len(set(comm.allgather(training.digest()))) == 1
     if len(training.sizes) > 1:
         return  # no run without a break has had these numbers of ranks

@@ -2,15 +2,15 @@
 
     mpirun -n 4 python -m mpi4py examples/embedding_rows.py
 
-Each token has a row of 16 numbers in one table and a weight in another; a text scores the sum of its tokens' weights
-plus the product of the sum of their rows with a vector. A batch has gradients for its own tokens alone.
+Each token has a row of 16 numbers in one table and a weight in another; the score of a text is the sum of its tokens'
+weights plus the product of the sum of their rows with a vector. A batch has gradients for its own tokens alone.
 `SparseVector.from_entries` adds up those of repeated tokens, `SupportPlan.union` agrees on the tokens of all ranks'
 batches, and then both tables are summed by the same plan: only values are sent. No entry is dropped, so no error
 feedback is needed.
 
-The bytes are counted beside those of a dense allreduce of both tables, and of `sparse_allreduce`, which needs no plan.
-A plan sends rows for the tokens of all ranks from each of them: it pays where the ranks' tokens are much the same, or
-stay the same for many sums; here they change with every batch, and `sparse_allreduce` sends less still.
+The bytes are compared with those of a dense allreduce of both tables, and of `sparse_allreduce`, which needs no plan.
+With a plan each rank sends rows for the tokens of all ranks: that saves bytes if the ranks have nearly the same tokens,
+or the same ones for many sums. Here they change with every batch, and `sparse_allreduce` sends fewer bytes.
 
 Synthetic data, plain NumPy. It checks itself at the end and exits with status 1 when a check fails.
 """
@@ -41,7 +41,7 @@ class Model:
         self.vector = rng.standard_normal(WIDTH, np.float32)
 
     def chances(self, texts):
-        """Return the chance of each text, an array of tokens of shape (texts, words), to be of class 1."""
+        """Return the probability of class 1 for each text; texts: an array of tokens of shape (texts, words)."""
         scores = self.weights[texts].sum(axis=1) + self.rows[texts].sum(axis=1) @ self.vector
         return 1 / (1 + np.exp(-scores))
 
@@ -54,7 +54,7 @@ class Model:
         return rows, weights, delta @ self.rows[texts].sum(axis=1)
 
     def descend(self, plan, rows, weights, vector):
-        """Take a step of SGD; rows, weights: what stands at the plan's indices."""
+        """Take a step of SGD; rows, weights: the mean gradients at the plan's indices."""
         self.rows[plan.indices] -= np.float32(RATE) * rows
         self.weights[plan.indices] -= np.float32(RATE) * weights
         self.vector -= np.float32(RATE) * vector
@@ -65,7 +65,7 @@ class Model:
 
 
 class Texts:
-    """Texts whose tokens follow Zipf's law, as words do; half of the tokens speak for class 1, half against it."""
+    """Texts whose tokens follow Zipf's law, as words do; half of the tokens indicate class 1, half class 0."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng([1, seed])
@@ -80,7 +80,7 @@ class Texts:
 
 
 def laid_out(plan, vector):
-    """Return a vector's values at the plan's indices, which have all of its own; zero elsewhere."""
+    """Return a vector's values at the plan's indices, which include all of its own; zero where it has no entry."""
     values = np.zeros((plan.indices.size, *vector.values.shape[1:]), vector.dtype)
     values[np.searchsorted(plan.indices, vector.indices)] = vector.values
     return values
@@ -94,7 +94,7 @@ def by_plan(rows, weights, comm):
 
 
 def train(comm, steps):
-    """Return a model that was trained on texts of which every rank has its own."""
+    """Return a model trained on different texts on each rank."""
     model, texts = Model(), Texts(comm.rank)
     for _ in range(steps):
         rows, weights, vector = model.gradients(*texts.batch(TEXTS))
@@ -104,14 +104,14 @@ def train(comm, steps):
 
 
 def bytes_of(call, comm):
-    """Return what a call returns, and the bytes that this rank sends in it."""
+    """Return the result of a call, and the bytes that this rank sends in it."""
     before = traffic(comm).nbytes
     result = call()
     return result, traffic(comm).nbytes - before
 
 
 def compare(comm, model):
-    """Yield the way, the bytes sent and the mean of a batch's gradients, dense, for three ways to add them up."""
+    """Yield name, bytes sent and the dense mean of a batch's gradients, for three ways to sum them."""
     rows, weights, _ = model.gradients(*Texts(comm.rank).batch(TEXTS))
     size = np.float32(comm.size)
     (plan, *means), nbytes = bytes_of(lambda: by_plan(rows, weights, comm), comm)
@@ -123,7 +123,7 @@ def compare(comm, model):
 
 
 def verdicts(comm, steps):
-    """Yield (words, whether it holds on this rank)."""
+    """Yield the checks, as (text, whether it holds on this rank)."""
     model = train(comm, steps)
     same = len(set(comm.allgather(model.bits()))) == 1
     yield "all ranks hold the same parameter bits", same

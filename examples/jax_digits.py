@@ -1,4 +1,4 @@
-"""Train a network in JAX on handwritten digits: a pytree of gradients goes through the exchange and comes back.
+"""Train a network in JAX on handwritten digits: the exchange takes a pytree of gradients and returns their means.
 
     mpirun -n 2 python -m mpi4py examples/jax_digits.py
 
@@ -80,7 +80,7 @@ def same_kind(mean, leaf):
 
 
 def accuracy(parameters, images, labels):
-    """Return the share of the images that are recognised."""
+    """Return the fraction of the images that are classified correctly."""
     return float((logits_of(parameters, images).argmax(axis=1) == labels).mean())
 
 

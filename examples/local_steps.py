@@ -1,15 +1,15 @@
-"""Train with local steps: each rank takes ten steps of AdamW on its own, then the ranks exchange what they learnt.
+"""Train with local steps: each rank takes ten steps of AdamW, then the ranks exchange the change of the parameters.
 
     mpirun -n 4 python -m mpi4py examples/local_steps.py
 
-Beside it the same training with a dense allreduce of every gradient: the local steps come to about the same test
-accuracy with less than 2 % of the bytes. `OuterLoop` exchanges how far the parameters came since the last exchange: 3 %
-of the entries at ten bits each, with a residual that decays, and the mean over the ranks that sent an entry. The
-state of AdamW stays on its rank. The data are the 1,797 images that come with scikit-learn; the network is plain NumPy,
+The same training with a dense allreduce of every gradient is the baseline: local steps reach about the same test
+accuracy with less than 2 % of the bytes. `OuterLoop` exchanges the change of the parameters since the last exchange:
+3 % of the entries at ten bits each, with a residual that decays, and the mean over the ranks that sent an entry. The
+state of AdamW is not exchanged. The data are the 1,797 images that come with scikit-learn; the network is plain NumPy,
 its parameters are arrays by name.
 
-Training stops in the middle of a round, is saved, and taken up again, which changes no bit. Needs scikit-learn. It
-checks itself at the end and exits with status 1 when a check fails.
+Training is saved in the middle of a round and resumed, bitwise. Needs scikit-learn. It checks itself at the end and
+exits with status 1 when a check fails.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def initial():
 
 
 def forward(parameters, images):
-    """Return what goes into the last layer, and the logits."""
+    """Return the input of the last layer, and the logits."""
     hidden = np.maximum(images @ parameters["hidden"][:-1] + parameters["hidden"][-1], 0)
     return hidden, hidden @ parameters["output"][:-1] + parameters["output"][-1]
 
@@ -61,7 +61,7 @@ def gradients(parameters, images, labels):
 
 
 def accuracy(parameters, images, labels):
-    """Return the share of the images that are recognised."""
+    """Return the fraction of the images that are classified correctly."""
     return float(np.mean(forward(parameters, images)[1].argmax(axis=1) == labels))
 
 
@@ -105,13 +105,13 @@ class LocalSteps:
             self.step += 1
 
     def save(self):
-        """Return all that a run is taken up from, on this rank: parameters, optimiser, and the loop."""
+        """Return the state of this rank: parameters, optimiser, and the loop."""
         own = {f"parameter/{name}": array.copy() for name, array in self.parameters.items()}
         own |= {f"moments/{name}": array.copy() for name, array in self.optimiser.moments.items()}
         return own | {f"loop/{name}": array for name, array in self.loop.state_dict().items()}
 
     def take_up(self, state):
-        """Go on from what `save` returned: first the loop, then the parameters."""
+        """Load the state that `save` returned: first the loop, then the parameters."""
         self.loop.load_state_dict({name[5:]: state[name] for name in state if name.startswith("loop/")})
         for name, array in self.parameters.items():
             array[...] = state[f"parameter/{name}"]

@@ -3,8 +3,8 @@
     mpirun -n 4 python -m mpi4py examples/numpy_digits.py
 
 Shows a table and a plot (numpy_digits.png): global Top-k with error feedback reaches the test accuracy of a dense
-allreduce and sends a few per cent of its bytes; the same without feedback loses most of the gradient and falls behind.
-All three start from the same weights and see the same batches, at the same learning rate. The data are the 1,797 images
+allreduce and sends a few per cent of its bytes; without feedback most of the gradient is lost, and accuracy is lower.
+All three have the same initial weights, batches and learning rate. The data are the 1,797 images
 that come with scikit-learn; the network is plain NumPy, and its gradient is one flat array.
 
 Needs matplotlib, scikit-learn and tqdm. It checks itself at the end and exits with status 1 when a check fails.
@@ -47,7 +47,7 @@ class Network:
             weights[:] = rng.normal(0, np.sqrt(2 / len(weights)), weights.shape)
 
     def forward(self, images):
-        """Return what goes into each layer, and the logits."""
+        """Return the input of each layer, and the logits."""
         inputs = [images]
         for weights, bias in self.layers[:-1]:
             inputs.append(np.maximum(inputs[-1] @ weights + bias, 0))
@@ -55,7 +55,7 @@ class Network:
         return inputs, inputs[-1] @ weights + bias
 
     def gradient(self, images, labels):
-        """Return the gradient of the mean cross entropy, as flat as the parameters."""
+        """Return the gradient of the mean cross entropy, flat as the parameters."""
         inputs, logits = self.forward(images)
         delta = softmax(logits)
         delta[np.arange(labels.size), labels] -= 1
@@ -70,7 +70,7 @@ class Network:
         return flat
 
     def accuracy(self, images, labels):
-        """Return the share of the images that are recognised."""
+        """Return the fraction of the images that are classified correctly."""
         return float(np.mean(self.forward(images)[1].argmax(axis=1) == labels))
 
     def _views(self, flat):
@@ -88,13 +88,13 @@ def softmax(logits):
 
 
 class Ledger:
-    """What went into the exchange on this rank, and what came out of it, in float64."""
+    """The sums of the gradients that this rank passed to the exchange, and of the means it applied, in float64."""
 
     def __init__(self, length):
         self.given, self.applied = np.zeros(length), np.zeros(length)
 
     def enter(self, gradient, result):
-        """Book one step."""
+        """Record one step."""
         self.given += gradient
         self.applied += result
 
@@ -108,7 +108,7 @@ class Ledger:
 
 @dataclass
 class Run:
-    """What one training came to. nbytes: sent a step, by the rank that sends most."""
+    """The result of one training. nbytes: sent a step, by the busiest rank."""
 
     name: str
     curve: list  # of (step, test accuracy)
@@ -135,7 +135,7 @@ def methods(comm):
 
 
 def train(name, average, shard, test, options, comm):
-    """Train from the same start as every other method, and return the Run."""
+    """Train from the initial weights of every method, and return the Run."""
     network, ledger = Network(options.seed), Ledger(Network(options.seed).parameters.size)
     batches = np.random.default_rng([options.seed, comm.rank])
     curve, times, sent_before = [(0, network.accuracy(*test))], [], traffic(comm).nbytes
@@ -183,7 +183,7 @@ def load(comm):
 
 
 def integers_are_conserved(comm, steps=4, length=10_000):
-    """Exchange small integers, whose sums are exact, and return whether nothing is missing to the last bit."""
+    """Exchange small integers, whose sums are exact, and return whether they are conserved bitwise."""
     exchange = GradientExchange(comm, TopK(density=DENSITY), collective=gtopk_allreduce, average=False)
     ledger = Ledger(length)
     for step in range(steps):
@@ -193,7 +193,7 @@ def integers_are_conserved(comm, steps=4, length=10_000):
 
 
 def invariants(runs, comm):
-    """Yield what has to hold at any number of ranks, as (words, whether it does)."""
+    """Yield the checks for any number of ranks, as (text, whether it holds)."""
     for run in runs:
         yield f"{run.name}: all ranks hold the same parameter bits", run.same
     missing = next(run.missing for run in runs if run.name == FEEDBACK)
@@ -202,7 +202,7 @@ def invariants(runs, comm):
 
 
 def claims(runs):
-    """Yield what the README says of 4 ranks, as (words, whether it holds)."""
+    """Yield the claims of the README for 4 ranks, as (text, whether it holds)."""
     dense, feedback, without = runs
     behind, share = dense.accuracy - feedback.accuracy, feedback.share_of(dense)
     yield f"{FEEDBACK}: within 1 point of dense in accuracy ({-100 * behind:+.1f})", behind <= 0.01

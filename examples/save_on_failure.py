@@ -1,4 +1,4 @@
-"""Save the state of every rank that can still save, before a job ends because a rank is lost.
+"""Save the state of every surviving rank, before a job ends because a rank is lost.
 
     mpirun -n 3 python -m mpi4py examples/save_on_failure.py
 
@@ -7,11 +7,11 @@ CollectiveTimeoutError, save, and the job ends with an error. The same command w
 With `--kill RANK` the rank dies: the launcher ends the job by SIGTERM, on which the others save, if it leaves them the
 time. Open MPI 5 sends SIGKILL a fifth of a second later: save regularly as well (checkpointed_training.py).
 
-`saving` is all that a program of your own needs. A job ends as soon as one rank leaves with an error (`python -m
-mpi4py` sees to that): so a rank that has saved waits `grace` seconds, in which the others save too. All of them raise
-within about a second. An exchange is then as after its last whole step, so that is what they save.
+`saving` is all that a program of your own needs. Under `python -m mpi4py` a job ends as soon as one rank exits with an
+error, so a rank that has saved waits `grace` seconds, in which the others save too. All of them raise within about a
+second, and save the state after the last completed step of the exchange.
 
-The gradients are drawn from a seed, so what was saved can be compared with a run without a break: the example checks it
+The gradients are drawn from a seed, so the saved state can be compared with an uninterrupted run: the example checks it
 when it continues, and exits with status 1 when a check fails.
 """
 
@@ -36,8 +36,8 @@ def saving(save, *, grace=1.0):
     """Call save(error), once, when this rank cannot continue with the others, or on SIGTERM; then raise the error.
 
     save: a function without communication. grace: seconds to wait afterwards until the others have saved; not on
-    SIGTERM, by which a launcher ends a job. SIGTERM raises SystemExit with status 143, in the main thread, unless the
-    program handles the signal itself.
+    SIGTERM, which launchers send to end a job. SIGTERM raises SystemExit with status 143, in the main thread, unless
+    the program handles the signal itself.
     """
     from mpicomp import CollectiveTimeoutError, RankFailedError
 
@@ -61,7 +61,7 @@ def saving(save, *, grace=1.0):
 
 
 class Training:
-    """What a step changes: the parameters, what the exchange remembers, and the step."""
+    """The state that a step changes: the parameters, the state of the exchange, and the number of the step."""
 
     def __init__(self, comm):
         from collectives import GradientExchange
@@ -86,14 +86,14 @@ class Training:
         return {"array": self.parameters, "step": np.array(self.step), **self.exchange.state_dict()}
 
     def load(self, state):
-        """Take up what `state` returned."""
+        """Load the arrays that `state` returned."""
         self.parameters[...] = state.pop("array")
         self.step = self.first = int(state.pop("step"))
         self.exchange.load_state_dict(state)
 
 
 def continued(training, saved, check):
-    """Check what the ranks saved, and load it; a rank that was lost starts with the parameters of another one."""
+    """Check the saved states, and load them; a rank that was lost starts with the parameters of another one."""
     comm, mine = training.comm, saved.get(training.comm.rank)
     steps = {int(state["step"]) for state in saved.values()}
     check("all saved the same step", len(steps) == 1)

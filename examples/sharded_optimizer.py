@@ -2,10 +2,10 @@
 
     mpirun -n 4 python -m mpi4py examples/sharded_optimizer.py
 
-A step: each rank compresses its gradient, and keeps what it did not send (error feedback by hand: residual -= sent);
-`sparse_reduce_scatter` gives it the sum on its own range of indices; Adam, whose moments it has for that range only,
-moves this share of the parameters; an allgather joins the shares. Beside it a replicated Adam, with all
-moments on every rank, is fed by `sparse_allreduce`: the parameters must come out the same to the last bit.
+A step: each rank compresses its gradient, and keeps the entries not sent (error feedback by hand: residual -= sent).
+`sparse_reduce_scatter` returns the sum on the rank's own range of indices. Adam, which has moments for that range only,
+updates this share of the parameters; an allgather joins the shares. For comparison a replicated Adam, with all moments
+on every rank, takes the result of `sparse_allreduce`: the parameters must be bitwise equal.
 
 The task is softmax regression on synthetic data, in plain NumPy. S. Rajbhandari et al., "ZeRO: Memory optimizations
 toward training trillion parameter models", SC 2020 (arXiv 1910.02054).
@@ -31,7 +31,7 @@ LENGTH = FEATURES * CLASSES
 
 
 class Task:
-    """Softmax regression on rows of this rank's own; the classes come from hidden weights that all ranks share."""
+    """Softmax regression on different rows on each rank; hidden weights, the same on all ranks, define the classes."""
 
     def __init__(self, rank):
         hidden = np.random.default_rng(0).standard_normal((FEATURES, CLASSES), np.float32)
@@ -72,7 +72,7 @@ class Adam:
         return self.mean.nbytes + self.square.nbytes
 
     def update(self, parameters, gradient):
-        """Move this range of the parameters, in place. gradient: a SparseVector with no entry outside the range."""
+        """Update this range of the parameters, in place. gradient: a SparseVector with no entry outside the range."""
         dense = np.zeros(self.end - self.first, np.float32)
         dense[gradient.indices - self.first] = gradient.values
         self.steps += 1
@@ -85,13 +85,13 @@ class Adam:
 
 
 class Compressed:
-    """The largest entries of gradient + residual; what is not sent stays in the residual."""
+    """The largest entries of gradient + residual; the others stay in the residual."""
 
     def __init__(self, length, density):
         self.compressor, self.residual = TopK(density=density), np.zeros(length, np.float32)
 
     def __call__(self, gradient):
-        """Return what is sent."""
+        """Return the entries to send."""
         self.residual += gradient
         sent = self.compressor.compress(self.residual)
         self.residual[sent.indices] -= sent.values

@@ -1,18 +1,17 @@
-"""Show when step-ahead error feedback pays, and when it does not: least squares over ranks that disagree.
+"""Compare step-ahead with plain error feedback on least squares, where the ranks have different solutions.
 
     python examples/step_ahead.py
 
 Eight ranks are simulated in this process, through the objects that `GradientExchange` would use; no MPI. Each holds 50
 equations in 200 unknowns, with a solution of its own, and 4 of 200 entries are sent. Two settings:
 
-* minibatches, and the sum is compressed again (two-way), of which each rank owns a share: error feedback is slowest,
-  step-ahead better, and step-ahead with the residuals averaged every 20 steps best;
+* minibatches, and each rank compresses its share of the sum again (two-way): error feedback has the highest loss,
+  step-ahead a lower one, and step-ahead with the residuals averaged every 20 steps the lowest;
 * full gradients, one way: plain error feedback is better than step-ahead.
 
-Printed is how far the loss is above the least one, on average over the last 200 of 1500 steps, beside reference
-figures. Those are the project's own, not the paper's, and their data are not known. Seed 4 comes within 15 % of all
-five, seeds 0 to 3 within 40 %, in the same order. It checks itself at the end and exits with status 1 when a check
-fails.
+It prints the loss above the minimum, the mean of the last 200 of 1500 steps, and reference figures. These are the
+project's own, not the paper's, and their data are not known. Seed 4 is within 15 % of all five, seeds 0 to 3 within
+40 %, in the same order. It checks itself at the end and exits with status 1 when a check fails.
 """
 
 import argparse
@@ -53,14 +52,14 @@ class Problem:
 
 
 class ErrorFeedbackWithMomentum(MomentumCorrection):
-    """Error feedback of the velocity: momentum correction without masking. What it hands out is a gradient."""
+    """Error feedback of the velocity: momentum correction without masking, which returns a gradient."""
 
     def __init__(self):
         super().__init__(MOMENTUM, masking=False)
 
 
 def train(problem, method, steps, *, two_way, batch, seed, period=None):
-    """Return the mean excess loss of the last steps, and how far the virtual iterate is from what it should be."""
+    """Return the mean excess loss of the last steps, and the error of the virtual iterate."""
     rng, x = np.random.default_rng([seed, 1]), np.zeros(LENGTH)
     ranks, compressors = [method() for _ in range(RANKS)], [compressor_of(rank, two_way) for rank in range(RANKS)]
     virtual, velocity, excess = x.copy(), np.zeros(LENGTH), []
@@ -106,7 +105,7 @@ def average_residuals(ranks):
 
 
 def unit(ranks):
-    """Return the factor from what is sent to an update of the model: step-ahead sends updates, the other gradients."""
+    """Return the factor from a mean to an update of the model: step-ahead sends updates, the other gradients."""
     return 1 if isinstance(ranks[0], StepAhead) else RATE
 
 

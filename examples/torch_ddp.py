@@ -2,7 +2,7 @@
 
     mpirun -n 2 python -m mpi4py examples/torch_ddp.py
 
-`attach` is all that compression takes: it puts an exchange in the place of DDP's allreduce. Gradients are accumulated
+Compression takes one line: `attach` replaces DDP's allreduce by an exchange. Gradients are accumulated
 over two batches, clipped on each rank before they are compressed, and the residuals are saved beside the model, on each
 rank its own. The data are the digits that come with scikit-learn.
 
@@ -41,7 +41,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.2)
 
     def run(self, data, steps):
-        """Do some steps, of two batches each."""
+        """Take some steps, of two batches each."""
         for step in steps:
             self.optimizer.zero_grad()
             for part in (0, 1):
@@ -59,7 +59,7 @@ class Training:
         return file.getvalue()
 
     def load(self, checkpoint):
-        """Take up a checkpoint."""
+        """Load a checkpoint."""
         state = torch.load(io.BytesIO(checkpoint))
         self.model.load_state_dict(state["model"])
         self.handle.load_state_dict(state["exchange"])
@@ -79,7 +79,7 @@ def load():
 
 
 def accuracy(model, test):
-    """Return the fraction of the test images that are recognised."""
+    """Return the fraction of the test images that are classified correctly."""
     with torch.no_grad():
         return float((model(test[0]).argmax(dim=1) == test[1]).float().mean())
 

@@ -3,8 +3,8 @@
     mpirun -n 4 python -m mpi4py examples/torch_local_steps.py
 
 There is no DistributedDataParallel and no process group of torch: each rank takes ten steps of AdamW on its own data,
-then `OuterLoop` exchanges how far its parameters came, 3 % of the entries at ten bits each. Beside it the same training
-with a dense allreduce of every gradient. A checkpoint is the anchor, the model that is the same on all ranks.
+then `OuterLoop` exchanges the change of its parameters, 3 % of the entries at ten bits each. The same training with a
+dense allreduce of every gradient is the baseline. A checkpoint is the anchor, the model that is the same on all ranks.
 
 The data are the digits that come with scikit-learn. Needs torch and scikit-learn. It checks itself at the end and exits
 with status 1 when a check fails.
@@ -80,7 +80,7 @@ def load(comm):
 
 
 def accuracy(network, test):
-    """Return the fraction of the test images that are recognised."""
+    """Return the fraction of the test images that are classified correctly."""
     with torch.no_grad():
         return float((network(test[0]).argmax(dim=1) == test[1]).float().mean())
 

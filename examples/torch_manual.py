@@ -1,8 +1,8 @@
-"""Train a PyTorch network on several ranks; gradients are sent while the backward pass goes on.
+"""Train a PyTorch network on several ranks; gradients are sent during the backward pass.
 
     mpirun -n 2 python -m mpi4py examples/torch_manual.py
 
-A hook on each parameter hands its gradient to the exchange as soon as it is available (`start`). A full bucket is sent
+A hook on each parameter passes its gradient to the exchange as soon as it is available (`start`). A full bucket is sent
 at once. After the backward pass `finish` waits for the sums and writes the means over the gradients (`out=`). Three
 rules:
 
@@ -107,14 +107,14 @@ def new_network():
 
 
 def new_exchange(model, comm):
-    """Return an exchange that knows the model's parameters, the last ones first, as the backward pass meets them."""
+    """Return an exchange in which the model's parameters are registered in backward order, the last ones first."""
     exchange = GradientExchange(comm, TopK(density=0.02), bucket_nbytes=2**16)  # a small model has several buckets
     exchange.register(dict(reversed([*model.named_parameters()])))
     return exchange
 
 
 def train(case, data, comm, steps):
-    """Train from the same start as every other case; return the network and the messages sent in backward passes."""
+    """Train from the initial weights of every case; return the network and the messages sent in backward passes."""
     model, early = new_network(), 0
     exchange, optimizer = new_exchange(model, comm), torch.optim.SGD(model.parameters(), RATE)
     for name, parameter in model.named_parameters():
@@ -140,13 +140,13 @@ def digest(model):
 
 
 def accuracy(model, test):
-    """Return the share of the test images that are recognised."""
+    """Return the fraction of the test images that are classified correctly."""
     with torch.no_grad():
         return float((model(test[0]).argmax(dim=1) == test[1]).float().mean())
 
 
 def outcomes(case, model, test, comm):
-    """Print a line about a network that was trained, and yield (words, whether it holds)."""
+    """Print a line about a trained network, and yield its checks, as (text, whether it holds)."""
     mine, recognised = digest(model), accuracy(model, test)
     if comm.rank == 0:
         print(f"{case.name}: parameters {mine}, test accuracy {recognised:.1%}")

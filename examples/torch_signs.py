@@ -6,8 +6,8 @@ The exchange transforms each gradient to the Hadamard basis, sends the 8 largest
 others with a decay, and writes the signs of the mean to `.grad`. So the optimiser is plain SGD with weight decay,
 without momentum and second moments. Its rate is the length of the step of each parameter.
 
-The rate falls along a cosine. What waits in the residual was computed at the old rate: before each step
-`exchange.rescale(old / new)` weighs it by the new one. The data are the digits that come with scikit-learn.
+The rate has a cosine schedule. The residual was computed at the old rate: before each step
+`exchange.rescale(old / new)` scales it to the new one. The data are the digits that come with scikit-learn.
 
 Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
 """
@@ -96,7 +96,7 @@ def load():
 
 
 def accuracy(model, test):
-    """Return the fraction of the test images that are recognised."""
+    """Return the fraction of the test images that are classified correctly."""
     with torch.no_grad():
         return float((model.module(test[0]).argmax(dim=1) == test[1]).float().mean())
 
