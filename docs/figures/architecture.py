@@ -23,21 +23,22 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
     ["mpicomp"],
 ]  # fmt: skip
 
-BOXES = [  # x, y, width, height, name, what is in it, colour
+BOXES = [  # x, y, width, height, name, contents, colour
     (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, explain", "tool"),
     (0, 7.1, 9.2, 1.2, "collectives/exchange/", "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
-    (0, 5.5, 9.2, 1.2, "collectives/", "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  quantised  plan\n"
+    (0, 5.5, 9.2, 1.2, "collectives/",
+     "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  compressed  quantised  plan\n"
      "a collective a file;  agreement: of ranks on an object, or a step", "ranks"),
     (0, 3.9, 4.45, 1.2, "collective.py  choice/", "declares a collective once;\n"
      'which algorithm "auto" takes', "ranks"),
     (4.75, 3.9, 4.45, 1.2, "patterns  schedule  partition", "rounds that algorithms share;\n"
-     "who talks to whom, who owns what", "ranks"),
-    (0, 1.9, 9.2, 1.6, "collectives/runtime/", "group: all that an algorithm asks of the network\n"
+     "peers of each round, owners of shares", "ranks"),
+    (0, 1.9, 9.2, 1.6, "collectives/runtime/", "group: the interface of algorithms to the network\n"
      "engine: drives operations, blocking or in flight\nlink, messages, staging: bytes through MPI", "ranks"),
     (9.6, 1.9, 2.8, 6.4, "collectives/\nfaults/", "debug, ledger:\nthe debug mode\n\nnotification:\n"
      "an error on all\nranks, or on none\n\nrecovery, ulfm,\ndeadline: dead and\nabsent ranks\n\n"
      "state: a pure\nstate machine", "fault"),
-    (0, 0, 12.4, 1.5, "mpicomp/     what one rank does: no MPI",
+    (0, 0, 12.4, 1.5, "mpicomp/     the computation of one rank: no MPI",
      "feedback: the residual     compressors: array to SparseVector     codec: SparseVector to message\n"
      "vector: merge, top_k     arrays: NumPy, CuPy, DLPack     kernels/host, kernels/device: the hot loops", "rank"),
 ]  # fmt: skip
@@ -47,7 +48,7 @@ ARROWS = [  # x, from y, to y
     *((2.2, 5.5, 5.1), (7, 5.5, 5.1), (2.2, 3.9, 3.5), (7, 3.9, 3.5)),
 ]
 
-STATIONS = [  # what a gradient goes through: what happens, the file, and whether all ranks take part
+STATIONS = [  # of a gradient: the name, what happens, the file, and whether all ranks take part
     ("gradient", "any array,\nlist or dict", "mpicomp/tensors.py", False),
     ("correct", "add the residual\nof the last step", "mpicomp/feedback/", False),
     ("compress", "select entries:\na SparseVector", "mpicomp/compressors/", False),
@@ -59,7 +60,7 @@ STATIONS = [  # what a gradient goes through: what happens, the file, and whethe
 
 
 def draw_rooms(path: Path) -> None:
-    """Draw what is where, and what imports what."""
+    """Draw the packages and their imports."""
     figure, axes = canvas(8.2, 6.6, (-0.1, 12.5), (-0.1, 9.8))
     for x, y, width, height, name, inside, colour in BOXES:
         box(axes, x, y, width, height, COLOURS[colour])
@@ -75,7 +76,7 @@ def draw_rooms(path: Path) -> None:
 
 
 def draw_gradient(path: Path) -> None:
-    """Draw the way of a gradient through one step, from left to right."""
+    """Draw a gradient in one step, from left to right."""
     figure, axes = canvas(11, 2.9, (-0.2, 15.5), (-1.6, 2.9))
     for place, (name, what, where, together) in enumerate(STATIONS):
         x = 2.2 * place
@@ -92,7 +93,7 @@ def draw_gradient(path: Path) -> None:
     axes.annotate(
         "", (3.1, -0.6), (14.1, -0.6), arrowprops={"arrowstyle": "->", "connectionstyle": "bar,fraction=-0.035"}
     )
-    axes.text(8.6, -1.4, "the residual: what was not sent, for the next step", ha="center", size=7.5)
+    axes.text(8.6, -1.4, "the residual: entries not sent, for the next step", ha="center", size=7.5)
     figure.savefig(path)
 
 

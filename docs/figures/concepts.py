@@ -1,4 +1,4 @@
-"""Draw the figures of docs/concepts.md: what one rank does, and what the ranks do.
+"""Draw the figures of docs/concepts.md: the selection on one rank, and the sum over the ranks.
 
     python docs/figures/concepts.py          # needs matplotlib; writes one_rank.svg and ranks.svg beside this file
 
@@ -54,7 +54,7 @@ def draw_one_rank() -> None:
     axes.text(18.2, 5.4, "values", va="center", size=8)
     axes.text(18.2, 4.4, "indices", va="center", size=8)
     axes.text(16.5, 6.3, "SparseVector: sent", ha="center", size=9, weight="bold")
-    axes.text(6.4, 3.1, "what was not sent stays on the rank, and is added to the next gradient", va="center", size=8)
+    axes.text(6.4, 3.1, "entries not sent stay on the rank, and are added to the next gradient", va="center", size=8)
     save(figure, "one_rank")
 
 
