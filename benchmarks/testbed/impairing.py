@@ -57,7 +57,7 @@ class Counts:
     overflowed: int = 0  # for want of room in a queue: no fault that was asked for
 
 
-class Link:
+class ImpairedLink:
     """One link: draws what happens to each frame, and counts it."""
 
     def __init__(self, number: int, faults: Faults) -> None:
@@ -92,7 +92,7 @@ class Switch:
 
     def __init__(self, size: int, faults: Faults) -> None:
         self.ports = [opened(f"port{number}") for number in range(size + 1)]
-        self.links = [Link(number, faults if number else Faults()) for number in range(size + 1)]
+        self.links = [ImpairedLink(number, faults if number else Faults()) for number in range(size + 1)]
         self._seen: dict[bytes, int] = {}  # Ethernet address -> port
         self._waiting: list[tuple[float, int, int, bytes]] = []  # a heap: due, number of the frame, port, frame
         self._frames = 0

@@ -49,13 +49,13 @@ class Density(Compressor):
         return min(1.0, self.count(length) / length) if length else 0.0
 
 
-def mean_and_largest(values: Array, count: int | None = None) -> tuple[float, float]:
-    """Return the sum of the magnitudes over `count`, None for all, and the largest one.
+def mean_and_largest(values: Array) -> tuple[float, float]:
+    """Return the mean of the magnitudes, and the largest one.
 
     The mean is in range also if the sum is not, and at most the largest, whatever rounding does. Raises ValueError
     naming the first value that is not finite.
     """
-    kernels, count = kernels_for(values), count or max(1, values.size)
+    kernels, count = kernels_for(values), max(1, values.size)
     moments = kernels.moments(values)
     if moments.not_finite >= 0:
         kernels.raise_not_finite(values)

@@ -29,7 +29,7 @@ from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector
 
 Gradient = Array | list[Array]  # a vector, or its consecutive parts
-Layout = dict[str, np.dtype[Any]]
+Dtypes = dict[str, np.dtype[Any]]
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -43,7 +43,7 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Feedback(Configured):
     """Base class of all feedback methods: keep the entries that are not sent.
 
-    A method implements `correct`, `settle` and `_layout`, which returns the dtypes of the arrays it keeps, all of shape
+    A method implements `correct`, `settle` and `dtypes`, which returns the dtypes of the arrays it keeps, all of shape
     (n,); they are zero before the first gradient. One object serves one vector of one length and dtype. Constructor
     arguments are stored in attributes of the same name: `repr` shows them, and saved states are compared by it.
     """
@@ -177,7 +177,7 @@ class Feedback(Configured):
         """
         given = {name: np.asarray(state[name]) for name in state}
         numbers = {name: given.pop(name) for name in self._numbers if name in given}
-        names = set(self._layout(VALUE_DTYPES[0]))
+        names = set(self.dtypes(VALUE_DTYPES[0]))
         if len(numbers) < len(self._numbers) or set(given) not in (set(), names):
             raise ValueError(
                 f"the state has {sorted(state)}: expected {sorted({*self._numbers, *names})} of {type(self).__name__} "
@@ -189,7 +189,7 @@ class Feedback(Configured):
                 raise ValueError(f"{name} is {_kind(number)}: expected {_kind(expected)}")
         got = ", ".join(f"{name} {_kind(array)}" for name, array in given.items())
         if given and not self._dtypes_for(given):
-            fits = " or ".join(str({name: str(kind) for name, kind in self._layout(d).items()}) for d in VALUE_DTYPES)
+            fits = " or ".join(str({name: str(kind) for name, kind in self.dtypes(d).items()}) for d in VALUE_DTYPES)
             raise ValueError(f"the state has {got}: expected {fits}")
         if any(array.ndim != 1 for array in given.values()) or len({array.size for array in given.values()}) > 1:
             raise ValueError(f"the state has {got}: expected arrays of one shape (n,)")
@@ -209,7 +209,7 @@ class Feedback(Configured):
             self._arrays[name][:] = array
         self._begun, self._staged, self._settled = bool(given), False, ()
 
-    def _layout(self, dtype: np.dtype[Any]) -> Layout:
+    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         """Return the dtypes of the arrays, by name, for gradients of `dtype`."""
         return {"residual": dtype}
 
@@ -235,7 +235,7 @@ class Feedback(Configured):
         if first.ndim != 1 or first.dtype not in VALUE_DTYPES:
             expected = " or ".join(map(str, VALUE_DTYPES))
             raise ValueError(f"the gradient is {got}: expected {expected} of shape (n,)")
-        xp, layout = namespace(first), self._layout(first.dtype)
+        xp, layout = namespace(first), self.dtypes(first.dtype)
         self._arrays = {name: new_vector(xp, size, dtype) for name, dtype in layout.items()}
         self._spares, self._staged = {}, True
 
@@ -283,12 +283,12 @@ class Feedback(Configured):
     def _is_for(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
         """Return whether the arrays are those for gradients of this shape and dtype."""
         held = {name: (array.dtype, array.shape) for name, array in self._arrays.items()}
-        return held == {name: (kind, shape) for name, kind in self._layout(dtype).items()}
+        return held == {name: (kind, shape) for name, kind in self.dtypes(dtype).items()}
 
     def _dtypes_for(self, arrays: Mapping[str, Array]) -> list[str]:
         """Return the dtypes of gradients for which arrays of these dtypes are kept."""
         held = {name: array.dtype for name, array in arrays.items()}
-        return [str(dtype) for dtype in VALUE_DTYPES if self._layout(dtype) == held]
+        return [str(dtype) for dtype in VALUE_DTYPES if self.dtypes(dtype) == held]
 
 
 def check_feedback(feedback: Any) -> None:

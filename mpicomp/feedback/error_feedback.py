@@ -19,7 +19,7 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import write_sum
-from mpicomp.feedback.base import Feedback, Gradient, Layout, check_range
+from mpicomp.feedback.base import Dtypes, Feedback, Gradient, check_range
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, split, whole
@@ -134,8 +134,8 @@ class ErrorFeedback(Feedback):
             raise RuntimeError("the residual is in the gradient's own array (in_place): multiply that by the factor")
         super().rescale(factor)
 
-    def _layout(self, dtype: np.dtype[Any]) -> Layout:
-        return {} if self.in_place else super()._layout(dtype)
+    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
+        return {} if self.in_place else super().dtypes(dtype)
 
     def _checked_changes(
         self, gradient: Array, sent: SparseVector, rejected: SparseVector | None

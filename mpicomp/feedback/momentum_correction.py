@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.feedback.base import Feedback, Gradient, Layout, wide
+from mpicomp.feedback.base import Dtypes, Feedback, Gradient, wide
 from mpicomp.settings import to_bool, to_integer, to_number
 from mpicomp.vector import SparseVector, places_of
 
@@ -126,7 +126,7 @@ class MomentumCorrection(Feedback):
                 clipped[first:end] *= limit / norm
         return clipped
 
-    def _layout(self, dtype: np.dtype[Any]) -> Layout:
+    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         return {"residual": dtype, "velocity": wide(dtype)}
 
 

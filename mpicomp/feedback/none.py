@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, read_only
 from mpicomp.compressors import Compressor
-from mpicomp.feedback.base import Feedback, Gradient, Layout
+from mpicomp.feedback.base import Dtypes, Feedback, Gradient
 from mpicomp.vector import SparseVector
 
 
@@ -39,5 +39,5 @@ class NoFeedback(Feedback):
     def settle_all(self, corrected: Array, rejected: Array | None) -> None:
         """Keep nothing."""
 
-    def _layout(self, dtype: np.dtype[Any]) -> Layout:
+    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         return {}

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, like, to_device_of, to_values
-from mpicomp.feedback.base import Feedback, Gradient, Layout, wide
+from mpicomp.feedback.base import Dtypes, Feedback, Gradient, wide
 from mpicomp.settings import to_number
 from mpicomp.vector import SparseVector
 
@@ -101,5 +101,5 @@ class StepAhead(Feedback):
         """Return the settings that states are compared by: all but the rate, which is part of the state."""
         return {name: value for name, value in super()._settings().items() if name != "rate"}
 
-    def _layout(self, dtype: np.dtype[Any]) -> Layout:
+    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         return {"residual": dtype} | ({"velocity": wide(dtype)} if self.momentum else {})
