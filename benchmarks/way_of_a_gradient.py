@@ -47,6 +47,7 @@ import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
 from collectives.agreement import all_or_none
+from collectives.collective import Collective
 from collectives.exchange.reduction import Received
 from collectives.exchange.step import Finished, Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
@@ -59,6 +60,7 @@ COLLECTIVE = gtopk_iallreduce.__code__  # the form in which the exchange calls g
 TRANSPORT = {
     COLLECTIVE,
     inspect.unwrap(all_or_none).__code__,
+    Collective.__call__.__code__,  # the agreement
     *(each.__code__ for _, each in inspect.getmembers(Request, inspect.isfunction)),
 }
 
