@@ -200,8 +200,9 @@ class Bucket:
 def write_mean(buffer: Array, mean: Mean) -> None:
     """Write a mean to an output buffer."""
     if isinstance(mean, SparseVector):
-        kernels_for(buffer).clear(buffer)
-        kernels_for(buffer).scatter(buffer, mean.indices, mean.values)
+        kernels = kernels_for(buffer)
+        kernels.clear(buffer)
+        kernels.scatter(buffer, mean.indices, mean.values)
     else:
         np.copyto(buffer, mean, casting="same_kind")
 

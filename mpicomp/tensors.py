@@ -54,8 +54,7 @@ class Tensor:
         Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for a parameter of
         PyTorch in place of its gradient.
         """
-        is_usual = type(array) is np.ndarray and self.xp is np and array.flags.c_contiguous
-        if is_usual and (array.shape, array.dtype) == (self.shape, self.dtype):
+        if self._is_like(array) and array.flags.c_contiguous:
             return array.reshape(-1)  # type: ignore[no-any-return]  # fast path
         if array is None:
             return self.new()
@@ -81,7 +80,13 @@ class Tensor:
             raise ValueError(f"{self.name} has no gradient, whose array holds the residual (in_place): pass zeros")
         return self.writable(gradient, self.name)
 
+    def _is_like(self, array: Any) -> bool:
+        """Return whether this is a NumPy array of the tensor's shape and dtype."""
+        return type(array) is np.ndarray and array.shape == self.shape and array.dtype == self.dtype and self.xp is np
+
     def _checked(self, name: str, array: Any) -> Array:
+        if self._is_like(array):
+            return array  # type: ignore[no-any-return]
         values = _values(name, array)
         if namespace(values) is not self.xp:
             raise ValueError(f"{name} is in {namespace(values).__name__}'s memory: expected {self.xp.__name__}'s")
