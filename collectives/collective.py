@@ -305,7 +305,8 @@ def _no_steps() -> Steps[Any]:
 
 def _check_arguments(arguments: dict[str, Any], size: int, least_k: int) -> None:
     """Convert integer arguments to Python's; TypeError or ValueError for other or out-of-range values."""
-    arguments |= {name: to_bool(name, arguments[name]) for name in arguments.keys() & {"votes"}}
+    if "votes" in arguments:
+        arguments["votes"] = to_bool("votes", arguments["votes"])
     for name, least, most in (("k", least_k, LARGEST), ("root", 0, size - 1), ("seed", 0, LARGEST)):
         if name in arguments:
             remedy = "; from a density take max(1, round(density * length))" if least else ""
