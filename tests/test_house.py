@@ -187,7 +187,8 @@ def first_example():
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(wheel, tmp_path):
+def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(wheel, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # else the source tree is imported
     venv.create(tmp_path / "venv")
     executable = str(tmp_path / "venv" / "bin" / "python")
     install = [

@@ -43,9 +43,15 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Feedback(Configured):
     """Base class of all feedback methods: keep the entries that are not sent.
 
-    A method implements `correct`, `settle` and `dtypes`, which returns the dtypes of the arrays it keeps, all of shape
-    (n,); they are zero before the first gradient. One object serves one vector of one length and dtype. Constructor
-    arguments are stored in attributes of the same name: `repr` shows them, and saved states are compared by it.
+    A method implements `correct` and `settle`, and `dtypes` if it keeps other arrays than the residual. One object
+    serves one vector of one length and dtype. Constructor arguments are stored in attributes of the same name: `repr`
+    shows them, and saved states are compared by it. docs/feedback.md has an example of a method, which calls
+
+    * in `__init__`: ``super().__init__()``, before anything else;
+    * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of zeros; `_joined` for the gradient
+      as one vector; `_spare(name)` for the buffer of the next `name`. It returns the spare residual;
+    * in `settle`: `_subtract`, which turns the spare residual into the next one in place. It then sets `_settled`
+      to the names of the arrays that `commit` swaps with their spares.
     """
 
     _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
@@ -86,8 +92,10 @@ class Feedback(Configured):
     def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the result of `correct` or `compress`; the feedback may write to it. Raises RuntimeError without a
-        `correct` before, ValueError for another length, OverflowError if the result leaves the range of its dtype.
+        corrected: the result of `correct` or `compress`; the feedback may write to it. Over all ranks, `corrected` less
+        the residual that is kept is the sum received (the debug mode checks it): a method that forgets old entries does
+        so in `correct`, as `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before, ValueError
+        for another length, OverflowError if the result leaves the range of its dtype.
         """
         raise NotImplementedError(f"{type(self).__name__} has no settle(): expected a method of the class")
 
@@ -210,7 +218,7 @@ class Feedback(Configured):
         self._begun, self._staged, self._settled = bool(given), False, ()
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
-        """Return the dtypes of the arrays, by name, for gradients of `dtype`."""
+        """Return the dtypes of the arrays to keep, all of shape (n,), by name, for gradients of `dtype`."""
         return {"residual": dtype}
 
     def _view(self, name: str) -> Array | None:
