@@ -188,10 +188,6 @@ class Bucket:
         self.compressor.reset()
         self.feedback.reset()
 
-    def snapshot(self) -> Snapshot:
-        """Return the attributes of all compressors, for `restore`."""
-        return self.compressor.snapshot()
-
     def compressor_of(self, name: str) -> Compressor:
         """Return the compressor of a segment."""
         return self.compressor.compressors[None if name == ALONE and len(self.names) == 1 else name]

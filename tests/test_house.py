@@ -110,14 +110,14 @@ def code_of(*folders):
 
 
 BUDGET = {  # numbers that only fall: what a change needs more of, it takes away elsewhere
-    "library lines": 13200,
+    "library lines": 13131,
     "tool lines": 2895,
     "closure modules": 35,
-    "closure lines": 5850,
-    "classes": 98,
+    "closure lines": 5843,
+    "classes": 97,
     "private nouns": 34,
-    "exchange lines": 1450,
-    "test lines": 23500,
+    "exchange lines": 1447,
+    "test lines": 23430,
 }
 
 

@@ -124,7 +124,7 @@ class Step:
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
         began = perf_counter()
-        self.snapshots += bucket.snapshot()
+        self.snapshots += bucket.compressor.snapshot()
         reduction = dense_reduction(self._reduction.average) if bucket.dense else self._reduction
         audit = Audit(bucket) if self._checked else None
         buffers = error or outcome_of(bucket.outputs, self.outs)
