@@ -140,11 +140,10 @@ class Bucket:
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
         if not given:
+            whole: Any = mean
             if isinstance(mean, SparseVector):
                 whole = self.tensors[0].xp.zeros(self.length, mean.dtype)
                 kernels_for(whole).scatter(whole, mean.indices, mean.values)
-            else:
-                whole = mean
             pairs = zip(self.tensors, pairwise(self.bounds), strict=True)
             return {each.name: each.wrap(whole[first:end].reshape(each.shape)) for each, (first, end) in pairs}, []
         buffers = [given.get(tensor.name) for tensor in self.tensors]

@@ -61,17 +61,15 @@ class Reduction:
     writes: bool = False
     owned: Callable[[int, int, int], tuple[int, int]] | None = None
 
-    def start(self, contribution: Compressed | Exception, comm: Any) -> Any:
-        """Start the collective; return its Request, or its result if it blocks. An exception is raised on all ranks."""
-        if isinstance(contribution, Exception):
-            return self.call(contribution, comm)
-        if contribution.sent is not None:
-            return self.call(contribution.sent, comm)
-        corrected = contribution.corrected
+    def arguments(self, compressed: Compressed) -> tuple[Any, dict[str, Any]]:
+        """Return the collective's input and options for what this rank sends."""
+        if compressed.sent is not None:
+            return compressed.sent, {}
+        corrected = compressed.corrected
         if not self.writes:
-            return self.call(corrected, comm)
-        rejected = np.empty_like(corrected) if contribution.is_gradient else corrected
-        return self.call(corrected, comm, out=(np.empty_like(corrected), rejected))
+            return corrected, {}
+        rejected = np.empty_like(corrected) if compressed.is_gradient else corrected
+        return corrected, {"out": (np.empty_like(corrected), rejected)}
 
     def own_range(self, length: int, comm: Any) -> tuple[int, int]:
         """Return the range of a vector that this rank sums; empty if it sends all that it selects."""

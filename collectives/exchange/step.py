@@ -8,6 +8,7 @@ ranks may have different settings; overflow is checked instead.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -33,20 +34,20 @@ OPERATION = "GradientExchange"  # what the ranks' agreements are called in error
 class Started(NamedTuple):
     """A bucket whose sum was started.
 
-    buffers: for the mean, by tensor name. compressed: what this rank sends, or its error if it failed.
-    outcome: a Request; or what a collective that blocks returned, or its error.
+    compressed: what this rank sends; None if it failed, and contributed its error. buffers: for the mean, by tensor
+    name. audit: of the debug mode. outcome: a Request; or what a collective that blocks returned, or its error.
     """
 
     bucket: Bucket
     reduction: Reduction
-    buffers: Any
     compressed: Any
+    buffers: dict[str, Array]
+    audit: Audit | None
     outcome: Any
-    audit: Audit | None  # of the debug mode
 
     @property
     def written(self) -> list[Array]:
-        """The caller's arrays that `Finished.commit` writes to."""
+        """The caller's arrays that the step writes to once it is kept."""
         return [*self.bucket.feedback.written, *self.buffers.values()]
 
 
@@ -88,6 +89,7 @@ class Step:
         self.results: dict[str, Any] = {}  # of `run`, by name
         self.snapshots: list[tuple[Compressor, dict[str, Any]]] = []  # the compressors' attributes before the step
         self._comm, self._reduction, self._refused, self._checked = comm, reduction, refused, checked
+        self._of_arrays = dense_reduction(reduction.average)  # of small tensors
         self._sent_before = traffic(comm).nbytes
         self._compressing = self._communicating = self._restoring = 0.0  # seconds
 
@@ -123,21 +125,21 @@ class Step:
 
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
-        began = perf_counter()
-        self.snapshots += bucket.compressor.snapshot()
-        reduction = dense_reduction(self._reduction.average) if bucket.dense else self._reduction
-        audit = Audit(bucket) if self._checked else None
-        buffers = error or outcome_of(bucket.outputs, self.outs)
-        failed = isinstance(buffers, Exception)
-        compressed = buffers if failed else outcome_of(self._compress, bucket, reduction, audit)
+        began, reduction = perf_counter(), self._of_arrays if bucket.dense else self._reduction
+        prepared: Any = error or outcome_of(self._prepare, bucket, reduction)
+        if isinstance(prepared, Exception):
+            prepared = (prepared, {}), None, {}, None
+        (contribution, options), compressed, buffers, audit = prepared
         ready = perf_counter()
-        outcome = outcome_of(reduction.start, compressed, self._comm)
+        outcome = outcome_of(partial(reduction.call, contribution, self._comm, **options))
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
-        return Started(bucket, reduction, buffers, compressed, outcome, audit)
+        return Started(bucket, reduction, compressed, buffers, audit, outcome)
 
-    def _compress(self, bucket: Bucket, reduction: Reduction, audit: Audit | None) -> Compressed:
-        """Return what this rank sends of its gradients."""
+    def _prepare(self, bucket: Bucket, reduction: Reduction) -> tuple[Any, Compressed, dict[str, Array], Audit | None]:
+        """Return the arguments of the sum, and what `Started` holds: all that can fail on one rank before the sum."""
+        self.snapshots += bucket.compressor.snapshot()
+        audit, buffers = Audit(bucket) if self._checked else None, bucket.outputs(self.outs)
         gradient = bucket.gradient(self.arrays)
         if self._refused is not None:
             bucket.check_finite(self.arrays, self._refused)
@@ -145,15 +147,16 @@ class Step:
             audit.expect(gradient)
         try:
             if reduction.takes_arrays:
-                return bucket.correct(gradient)
-            compressed = bucket.compress(gradient, reduction.own_range(bucket.length, self._comm))
+                compressed = bucket.correct(gradient)
+            else:
+                compressed = bucket.compress(gradient, reduction.own_range(bucket.length, self._comm))
         except ValueError:
             if bucket.basis is not None:  # to name the gradient, and not a coefficient
                 bucket.check_finite(self.arrays, ValueError)
             raise
         if audit is not None:
             audit.check_input(compressed.corrected)
-        return compressed
+        return reduction.arguments(compressed), compressed, buffers, audit
 
     def _sums(self, error: Exception | None) -> list[tuple[Started, Any]]:
         """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
@@ -170,17 +173,18 @@ class Step:
     def _finish(self, started: Started, outcome: Any, form: str) -> Finished:
         """Prepare the mean, the next residual, and the results."""
         began, bucket, reduction = perf_counter(), started.bucket, started.reduction
+        compressed, audit = started.compressed, started.audit
         received = reduction.received(outcome, bucket.length)
-        if started.audit is not None:
-            started.audit.receive(started.compressed.sent, received.total, received.rejected)
-        dtype, ranks = started.compressed.corrected.dtype, self._comm.size
+        if audit is not None:
+            audit.receive(compressed.sent, received.total, received.rejected)
+        dtype, ranks = compressed.corrected.dtype, self._comm.size
         mean = reduction.mean(received, dtype, ranks, bucket.compressor.whole)
         if isinstance(mean, SparseVector):
             bucket.compressor.observe(mean, None if received.votes is None else received.votes / ranks)
-        if started.compressed.sent is None:
-            bucket.feedback.settle_all(started.compressed.corrected, received.rejected)
+        if compressed.sent is None:
+            bucket.feedback.settle_all(compressed.corrected, received.rejected)
         else:
-            bucket.feedback.settle(started.compressed.corrected, started.compressed.sent, received.rejected)
+            bucket.feedback.settle(compressed.corrected, compressed.sent, received.rejected)
         results, writes = _results(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(started, mean, received.entries, received.rejected_entries, results, writes)

@@ -132,6 +132,24 @@ def test_an_allocation_that_fails_after_the_sums_arrived(comm, form, monkeypatch
     takes_a_step(comm, exchange, mine)
 
 
+def test_an_allocation_that_fails_before_a_sum_in_few_bits(comm, monkeypatch):
+    """The sum has not been started on this rank: it contributes the error."""
+    exchange, allocate = GradientExchange(comm, bits=4), np.empty_like
+    exchange(gradient(comm.rank, 0))
+
+    def without_memory(array, *more, **settings):
+        if array.size == LENGTH:
+            raise MemoryError("no room")
+        return allocate(array, *more, **settings)
+
+    mine = gradient(comm.rank, 1)
+    with all_raise(comm, exchange, MemoryError, "no room"), monkeypatch.context() as patch:
+        if is_last(comm):
+            patch.setattr(np, "empty_like", without_memory)
+        exchange(mine)
+    takes_a_step(comm, exchange, mine)
+
+
 # Floating-point errors and warnings that raise on one rank.
 
 
