@@ -288,7 +288,7 @@ def test_the_example_of_the_documentation_works():
     example = names["EveryOther"](4)
     feedback = ErrorFeedback()
     for step in range(5):
-        corrected = feedback.correct(np.arange(8.0))
+        corrected = feedback.correct(np.arange(1.0, 9.0))
         sent = compressed_sum(example, corrected, np.zeros(8), np.empty(8))
         assert sent.indices.tolist() == [step % 4, step % 4 + 4]
         feedback.settle(corrected, sent)

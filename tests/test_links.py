@@ -12,7 +12,7 @@ from faulty_links import ALL, CASES, absent, differences, run
 from hosts import NAME, TESTBED, on_hosts, refusal
 
 sys.path.insert(0, str(TESTBED.parent))
-from impairing import HOLD, Faults, Link
+from impairing import HOLD, Faults, ImpairedLink
 from links import Relay, netem
 
 FRAMES = 20_000
@@ -34,7 +34,7 @@ with socket.create_connection(("10.77.0.2", 5000)) as connection:
 
 
 def fates(faults, number=1):
-    link = Link(number, faults)
+    link = ImpairedLink(number, faults)
     return [link.fate() for _ in range(FRAMES)], link.counts
 
 
@@ -78,7 +78,7 @@ def test_a_seed_and_the_number_of_a_host_fix_what_happens():
 
 
 def test_frames_that_leave_behind_a_later_one_are_counted():
-    link = Link(1, Faults())
+    link = ImpairedLink(1, Faults())
     for number in 5, 9, 6, 7, 12, 12:  # 6 and 7 behind 9; a double is not behind itself
         link.left(number)
     assert link.counts.reordered == 2
