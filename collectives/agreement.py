@@ -97,7 +97,9 @@ def outcome_of(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except Exception as error:
         link: BaseException | None = error
-        while link is not None:
+        seen = set[int]()  # an error may be its own cause
+        while link is not None and id(link) not in seen:
+            seen.add(id(link))
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         return error

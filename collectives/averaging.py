@@ -32,17 +32,18 @@ def average_residuals(exchange: GradientExchange) -> None:
     ...     update = exchange(gradient)
     >>> average_residuals(exchange)
     """
-    means: list[Array] = []
+    buckets, error = exchange.buckets, None
     with all_or_none(exchange.comm, OPERATION):
-        for bucket in exchange.buckets:
-            total = dense_allreduce(outcome_of(_residual, exchange, bucket), exchange.comm)
-            total /= exchange.comm.size
-            mean = total.astype(bucket.tensors[0].dtype, copy=False) if bucket.tensors else total
-            check_range(mean, "mean of the residuals")
-            means.append(mean)
-    for bucket, mean in zip(exchange.buckets, means, strict=True):
-        if mean.size:
-            bucket.feedback.load_state_dict(bucket.feedback.state_dict() | {"residual": mean})
+        for bucket in buckets:
+            contribution = error or outcome_of(_residual, exchange, bucket)
+            total = outcome_of(dense_allreduce, contribution, exchange.comm)
+            done = total if isinstance(total, Exception) else outcome_of(_settle, bucket, total, exchange.comm.size)
+            error = error or done  # it is contributed to the other sums, for which the other ranks wait
+        if error is not None:
+            raise error
+    for bucket in buckets:
+        if bucket.feedback.residual is not None:
+            bucket.feedback.commit()
 
 
 def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
@@ -51,3 +52,12 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
         raise RuntimeError("a step is in progress: call finish first")
     residual = bucket.feedback.residual
     return np.empty(0, np.float32) if residual is None else residual.astype(wide(residual.dtype))
+
+
+def _settle(bucket: Bucket, total: Array, ranks: int) -> None:
+    """Prepare the mean of the residuals beside the old one."""
+    residual = bucket.feedback.residual
+    if residual is not None:
+        mean = (total / ranks).astype(residual.dtype, copy=False)
+        check_range(mean, "mean of the residuals")
+        bucket.feedback.settle_residual(mean)

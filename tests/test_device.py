@@ -72,9 +72,10 @@ def test_feedback(cupy, name, dtype):
         rejected = top_k(sent, 60)[1]
         here.settle(corrected, sent, rejected)
         on_it.settle(on_device, sent_there, there(rejected, cupy))
+        written = [*zip(on_it.written, here.written, strict=True)]
         here.commit()
         on_it.commit()
-        for one, other in zip(on_it.written, here.written, strict=True):
+        for one, other in written:
             assert one.get().tobytes() == other.tobytes()
     for key, array in here.state_dict().items():
         assert type(on_it.state_dict()[key]) is np.ndarray  # what is saved is the host's

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import GradientExchange
-from mpicomp import AdaComp, ErrorFeedback, NoFeedback, SparseVector, TopK
+from collectives import GradientExchange, dense_allreduce
+from mpicomp import AdaComp, Dense, ErrorFeedback, Feedback, NoFeedback, SparseVector, TopK
 
 World = MPI.COMM_SELF
 
@@ -130,6 +130,15 @@ def test_a_collective_that_returns_no_sum_is_named():
     exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), lambda vector, comm: object())
     with pytest.raises(TypeError, match=r"the collective returned object: expected a SparseVector"):
         exchange(np.ones(2))
+
+
+def test_the_gradient_that_a_feedback_of_ones_own_returns_is_not_written_to():
+    class Plain(NoFeedback):
+        settle_all = Feedback.settle_all
+
+    gradient = np.ones(3)
+    assert GradientExchange(World, Dense(), Plain(), dense_allreduce)(gradient).tolist() == [1, 1, 1]
+    assert gradient.tolist() == [1, 1, 1]
 
 
 def test_a_collective_that_returns_another_length_is_named():

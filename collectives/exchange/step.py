@@ -220,8 +220,10 @@ class Step:
         return results
 
     def undo(self) -> None:
-        """Restore the compressors, and drop what holds errors."""
+        """Restore the compressors, and drop what was prepared and what holds errors."""
         restore(self.snapshots)
+        for each in self.started:
+            each.bucket.feedback.discard()
         self.started = []
 
     def statistics(self, residual_norm: float | None) -> Statistics:

@@ -27,6 +27,7 @@ class Audit:
         self._expected: Array = np.empty(0)  # the vector to compress
         self._left: list[list[float]] = []  # sent less rejected, a segment
         self._sums: list[list[float]] = []
+        self._homes: list[Array] = []  # the gradients' arrays, where they hold the residual
         self.entries: list[dict[str, Any]] = []  # one a segment, after `close`: see `balance`
 
     def expect(self, gradient: Gradient) -> None:
@@ -49,7 +50,7 @@ class Audit:
         """Weigh what was sent, None for all values, the sum, and what was rejected, before they are overwritten."""
         edges = self._bucket.edges
         sent, total = whole(self._expected) if sent is None else sent, _sparse(total)
-        self._sums = [mass(part) for part in split(total, edges)]
+        self._sums, self._homes = [mass(part) for part in split(total, edges)], self._bucket.feedback.written
         self._left = [mass(part) for part in split(sent, edges)]
         if rejected is not None:
             back = [scaled_mass(mass(part), -1.0) for part in split(_sparse(rejected), edges)]
@@ -58,7 +59,7 @@ class Audit:
     def close(self, mean: SparseVector | Array) -> None:
         """Account for a step that was committed."""
         bucket, feedback = self._bucket, self._bucket.feedback
-        residual = np.concatenate(feedback.written) if feedback.written else feedback.residual
+        residual = np.concatenate(self._homes) if self._homes else feedback.residual
         fault, values = None, mean.values if isinstance(mean, SparseVector) else mean
         for what, array in (("the result", values), ("the residual", residual)):
             if fault is None and array is not None and not np.isfinite(array).all():

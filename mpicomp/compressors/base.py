@@ -104,7 +104,8 @@ class Compressor(Configured):
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.
 
-        votes: for each entry the fraction of the ranks that sent it, 0 to 1, if the collective returns votes.
+        aggregate: copy what you keep, as the caller receives its arrays. votes: for each entry the fraction of the
+        ranks that sent it, 0 to 1, if the collective returns votes.
         """
 
     def chain(self) -> list["Compressor"]:

@@ -158,6 +158,7 @@ class Outside(Wrapper):
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
         """See `Compressor.compress_segments`; bounds: those of the other compressor."""
-        if summands is not None:
-            write_sum(summands, corrected)
-        return self.compress(read_only(corrected))
+        if summands is None:
+            return self.compress(read_only(corrected))
+        write_sum(summands, corrected)
+        return self.compress(read_only(corrected), gradient=np.concatenate(summands[2]))

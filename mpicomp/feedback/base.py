@@ -26,7 +26,7 @@ from mpicomp.arrays import (
 from mpicomp.compressors import Compressor
 from mpicomp.settings import Configured, to_number
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, whole
 
 Gradient = Array | list[Array]  # a vector, or its consecutive parts
 Dtypes = dict[str, np.dtype[Any]]
@@ -101,11 +101,23 @@ class Feedback(Configured):
 
     def settle_all(self, corrected: Array, rejected: Array | None) -> None:
         """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
+        if not any(corrected is spare for spare in self._spares.values()):  # it may be the caller's gradient
+            self.settle(corrected, whole(corrected), None if rejected is None else whole(rejected))
+            return
         if rejected is None:
             kernels_for(corrected).clear(corrected)
         elif rejected is not corrected:
             np.copyto(corrected, rejected)
         self.settle(corrected, SparseVector.empty(corrected.size, corrected.dtype, beside=corrected))
+
+    def settle_residual(self, residual: Array) -> None:
+        """Prepare to keep a copy of another residual, between two steps."""
+        np.copyto(self._spare("residual"), residual)
+        self._settled = ("residual",)
+
+    def discard(self) -> None:
+        """Drop what a step that is not kept has prepared."""
+        self._staged, self._settled = False, ()
 
     @property
     def written(self) -> list[Array]:

@@ -126,7 +126,12 @@ class ErrorFeedback(Feedback):
         for changes in self._changes:
             for home, part in zip(self._homes, split(changes, bounds), strict=True):
                 kernels_for(home).scatter_add(home, part.indices, part.values)
-        self._changes = ()
+        self._homes, self._changes = [], ()
+
+    def discard(self) -> None:
+        """Drop what a step that is not kept has prepared; in place, also the references to the gradients."""
+        super().discard()
+        self._homes, self._changes = [], ()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`; raises RuntimeError in place: rescale the gradient's array instead."""

@@ -61,6 +61,24 @@ def test_a_sum_out_of_range_raises_on_all_ranks_and_changes_nothing(comm):
     assert exchange.feedback.residual.tobytes() == before
 
 
+def test_an_error_in_a_later_bucket_raises_on_all_and_changes_nothing(comm, monkeypatch):
+    exchange = GradientExchange(comm, TopK(k=3), small=10)
+    exchange(gradients(comm.rank, 0))
+    before, last = residuals(comm, exchange), exchange.buckets[0].feedback
+
+    def without_memory(residual):
+        raise MemoryError("no room")
+
+    if is_last := comm.rank == comm.size - 1:
+        monkeypatch.setattr(last, "settle_residual", without_memory)
+    with pytest.raises(MemoryError if is_last else CollectiveError, match="no room"):
+        average_residuals(exchange)
+    monkeypatch.undo()
+    np.testing.assert_equal(residuals(comm, exchange), before)
+    average_residuals(exchange)
+    exchange(gradients(comm.rank, 1))
+
+
 def test_a_rank_within_a_step_raises_on_all(comm):
     exchange = GradientExchange(comm, TopK(k=3), small=10)
     exchange(gradients(comm.rank, 0))

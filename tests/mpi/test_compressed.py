@@ -20,6 +20,7 @@ from cases import select as largest
 
 from collectives import GradientExchange, compressed_allreduce, compressed_iallreduce, traffic
 from mpicomp import (
+    AdaComp,
     AggregationAware,
     ChunkedTopK,
     CollectiveError,
@@ -253,3 +254,9 @@ def test_few_entries_in_two_bits_both_ways(comm):
         given += sum(integers(rank, step) for rank in range(comm.size))
         applied += exchange(integers(comm.rank, step))
     np.testing.assert_allclose(applied + sum(comm.allgather(exchange.feedback.residual)), given, atol=1e-2)
+
+
+def test_a_compressor_outside_of_the_own_share_is_given_the_gradient(comm):
+    exchange = GradientExchange(comm, AdaComp(10), collective=compressed_sum(TopK(0.1)), small=0)
+    for step in range(2):
+        assert exchange(np.random.default_rng([step, comm.rank]).standard_normal(LENGTH)).any()

@@ -150,6 +150,17 @@ def test_an_allocation_that_fails_before_a_sum_in_few_bits(comm, monkeypatch):
     takes_a_step(comm, exchange, mine)
 
 
+def test_an_error_that_is_its_own_cause(comm):
+    class Circular(TopK):
+        def compress_segments(self, corrected, bounds, *, summands=None):
+            error = ValueError("of itself")
+            raise error from error
+
+    exchange = GradientExchange(comm, Circular(k=2) if is_last(comm) else TopK(k=2))
+    with pytest.raises(ValueError if is_last(comm) else CollectiveError, match="of itself"):
+        exchange(gradient(comm.rank, 0))
+
+
 # Floating-point errors and warnings that raise on one rank.
 
 

@@ -152,3 +152,13 @@ def test_a_tensor_that_is_not_started_has_no_array_for_its_residual(comm):
 def test_other_methods_are_not_in_place(comm):
     with pytest.raises(TypeError):
         StepAhead(0.1, in_place=True)
+
+
+def test_a_skipped_step_is_not_compared_with_the_arrays_of_the_last_one(comm):
+    """Nor does the exchange hold these arrays."""
+    exchange = GradientExchange(comm, TopK(k=2), ErrorFeedback(in_place=True), nonfinite="skip")
+    last = np.ones(50, np.float32)
+    exchange(last)
+    assert exchange.feedback.written == []
+    assert not exchange(np.full(50, np.nan, np.float32), out=last).any()
+    assert (exchange.steps, exchange.skipped) == (1, 1)
