@@ -5,9 +5,11 @@ library's messages, and failures are counted by MPI's sum on the library's dupli
 apply to both, and the error of a rank reaches all ranks.
 """
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -52,13 +54,14 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
 
 
 @contextmanager
-def all_or_none(comm: Any, operation: str) -> Iterator[None]:
+def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
     A rank whose block raised raises that error, with the block's traceback (`contextmanager` restores it, so no frame
     of the agreement holds the error); the others raise CollectiveError, or StepSkippedError if the only errors are
     gradients that are not finite. All blocks must have started the same collectives. An interrupt is not reported.
-    operation: the name in errors. One agreement at the end: an allreduce of one number, or MPI's under ULFM.
+    operation: the name in errors. place: what this rank is about to complete; if ranks are at different places, all
+    raise CollectiveError. One agreement at the end: an allreduce of three numbers, or MPI's under ULFM.
     """
     error: Exception | None = None
     try:
@@ -66,29 +69,55 @@ def all_or_none(comm: Any, operation: str) -> Iterator[None]:
     except Exception as raised:
         error = raised
     if not ulfm.survives():
-        _raise_together(error, comm, operation)
-    elif not recovery.agree(error is None, comm):
+        _raise_together(error, comm, operation, place)
+        return
+    sound, same = recovery.agree(error is None, comm, _digest(place))
+    if not sound:
         raise error or CollectiveError(
             f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
         )
+    if not same:
+        _raise_apart(operation, gather_objects(place, comm, operation))
 
 
 @collective(promise=None)
-def _raise_together(error: Exception | None, comm: Any, operation: str) -> Call[None]:
-    return Call(NOTHING, comm, own={"error": error}, operation=operation)
+def _raise_together(error: Exception | None, comm: Any, operation: str, place: str) -> Call[None]:
+    return Call(NOTHING, comm, own={"error": error, "place": place}, operation=operation)
 
 
 @_raise_together.algorithm(compares_calls=True)
-def _sum_of_failures(vector: SparseVector, group: Group, error: Exception | None) -> Steps[None]:
-    """Sum the failures by MPI, which is faster than messages; only if there are any, ranks send their reports."""
-    failed = np.array([error is not None], np.float32)
-    total = np.empty_like(failed)
+def _agree(vector: SparseVector, group: Group, error: Exception | None, place: str) -> Steps[None]:
+    """Sum failures and places by MPI, which is faster than messages; ranks send texts only where there is a reason.
+
+    Places t of f ranks are equal if and only if f times the sum of t^2 is the square of their sum.
+    """
+    digest = _digest(place)
+    mine = np.array([error is not None, digest, digest * digest])
+    total = np.empty_like(mine)
     with group.turn() as turn:
         yield (turn,)
-        summing = group.reduce(failed, total)
+        summing = group.reduce(mine, total)
     yield (summing,)
-    if total[0]:
+    failed, linear, square = total.tolist()
+    if failed:
         group.fail(error)
+    if group.size * square != linear * linear:
+        _raise_apart(group.signature["operation"], (yield from group.gather_objects(place)))
+
+
+def _digest(place: str) -> int:
+    """Return 24 bits of a hash: the sum of squares over 2^14 ranks has 62."""
+    return zlib.crc32(place.encode()) >> 8
+
+
+def _raise_apart(operation: str, places: list[str]) -> NoReturn:
+    """Raise CollectiveError that names the ranks that are at another place than most."""
+    usual = Counter(places).most_common(1)[0][0]
+    odd = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places) if place != usual)
+    raise CollectiveError(
+        f"{operation}: ranks are out of step: {odd}, and the others are at {usual}: load states of one step on all "
+        "ranks, or call the same methods on all"
+    )
 
 
 def outcome_of(function: Callable[..., Any], *args: Any) -> Any:

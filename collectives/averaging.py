@@ -13,6 +13,8 @@ import numpy as np
 from collectives.agreement import all_or_none, outcome_of
 from collectives.dense import dense_allreduce
 from collectives.exchange import GradientExchange
+from collectives.exchange.exchange import check_between_steps
+from collectives.faults.interrupts import defer_interrupt
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
 from mpicomp.feedback.base import check_range, wide
@@ -20,6 +22,7 @@ from mpicomp.feedback.base import check_range, wide
 OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
 
 
+@defer_interrupt
 def average_residuals(exchange: GradientExchange) -> None:
     """Replace the residual of each tensor by its mean over the ranks; all ranks call it, between two steps.
 
@@ -48,8 +51,7 @@ def average_residuals(exchange: GradientExchange) -> None:
 
 def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
     """Return the residual in the dtype in which residuals are summed; empty without one."""
-    if exchange.is_in_step:
-        raise RuntimeError("a step is in progress: call finish first")
+    check_between_steps(exchange)
     residual = bucket.feedback.residual
     return np.empty(0, np.float32) if residual is None else residual.astype(wide(residual.dtype))
 

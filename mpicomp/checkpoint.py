@@ -1,7 +1,8 @@
 """Checkpoints of an exchange: the states of its buckets as arrays by name, which np.savez can store.
 
-A state is by segment, "segment/part.name", so it fits other buckets. Each segment lists its keys, so that a missing one
-is noticed, and has the settings of its parts as text.
+A state is by segment, "segment/part.name", so it fits other buckets; wrappers of a model do not change the names. Each
+segment lists its keys, so that a missing one is noticed, and has a table, as text: rank, number of ranks and step, so
+that states of several ranks or steps are not mixed, and the settings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,50 +14,71 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
-from mpicomp.settings import OTHER_SETTINGS, check_table, to_table
+from mpicomp.settings import OTHER_SETTINGS, check_table, from_table, to_table
+from mpicomp.tensors import canonical, canonical_names
 
 _HOLDS = "holds"  # the key under which a segment lists its other keys
-_SETTINGS = "settings"  # the key of the table of the parts, as text
-SHARED = "settings"  # that of what all vectors have in common; the keys of segments have a slash
+TABLE = "settings"  # the key of the table
+PLACE = "rank", "ranks", "steps"  # the rows of a table that are no settings
 
 
 def whole_state(buckets: Sequence[Bucket], settings: Mapping[str, Any]) -> dict[str, Array]:
-    """Return copies of the states of buckets, with their common settings as a table.
-
-    settings: include "rank" and "ranks".
-    """
-    return {key: array for each in buckets for key, array in _state(each).items()} | {SHARED: to_table(settings)}
+    """Return copies of the states of buckets. settings: the rows that all tables have, those of `PLACE` first."""
+    saved = _saved_names(buckets)
+    return {key: array for each in buckets for key, array in _state(each, saved, settings).items()}
 
 
 def load_whole_state(
     buckets: Sequence[Bucket], state: Mapping[str, Any], settings: Mapping[str, Any], *, same_settings: bool
-) -> None:
-    """Load copies of a `whole_state`, all or nothing.
+) -> int:
+    """Load copies of a `whole_state`, all or nothing, and return its step.
 
     same_settings: also refuse a state with other settings; a state of another rank, or number of ranks, is always
-    refused. Raises ValueError that names both settings, and ValueError for a state that does not fit or is incomplete.
+    refused. Raises ValueError that names both settings, and ValueError for a state that does not fit, is incomplete, or
+    is of several steps.
     """
-    state = dict(state)
-    table = state.pop(SHARED, None)
-    by_segment: dict[str, dict[str, Any]] = {}
+    saved = _saved_names(buckets)
+    names = {*saved.values()}
+    segments = dict.fromkeys(key.rpartition("/")[0] for key in state)
+    own_name = {segment: segment if segment in names else canonical(segment) for segment in segments}
+    if sorted(own_name.values()) != sorted(names):
+        unknown = [segment for segment, name in own_name.items() if name not in names]
+        raise ValueError(
+            f"the state is of {len(segments)} tensors, with {unknown[:5]} and without "
+            f"{sorted(names - {*own_name.values()})[:5]}: expected the {len(names)} of the exchange; register named "
+            "tensors first"
+        )
+    by_segment: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, array in state.items():
         segment, _, part = key.rpartition("/")
-        by_segment.setdefault(segment, {})[part] = array
-    names = {name for bucket in buckets for name in bucket.names}
-    if by_segment.keys() != names:
-        raise ValueError(
-            f"the state is of {sorted(by_segment)}: expected {sorted(names)}; register named tensors first"
-        )
-    if table is None:
-        raise ValueError(f"the state has no {SHARED!r}: expected all that state_dict() returned")
-    place = {name: settings[name] for name in ("rank", "ranks")}
-    remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
-    check_table("the state", table, place, remedy)
+        by_segment[own_name[segment]][part] = array
+    tables = {name: _table_of(name, own, settings) for name, own in by_segment.items()}
+    steps = {table["steps"] for table in tables.values()}
+    if len(steps) > 1:
+        each = {step: next(name for name, table in tables.items() if table["steps"] == step) for step in steps}
+        raise ValueError(f"the state is of different steps, {each}: expected what one state_dict() returned")
     with restored_on_error(buckets):
-        for bucket in buckets:  # first, so that another compressor is named
-            _load(bucket, by_segment, same_settings=same_settings)
-        if same_settings:
-            check_table("the state", table, settings, OTHER_SETTINGS)
+        for bucket in buckets:
+            own = {name: by_segment[saved[name]] for name in bucket.names}
+            _load(bucket, own, settings if same_settings else None)
+    return int(*steps)
+
+
+def _saved_names(buckets: Sequence[Bucket]) -> dict[str, str]:
+    return canonical_names([name for bucket in buckets for name in bucket.names])
+
+
+def _table_of(name: str, state: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the table of a segment's state; raises ValueError if it is incomplete, or of another rank."""
+    missing = {_HOLDS, TABLE, *map(str, np.ravel(state.get(_HOLDS, [])))} - state.keys()
+    if missing:
+        raise ValueError(f"the state of {name!r} has no {sorted(missing)}: expected all that state_dict() returned")
+    remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
+    check_table(f"the state of {name!r}", state[TABLE], {key: settings[key] for key in ("rank", "ranks")}, remedy)
+    table = from_table(state[TABLE])
+    if not table.get("steps", "").isdecimal():
+        raise ValueError(f"the state of {name!r} is of step {table.get('steps')}: expected an integer")
+    return table
 
 
 @contextmanager
@@ -75,27 +97,36 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
         raise
 
 
-def _state(bucket: Bucket) -> dict[str, Array]:
-    """Return copies of the states as "segment/part.name", for each segment with a list of these, and its parts."""
+def _state(bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return copies of the states as "segment/part.name", for each segment with a list of these, and its table."""
     state: dict[str, Array] = {}
     kept = bucket.feedback.state_dict()
     for place, name in enumerate(bucket.names):
         held = {f"compressor.{key}": array for key, array in bucket.compressor_of(name).state_dict().items()}
         held |= {f"feedback.{key}": _of_segment(bucket, place, array) for key, array in kept.items()}
-        held |= {_HOLDS: np.array(sorted(held), np.str_), _SETTINGS: to_table(_parts(bucket, name))}
-        state |= {f"{name}/{key}": array for key, array in held.items()}
+        held |= {_HOLDS: np.array(sorted(held), np.str_), TABLE: to_table({**settings, **_parts(bucket, name)})}
+        state |= {f"{saved[name]}/{key}": array for key, array in held.items()}
     return state
 
 
-def _load(bucket: Bucket, state: Mapping[str, Mapping[str, Any]], *, same_settings: bool) -> None:
+def _load(bucket: Bucket, state: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any] | None) -> None:
     """Load copies of the states of segments, by name, which may have been in other buckets.
 
-    same_settings: refuse the state of parts with other settings. Raises ValueError if it does not fit, or is
-    incomplete.
+    settings: to be found in the tables, besides those of the parts; None for any. Raises ValueError if it does not fit.
     """
     kept: list[dict[str, Any]] = []
     for name in bucket.names:
-        by_part = _checked_parts(bucket, name, state[name], same_settings=same_settings)
+        parts = _parts(bucket, name)
+        if settings is not None:  # first those of the parts, so that another compressor is named
+            rows = parts | {key: value for key, value in settings.items() if key not in PLACE}
+            check_table(f"the state of {name!r}", state[name][TABLE], rows, OTHER_SETTINGS)
+        by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        for key, array in state[name].items():
+            part, _, own = key.partition(".")
+            if part in by_part:
+                by_part[part][own] = array
+            elif key not in (_HOLDS, TABLE):
+                raise ValueError(f"the state of {name!r} has {key!r}: expected parts of {sorted(parts)}")
         bucket.compressor_of(name).load_state_dict(by_part["compressor"])
         kept.append(by_part["feedback"])
     bucket.feedback.load_state_dict(_joined(bucket, kept))
@@ -105,25 +136,6 @@ def _load(bucket: Bucket, state: Mapping[str, Mapping[str, Any]], *, same_settin
             f"the state of {', '.join(map(repr, bucket.names[:3]))} has {bucket.feedback.size} values: expected "
             f"{bucket.length}, of {dtype}"
         )
-
-
-def _checked_parts(
-    bucket: Bucket, name: str, mine: Mapping[str, Any], *, same_settings: bool
-) -> dict[str, dict[str, Any]]:
-    """Return the state of a segment by part; raises ValueError if it is incomplete, or of other parts."""
-    missing = {_HOLDS, _SETTINGS, *map(str, np.ravel(mine.get(_HOLDS, [])))} - mine.keys()
-    if missing:
-        raise ValueError(f"the state has no {sorted(missing)}: expected all that state_dict() returned")
-    parts = _parts(bucket, name)
-    if same_settings:
-        check_table(f"the state of {name!r}", mine[_SETTINGS], parts, OTHER_SETTINGS)
-    mine = {key: array for key, array in mine.items() if key not in (_HOLDS, _SETTINGS)}
-    if {key.partition(".")[0] for key in mine} - parts.keys():
-        raise ValueError(f"the state has {sorted(mine)}: expected those of {sorted(parts)}")
-    by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
-    for key, array in mine.items():
-        by_part[key.partition(".")[0]][key.partition(".")[2]] = array
-    return by_part
 
 
 def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.checkpoint import SHARED
+from mpicomp.checkpoint import TABLE
 from mpicomp.feedback.base import wide
 from mpicomp.settings import check_table, from_table, to_choice, to_integer, to_table
 
 CONSERVED = "sum", "mean"
-_BY_RANK = "compressor", "holds", "settings"  # parts that may differ by rank: a seed
+_BY_RANK = "compressor", "holds", TABLE  # parts that may differ by rank: a seed
 
 
 def redistributed(
@@ -51,7 +51,12 @@ def redistributed(
     if conserve == "mean" and size != ranks:
         state |= {key: state[key] * size / ranks for key in dtypes}
     state |= {key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()}
-    return state | {SHARED: to_table(from_table(state[SHARED]) | {"rank": rank, "ranks": size})}
+    return state | {key: to_table(from_table(state[key]) | {"rank": rank, "ranks": size}) for key in _tables(state)}
+
+
+def _tables(state: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the tables of a state."""
+    return [key for key in state if key.rpartition("/")[2] == TABLE]
 
 
 def _differs(key: str, array: Array) -> bool:
@@ -63,10 +68,9 @@ def _loaded(load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int) -> 
     """Return the state of a rank; raises ValueError if it is of another rank, or number of ranks."""
     given = load(rank)
     state = {name: np.asarray(to_numpy(given[name])) for name in given}
-    if SHARED not in state:
-        raise ValueError(f"the state of rank {rank} has no {SHARED!r}: expected all that state_dict() returned")
     remedy = "load(rank) returns the state that this rank saved, and ranks is the number of ranks that saved one"
-    check_table(f"load({rank}): the state", state[SHARED], {"rank": rank, "ranks": ranks}, remedy)
+    for key in _tables(state):
+        check_table(f"load({rank}): the state", state[key], {"rank": rank, "ranks": ranks}, remedy)
     return state
 
 
@@ -77,7 +81,9 @@ def _check_same_step(
     remedy = "expected states that all ranks saved after the same step"
     if state.keys() ^ other.keys():
         raise ValueError(f"the states of ranks {rank} and {source} have different arrays: {remedy}")
-    for key in state.keys() - differing - {SHARED}:
+    for key in _tables(state):
+        check_table(f"the state of rank {source}", other[key], {"steps": from_table(state[key]).get("steps")}, remedy)
+    for key in state.keys() - differing:
         part = key.rpartition("/")[2].partition(".")[0]
         if part not in _BY_RANK and not np.array_equal(state[key], other[key]):
             raise ValueError(f"{key} differs between the states of ranks {rank} and {source}: {remedy}")

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from traceback import clear_frames
@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement import gather_objects
+from collectives.agreement import check_same, gather_objects, outcome_of
 from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.reduction import CONTRIBUTORS, SIGN, reduction
 from collectives.exchange.statistics import Statistics, report
 from collectives.exchange.step import OPERATION, Step
+from collectives.faults.interrupts import defer_interrupt
 from collectives.faults.ledger import balance, name_step
 from collectives.runtime.link import check_communicator
 from mpicomp import checking
@@ -110,7 +111,9 @@ class GradientExchange:
         small, bucket_nbytes = to_integer("small", small, least=0), to_integer("bucket_nbytes", bucket_nbytes, least=0)
         self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
         self.basis = basis
-        self.steps = self.skipped = 0  # that were kept, and skipped
+        self.steps = self.skipped = 0  # that were kept, also before the state that was loaded; that were skipped
+        self._resumed = 0  # steps of a loaded state, less those that it replaced
+        self._changes: list[str] = []  # calls that changed the state after the last step, the same on all ranks
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
         self._first: Statistics | None = None  # of the first step, which compiles and connects
@@ -122,6 +125,7 @@ class GradientExchange:
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
         self._buckets: list[Bucket] = []
+        self._held: list[Bucket] = []  # of tensors that `hold` leaves out
         self._begin = partial(Step, reduction=self._reduction, refused=self._refused, checked=self._checked)
         self._step: Step | None = None  # the one under way
 
@@ -142,7 +146,7 @@ class GradientExchange:
         Residual, gradient and `out` are then unchanged.
         """
         try:
-            self._check_between_steps()
+            check_between_steps(self)
             form, arrays = by_name(gradient)
             if self._form is not None:
                 check_same_form(form, arrays, self._form, self._names)
@@ -164,7 +168,7 @@ class GradientExchange:
         """
         if self._buckets:
             raise RuntimeError("the tensors are registered: expected one call, before the first step")
-        if self._step is not None:
+        if self.is_in_step:
             self.fail(RuntimeError("a step is in progress: register the tensors before the first of them is started"))
         self._register(DICT, tensors)
 
@@ -184,6 +188,7 @@ class GradientExchange:
             check_same_form(DICT, {name: array}, self._form, self._names)
         self.start_together({name: array}, {name: out})
 
+    @defer_interrupt
     def start_together(self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
         step = self._step = self._step or self._begin(self.comm, {}, {})
@@ -251,29 +256,35 @@ class GradientExchange:
         The mean of all but the first one, which compiles and connects.
         """
         itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
-        return report(self._first, self._later, self.steps, self.skipped, self.comm.size, itemsize)
+        kept = self.steps - self._resumed
+        return report(self._first, self._later, kept, self.skipped, self.comm.size, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
 
         Each rank saves its own state, at any time: within a step it is the state before that step. A run resumed from
-        it continues bitwise. The state contains rank, number of ranks, `average`, `small` and the parts of each vector
-        as text. It does not contain the order of named tensors (`register` them in the same order first), nor residuals
-        in place (save the gradients).
+        it continues bitwise. Each tensor's part contains rank, number of ranks, step and settings as text. The state
+        does not contain the order of named tensors (`register` them in the same order first), nor residuals in place
+        (save the gradients).
         """
         with set_back(self._step.snapshots if self._step else []):
-            return whole_state(self.buckets, self._layout.settings(self.comm))
+            return whole_state(self.buckets, self._layout.settings(self.comm, self.steps))
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
 
+        All ranks call it, with states of one step: the next step raises CollectiveError on all of them otherwise.
         same_settings: False also accepts a state with other settings, such as another density or decay.
 
         Raises ValueError for the state of another rank, number of ranks (see `load_state_dicts`), or other settings,
         naming both, and for an incomplete state or one that does not fit; RuntimeError within a step.
         """
-        self._check_between_steps()
-        load_whole_state(self.buckets, state, self._layout.settings(self.comm), same_settings=same_settings)
+        check_between_steps(self)
+        steps = load_whole_state(
+            self.buckets, state, self._layout.settings(self.comm, self.steps), same_settings=same_settings
+        )
+        self._resumed += steps - self.steps
+        self.steps, self._changes = steps, ["load_state_dict"]
 
     def load_state_dicts(
         self,
@@ -302,9 +313,26 @@ class GradientExchange:
         >>> states = [exchange.state_dict()]  # or the file of each rank that saved
         >>> exchange.load_state_dicts(1, lambda rank: states[rank])
         """
-        settings = self._layout.settings(self.comm)
-        state = redistributed(settings, ranks, load, conserve)
+        state = redistributed(self._layout.settings(self.comm, self.steps), ranks, load, conserve)
         self.load_state_dict(state, same_settings=same_settings)
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Leave named tensors out of the following steps, such as frozen layers; all ranks call it.
+
+        names: all that are left out from now on; none takes them all up again. Nothing is sent of these tensors, and
+        their residuals and states do not change; a call does not take their gradients, and returns no means of them.
+
+        Raises KeyError for a name that is not registered, ValueError if no tensor is left, MemoryError, and
+        CollectiveError on the other ranks; CollectiveError on all ranks if the names differ; RuntimeError within a
+        step. Nothing changes then.
+        """
+        check_between_steps(self)
+        held, settings = set(names), self._layout.settings(self.comm, self.steps)
+        found = outcome_of(self._layout.rearranged, self.buckets if self._form == DICT else [], held, settings)
+        mine = found if isinstance(found, Exception) else {"names": str(sorted(held))}
+        check_same("tensors to hold", gather_objects(mine, self.comm, f"{OPERATION}.hold"))
+        self._buckets, self._held = found
+        self._names = {name for bucket in self._buckets for name in bucket.names_of_tensors}
 
     def continue_on(self, comm: Any) -> None:
         """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
@@ -314,7 +342,7 @@ class GradientExchange:
         they have not kept the same steps: load a checkpoint then; RankFailedError and CollectiveTimeoutError as a step
         does. The exchange is then unchanged.
         """
-        self._check_between_steps()
+        check_between_steps(self)
         mine = self.steps, len(self._buckets)
         kept, buckets = zip(*gather_objects(mine, comm, f"{OPERATION}.continue_on"), strict=True)
         if len({*zip(kept, buckets, strict=True)}) > 1:
@@ -325,22 +353,26 @@ class GradientExchange:
     def reset(self) -> None:
         """Clear the residual on this rank, whose mass is lost, and the compressors' memory of aggregates.
 
-        RuntimeError within a step.
+        All ranks call it: the next step raises CollectiveError on all of them otherwise. RuntimeError within a step.
         """
-        self._check_between_steps()
+        check_between_steps(self)
         for bucket in self.buckets:
             bucket.reset()
+        self._changes = [*(call for call in self._changes if call != "reset"), "reset"]
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals in gradient units by `factor`, the old learning rate over the new one.
 
-        Raises RuntimeError within a step, and the errors of a feedback's `rescale`; nothing changes then.
+        All ranks call it: the next step raises CollectiveError on all of them otherwise. Raises RuntimeError within a
+        step, and the errors of a feedback's `rescale`; nothing changes then.
         """
-        self._check_between_steps()
+        check_between_steps(self)
         with restored_on_error(self.buckets):
             for bucket in self.buckets:
                 bucket.feedback.rescale(factor)
+        self._changes = [*self._changes, f"rescale({float(factor)!r})"]
 
+    @defer_interrupt
     def _run(self, form: str, results: str, error: Exception | None = None) -> Step:
         """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
         step = self._step = self._step or self._begin(self.comm, {}, {})
@@ -348,7 +380,8 @@ class GradientExchange:
             with self._ended_on_error():
                 if not self._buckets:
                     self._register(form, step.arrays)
-                step.run(self._buckets, results, error)
+                place = ", after ".join([f"step {self.steps}", *self._changes])
+                step.run(self._buckets, results, place, error)
         finally:
             del error
         self._step = None
@@ -374,10 +407,6 @@ class GradientExchange:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         self._form, self._names = form, {name for bucket in self._buckets for name in bucket.names_of_tensors}
 
-    def _check_between_steps(self) -> None:
-        if self._step is not None:
-            raise RuntimeError("a step is in progress: call finish first")
-
     @property
     def is_in_step(self) -> bool:
         """Whether a step was started, and has not ended."""
@@ -385,8 +414,8 @@ class GradientExchange:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets; before the first step that of a single vector."""
-        return self._buckets or [self._layout.alone([])]
+        """The buckets, at the end those of `hold`; before the first step that of a single vector."""
+        return [*self._buckets, *self._held] or [self._layout.alone([])]
 
     def _count(self, step: Step) -> None:
         """Count a step that was kept or skipped, and log its statistics."""
@@ -394,7 +423,7 @@ class GradientExchange:
         if not self.finite:
             self.skipped += 1
             return
-        self.steps += 1
+        self.steps, self._changes = self.steps + 1, []
         if self._checked:
             balance(gather_objects(step.masses(), self.comm, OPERATION), self.steps - 1)
         self.statistics = step.statistics(self.residual_norm if self.log else None)
@@ -407,3 +436,9 @@ class GradientExchange:
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
             warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)
+
+
+def check_between_steps(exchange: GradientExchange) -> None:
+    """Raise RuntimeError within a step."""
+    if exchange.is_in_step:
+        raise RuntimeError("a step is in progress: call finish first")

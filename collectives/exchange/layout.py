@@ -11,15 +11,17 @@ The rules, in the order in which they apply:
 One array, or the arrays of a list, are one bucket of one segment.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.agreement import check_same, gather_objects, outcome_of
+from collectives.agreement import all_or_none, check_same, gather_objects, outcome_of
+from collectives.exchange.reduction import CONTRIBUTORS
 from collectives.exchange.step import OPERATION
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
+from mpicomp.checkpoint import load_whole_state, whole_state
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
@@ -53,15 +55,19 @@ class Layout:
                 f"got basis={self.basis!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
                 "feedback such as ErrorFeedback()"
             )
+        self._check_sum(compressor, "compressor")
+
+    def _check_sum(self, compressor: Compressor, name: str) -> None:
+        """Raise ValueError unless the collective can sum what a compressor selects."""
         if self.takes_arrays and not isinstance(compressor.chain()[-1], Dense):
             raise ValueError(
-                f"compressor is {compressor!r}, and the collective sums all values of arrays: expected Dense(), or a "
+                f"{name} is {compressor!r}, and the collective sums all values of arrays: expected Dense(), or a "
                 "collective of sparse vectors such as sparse_allreduce"
             )
 
-    def settings(self, comm: Any) -> dict[str, Any]:
-        """Return the settings that a saved state is compared by, besides the parts of each segment; the rank first."""
-        place = {"rank": comm.rank, "ranks": comm.size}
+    def settings(self, comm: Any, steps: int) -> dict[str, Any]:
+        """Return what a saved state names besides the parts of each segment: its place, and settings."""
+        place = {"rank": comm.rank, "ranks": comm.size, "steps": steps}
         return place | {"average": self.average, "small": self.small, "basis": self.basis}
 
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
@@ -74,14 +80,27 @@ class Layout:
         names = "average", "small", "bucket_nbytes", "nonfinite", "basis"  # compressors and feedback may differ
         settings = {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
         failed = isinstance(found, Exception)
-        mine: Any = found if failed else {"tensors": signatures(found[0], form), "settings": settings}
+        mine: Any = found
+        if not failed:
+            mine = {"settings": settings, "tensors": signatures(found[0], form), "share": self._shares(*found)}
         everyone = gather_objects(mine, comm, OPERATION)
         check_same("settings", [each["settings"] for each in everyone])
         check_same("tensors", [each["tensors"] for each in everyone])
-        if form != DICT:
-            return [self.alone(found[0])]
-        here = {tensor.name: (tensor, compressor) for tensor, compressor in zip(*found, strict=True)}
-        return self._named([here[name] for name in everyone[0]["tensors"]])
+        check_same("share of a tensor's values to send", [each["share"] for each in everyone])
+        with all_or_none(comm, OPERATION):  # copies of the parts may fail
+            if form != DICT:
+                return [self.alone(found[0])]
+            here = {tensor.name: (tensor, compressor) for tensor, compressor in zip(*found, strict=True)}
+            return self.named([here[name] for name in everyone[0]["tensors"]])
+
+    def _shares(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor]) -> dict[str, str]:
+        """Return which tensors are sent whole, where ranks must agree on it, as no votes are counted then."""
+        if self.average != CONTRIBUTORS:
+            return {}
+        names = [tensor.name for tensor in tensors] if compressors else [ALONE]
+        chosen: Any = compressors or [self.compressor]
+        is_whole = [isinstance(each.chain()[-1], Dense) for each in chosen]
+        return {name: "all" if whole else "selected" for name, whole in zip(names, is_whole, strict=True)}
 
     def _described(self, form: str, arrays: Mapping[str, Any]) -> tuple[list[Tensor], list[Compressor]]:
         """Return the tensors, and a compressor for each named one."""
@@ -105,11 +124,12 @@ class Layout:
             return Dense()
         given: Any = self.compressor
         if is_choice(given):
-            given = given(tensor.name, tensor.shape)
-            check_compressor(given, f"compressor for {tensor.name!r}")
+            given, name = given(tensor.name, tensor.shape), f"compressor for {tensor.name!r}"
+            check_compressor(given, name)
+            self._check_sum(given, name)
         return deepcopy(given)  # type: ignore[no-any-return]
 
-    def _named(self, given: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
+    def named(self, given: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
         """Return the buckets of named tensors, given with their compressors."""
         groups: list[list[tuple[Tensor, Compressor]]] = []
         small: dict[Any, list[tuple[Tensor, Compressor]]] = {}
@@ -125,6 +145,25 @@ class Layout:
             groups[-1].append((tensor, compressor))
             nbytes += size
         return [self._bucket(each) for each in groups] + [self._bucket(each, dense=True) for each in small.values()]
+
+    def rearranged(
+        self, buckets: Sequence[Bucket], held: Set[str], settings: Mapping[str, Any]
+    ) -> tuple[list[Bucket], list[Bucket]]:
+        """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
+        parts = {
+            each.name: (each, deepcopy(bucket.compressor_of(each.name)))
+            for bucket in buckets
+            for each in bucket.tensors
+        }
+        if unknown := sorted(held - parts.keys()):
+            raise KeyError(f"{unknown[:5]} are none of the {len(parts)} registered named tensors")
+        if held == parts.keys():
+            raise ValueError("no named tensor is left to exchange: expected one at least")
+        left, out = (
+            self.named([pair for name, pair in parts.items() if (name in held) is is_held]) for is_held in (False, True)
+        )
+        load_whole_state([*left, *out], whole_state(buckets, settings), settings, same_settings=False)
+        return left, out
 
     def _bucket(self, group: Sequence[tuple[Tensor, Compressor]], *, dense: bool = False) -> Bucket:
         """Return a bucket with a feedback of its own."""

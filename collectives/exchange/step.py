@@ -93,13 +93,14 @@ class Step:
         self._sent_before = traffic(comm).nbytes
         self._compressing = self._communicating = self._restoring = 0.0  # seconds
 
-    def run(self, buckets: Sequence[Bucket], form: str, error: Exception | None = None) -> None:
+    def run(self, buckets: Sequence[Bucket], form: str, place: str, error: Exception | None = None) -> None:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
-        form: of the results, "dense", "sparse" or "vectors". error: of this rank, which raises it.
+        form: of the results, "dense", "sparse" or "vectors". place: of this rank, which must be that of all. error: of
+        this rank, which raises it.
         """
         try:
-            with all_or_none(self._comm, OPERATION):  # an error of any rank raises on all
+            with all_or_none(self._comm, OPERATION, place):  # an error of any rank raises on all
                 self.start(buckets, is_complete=True, error=error)  # residuals added, entries selected, sums started
                 sums = self._sums(error)
                 check_apart([array for each in self.started for array in each.written])

@@ -109,17 +109,17 @@ def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
 
     survivors = comm.Shrink()
     assert isinstance(survivors, MPI.Intracomm)
-    sound = agreements_on(survivors).agree(True, "returned from MPI's Shrink")
+    sound, _ = agreements_on(survivors).agree(True, "returned from MPI's Shrink")
     return survivors if sound else _survivors(survivors)
 
 
-def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
-    """Return whether all ranks pass `sound` and none has died, the same on all living ranks; for `GradientExchange`.
+def agree(sound: bool, comm: "MPI.Intracomm", number: int) -> tuple[bool, bool]:
+    """Return whether all ranks pass `sound` and none has died, and whether their numbers are equal modulo 2^14.
 
-    One agreement of MPI's, which tolerates deaths; a rank in `shrink` counts as not sound. Without ULFM it returns
-    `sound`. Raises CollectiveTimeoutError if a living rank is absent (`configure`).
+    The same on all living ranks, for `GradientExchange`. One agreement of MPI's, which tolerates deaths; a rank in
+    `shrink` counts as not sound. Raises CollectiveTimeoutError if a living rank is absent (`configure`).
     """
-    return agreements_on(comm).agree(sound, "called agree on a step") if ulfm.survives() else sound
+    return agreements_on(comm).agree(sound, "called agree on a step", number)
 
 
 class Agreements:
@@ -130,11 +130,11 @@ class Agreements:
         self._shrinking = 0  # agreements in a row in which all came to shrink
         self._unfinished: Sending | None = None  # one to shrink that timed out: MPI counts this rank's bits there
 
-    def agree(self, sound: bool, call: str) -> bool:
-        """Return whether all ranks pass `sound` and none has died; `call` names the missing call in errors."""
+    def agree(self, sound: bool, call: str, number: int = 0) -> tuple[bool, bool]:
+        """See `agree`; `call` names the missing call in errors."""
         self._shrinking = 0
-        failed = self._finish(self._start(_SOUND if sound else 0), call)
-        return bool(self._bits[0] & _SOUND) and not failed
+        failed = self._finish(self._start((_SOUND if sound else 0) | _bits_of(number)), call)
+        return bool(self._bits[0] & _SOUND) and not failed, self._are_equal()
 
     def agree_to_shrink(self, quorum: int) -> bool:
         """Return when all living ranks have called `shrink`: whether with the same quorum, modulo 2^14.
@@ -143,13 +143,17 @@ class Agreements:
         from the second one, so the others detect it. A rank that timed out may call again, and continues.
         """
         while self._shrinking < 2:
-            self._unfinished = self._unfinished or self._start(_SHRINK | _quorum_bits(quorum))
+            self._unfinished = self._unfinished or self._start(_SHRINK | _bits_of(quorum))
             self._finish(self._unfinished, "called shrink")
             self._unfinished = None
             self._shrinking = self._shrinking + 1 if self._bits[0] & _SHRINK else 0
         self._shrinking = 0
-        quorums = int(self._bits[0]) >> 2
-        return (quorums | quorums >> _WIDTH) & _ONES == _ONES
+        return self._are_equal()
+
+    def _are_equal(self) -> bool:
+        """Return whether all ranks passed the same number to `_bits_of`."""
+        common = int(self._bits[0]) >> 2
+        return (common | common >> _WIDTH) & _ONES == _ONES
 
     def _start(self, bits: int) -> Sending:
         self._bits, self._unfinished = np.array([bits], np.int32), None
@@ -166,9 +170,9 @@ class Agreements:
         return False
 
 
-def _quorum_bits(quorum: int) -> int:
-    """Return a rank's bits for its quorum; see the module."""
-    low = quorum & _ONES
+def _bits_of(number: int) -> int:
+    """Return a rank's bits for a number to compare; see the module."""
+    low = number & _ONES
     return (low | (_ONES - low) << _WIDTH) << 2
 
 

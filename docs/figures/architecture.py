@@ -19,7 +19,8 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
     ["collectives.collective", "collectives.first_call", "collectives.choice", "collectives.patterns",
      "collectives.faults.debug", "collectives.faults.notification", "collectives.faults.recovery"],
     ["collectives.runtime", "collectives.faults"],
-    ["collectives.faults.state", "collectives.schedule", "collectives.partition", "collectives.launcher"],
+    ["collectives.faults.state", "collectives.faults.interrupts", "collectives.schedule", "collectives.partition",
+     "collectives.launcher"],
     ["mpicomp"],
 ]  # fmt: skip
 

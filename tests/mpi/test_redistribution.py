@@ -20,6 +20,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
+from mpicomp.settings import from_table, to_table
 
 SAVED = 4  # ranks
 SHAPES = {"weight": (20, 60), "bias": (7,)}  # the second one is sent dense
@@ -183,14 +184,13 @@ def test_as_many_ranks_continue_bit_for_bit(comm):
 def test_states_that_do_not_belong_together_change_nothing(comm):
     """Of different steps, of other ranks, of other settings, and with sums out of range."""
 
-    def state(rank, ranks=2, value=1.0, **more):
+    def state(rank, ranks=2, value=1.0, changed=(), **more):
         exchange = GradientExchange(comm, TopK(k=1))
         exchange(np.zeros(3, np.float16))
         arrays = {"gradient/feedback.residual": np.full(3, value, np.float16)}
-        table = np.array(
-            [["rank", str(rank)], ["ranks", str(ranks)], ["average", "True"], ["small", "1024"], ["basis", "None"]]
-        )
-        return exchange.state_dict() | arrays | {"settings": table} | more
+        saved = exchange.state_dict()
+        table = from_table(saved["gradient/settings"]) | {"rank": rank, "ranks": ranks} | dict(changed)
+        return saved | arrays | {"gradient/settings": to_table(table)} | more
 
     exchange = GradientExchange(comm, TopK(k=1))
     exchange(np.ones(3, np.float16))
@@ -199,11 +199,16 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
     wrong = [
         (3, state, r"load\(0\): the state was saved with ranks 2: expected 3"),
         (2, lambda rank: state(0), r"load\(1\): the state was saved with rank 0: expected 1"),
-        (2, lambda rank: fresh | {"settings": state(1)["settings"]} if rank else state(0), "arrays"),
+        (2, lambda rank: fresh | {"gradient/settings": state(1)["gradient/settings"]} if rank else state(0), "arrays"),
+        (
+            2,
+            lambda rank: state(rank, changed={"steps": rank}),
+            "rank 1 was saved with steps 1: expected 0",
+        ),
         (2, lambda rank: state(rank, value=np.nan), "leaves the range of float16"),
         (2, lambda rank: state(rank, value=4e4), "leaves the range of float16"),
         (2, lambda rank: state(rank, **{"gradient/feedback.rate": np.array(rank)}), r"rate differs between .* 0 and 1"),
-        (2, lambda rank: {}, "the state of rank 0 has no 'settings'"),
+        (2, lambda rank: {}, "the state is of 0 tensors"),
         (0, state, "ranks is 0"),
     ]
     for ranks, load, said in wrong:
