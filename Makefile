@@ -88,6 +88,7 @@ test-torch:
 	  -q -k "scripts or launch or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
 	  tests/launch.sh $$size tests/pytorch -q || exit 1; done
+	PATH="$(abspath .venv-torch)/bin:$$PATH" MPICOMP_CHECK=1 tests/launch.sh 2 tests/pytorch -q
 
 # What the stand-in for CuPy answers against the signatures of CuPy's wheel, which needs no GPU, and the CUDA source
 # compiled by the NVRTC that this CuPy takes, and by a later one; in an environment of its own.

@@ -9,10 +9,13 @@ import ast
 import configparser
 import importlib.util
 import inspect
+import os
 import pathlib
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -22,6 +25,7 @@ import collectives
 import mpicomp
 from collectives.collective import COLLECTIVES
 from collectives.exchange.step import Step
+from mpicomp import checking
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -124,6 +128,16 @@ def test_the_python_of_a_page_runs(page, names):
             exec(compile("\n" * (line - 1) + code, page, "exec"), names)
     if left_out:
         pytest.skip(f"{page.name} has blocks that lack {left_out}, by their lines")
+
+
+def test_pages_and_docstrings_run_in_the_debug_mode():
+    if checking.is_enabled():
+        pytest.skip("this is that run")
+    tests = ["tests/test_pages.py", "tests/test_docstrings.py", "-k", "python_of or examples_of"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    environment = os.environ | {checking.VARIABLE: "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_architecture_quotes_the_step():
