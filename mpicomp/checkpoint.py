@@ -14,8 +14,8 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
+from mpicomp.names import canonical, canonical_names
 from mpicomp.settings import OTHER_SETTINGS, check_table, from_table, to_table
-from mpicomp.tensors import canonical, canonical_names
 
 _HOLDS = "holds"  # the key under which a segment lists its other keys
 TABLE = "settings"  # the key of the table

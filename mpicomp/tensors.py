@@ -5,7 +5,7 @@ written to, are compared with it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
+from mpicomp.names import canonical
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
-
-_WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of PyTorch's names anywhere
 
 ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"  # the forms, as errors name them
 
@@ -161,22 +160,6 @@ def _remedy(name: str, names: Collection[str]) -> str:
     if other is None:
         return "use another exchange for them"
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
-
-
-def canonical(name: str) -> str:
-    """Return the name of a PyTorch parameter without what wrappers add: the compiler, checkpointing, data parallelism.
-
-    >>> canonical("module.layer._orig_mod.weight")
-    'layer.weight'
-    """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS] or [name]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
-
-
-def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each; the names themselves if two would be the same."""
-    found = {name: canonical(name) for name in names}
-    return found if len({*found.values()}) == len(found) else {name: name for name in found}
 
 
 def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,21 @@
+"""The names of tensors, without what PyTorch's wrappers add to them."""
+
+from collections.abc import Iterable
+
+_WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of a name, anywhere
+
+
+def canonical(name: str) -> str:
+    """Return the name of a PyTorch parameter without what wrappers add: the compiler, checkpointing, data parallelism.
+
+    >>> canonical("module.layer._orig_mod.weight")
+    'layer.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS] or [name]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the canonical name of each; the names themselves if two would be the same."""
+    found = {name: canonical(name) for name in names}
+    return found if len({*found.values()}) == len(found) else {name: name for name in found}
