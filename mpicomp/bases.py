@@ -12,6 +12,8 @@ to 64 x 64. The basis is that of Walsh and Hadamard, which needs no products, an
 benchmarks/every_step has the cosine transform.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from mpicomp.arrays import Array, address, kernels_for, on_device, to_vector, writable_vector
@@ -84,6 +86,15 @@ class Hadamard(Basis):
 
     def _inverse(self, coefficients: Array, out: Array) -> None:
         self._forward(coefficients, out)
+
+
+def runs(edges: Sequence[int], chunk: int) -> Iterator[slice]:
+    """Yield runs of segments that one call transforms: all of a run but the last have whole chunks."""
+    start = 0
+    for first, end in pairwise(edges):
+        if (end - first) % chunk or end == edges[-1]:
+            yield slice(start, end)
+            start = end
 
 
 def _checked(vector: Any, out: Any) -> tuple[Array, Array]:

@@ -4,15 +4,14 @@ The vector has the tensors one after the other. A named tensor is a segment of i
 other only. The arrays of a list, or one array, are one segment.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
-from mpicomp.bases import Basis
+from mpicomp.bases import Basis, runs
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.segments import Outside, Segments
 from mpicomp.feedback import Feedback
@@ -20,7 +19,6 @@ from mpicomp.feedback.base import Gradient
 from mpicomp.tensors import ALONE, Tensor
 from mpicomp.vector import SparseVector, split
 
-Snapshot = Sequence[tuple[Compressor, dict[str, Any]]]
 Mean = SparseVector | Array
 
 
@@ -110,7 +108,7 @@ class Bucket:
             self._coefficients = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
         out = self._coefficients
         values = np.concatenate(gradient, out=out) if isinstance(gradient, list) else gradient
-        for run in self._runs(basis):
+        for run in runs(self.edges, basis.chunk):
             basis.forward(values[run], out[run])
         return out
 
@@ -118,17 +116,9 @@ class Bucket:
         """Return the values of a mean of coefficients, as a new array."""
         assert self.basis is not None, "without a basis a mean has values"
         values = mean.to_dense() if isinstance(mean, SparseVector) else mean.copy()
-        for run in self._runs(self.basis):
+        for run in runs(self.edges, self.basis.chunk):
             self.basis.inverse(values[run], values[run])
         return values
-
-    def _runs(self, basis: Basis) -> Iterator[slice]:
-        """Yield runs of segments that one call transforms: all of a run but the last have whole chunks."""
-        start = 0
-        for first, end in pairwise(self.edges):
-            if (end - first) % basis.chunk or end == self.length:
-                yield slice(start, end)
-                start = end
 
     def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""
@@ -200,21 +190,3 @@ def write_mean(buffer: Array, mean: Mean) -> None:
         kernels.scatter(buffer, mean.indices, mean.values)
     else:
         np.copyto(buffer, mean, casting="same_kind")
-
-
-@contextmanager
-def set_back(snapshots: Snapshot) -> Iterator[None]:
-    """Set compressors to their snapshots within a block; the last snapshot of a compressor counts."""
-    now = [(compressor, dict(vars(compressor))) for compressor, _ in snapshots]
-    restore(snapshots)
-    try:
-        yield
-    finally:
-        restore(now)
-
-
-def restore(snapshots: Snapshot) -> None:
-    """Set the attributes of compressors to those of snapshots, in order."""
-    for compressor, before in snapshots:
-        vars(compressor).clear()
-        vars(compressor).update(before)

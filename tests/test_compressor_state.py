@@ -25,8 +25,8 @@ from mpicomp import (
     WarmUp,
     Wrapper,
 )
-from mpicomp.bucket import restore
 from mpicomp.compressors import check_compressor, expect_number
+from mpicomp.compressors.base import restore
 
 LENGTH = 1000
 EVERY = {

@@ -21,9 +21,10 @@ from collectives.faults.ledger import balance, name_step
 from collectives.runtime.link import check_communicator
 from mpicomp import checking
 from mpicomp.bases import Basis
-from mpicomp.bucket import Bucket, set_back
+from mpicomp.bucket import Bucket
 from mpicomp.checkpoint import load_whole_state, restored_on_error, whole_state
 from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors.base import set_back
 from mpicomp.errors import CollectiveError, NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.redistribution import redistributed
@@ -65,22 +66,10 @@ class GradientExchange:
     >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
     [0.0, -3.0, 0.0, 2.0]
 
-    Every value in four bits, on the way to the sum and back:
+    Every value in four bits, on the way to the sum and back; bins as AdaComp's authors use them:
 
     >>> exchange = GradientExchange(comm, bits=4)
-
-    DeMo's update, for parameters -= rate * sign (see docs/feedback.md):
-
-    >>> demo = GradientExchange(
-    ...     comm, ChunkedTopK(k=1, chunk=4), ErrorFeedback(decay=0.999), basis=Hadamard(chunk=4), average="sign"
-    ... )
-    >>> demo(gradient).tolist()
-    [1.0, -1.0, -1.0, 1.0]
-
-    With bins as AdaComp's authors use them:
-
-    >>> adacomp = lambda name, shape: AdaComp(50 if len(shape) == 4 else 500)
-    >>> exchange = GradientExchange(comm, adacomp)
+    >>> exchange = GradientExchange(comm, lambda name, shape: AdaComp(50 if len(shape) == 4 else 500))
     """
 
     def __init__(

@@ -22,8 +22,8 @@ from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
 from mpicomp.arrays import Array, check_apart, kernels_for
-from mpicomp.bucket import Bucket, Compressed, Mean, restore, write_mean
-from mpicomp.compressors import Compressor
+from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
+from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import StepSkippedError
 from mpicomp.feedback.base import check_range
 from mpicomp.vector import SparseVector, whole
@@ -87,7 +87,7 @@ class Step:
         self.started: list[Started] = []
         self.finished: list[Finished] = []  # none in a step that failed or was skipped
         self.results: dict[str, Any] = {}  # of `run`, by name
-        self.snapshots: list[tuple[Compressor, dict[str, Any]]] = []  # the compressors' attributes before the step
+        self.snapshots: list[Snapshot] = []  # the compressors' attributes before the step
         self._comm, self._reduction, self._refused, self._checked = comm, reduction, refused, checked
         self._of_arrays = dense_reduction(reduction.average)  # of small tensors
         self._sent_before = traffic(comm).nbytes

@@ -5,7 +5,8 @@ wraps another compressor derives from `Wrapper`. docs/own_compressor.md has an e
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ from mpicomp.settings import Configured
 from mpicomp.vector import SparseVector, concatenate
 
 Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and the parts of another vector
+
+Snapshot = tuple["Compressor", dict[str, Any]]  # of the attributes
 
 Check = Callable[[Any, Array | None], Any]
 """Return the value of an attribute from a loaded array: check(compressor, array), where None means that it is missing.
@@ -112,7 +115,7 @@ class Compressor(Configured):
         """Return this compressor and the ones it wraps, the innermost last."""
         return [self]
 
-    def snapshot(self) -> list[tuple["Compressor", dict[str, Any]]]:
+    def snapshot(self) -> list[Snapshot]:
         """Return the attributes of the chain, which are set again after a step that failed."""
         return [(part, dict(vars(part))) for part in self.chain()]
 
@@ -175,6 +178,24 @@ class Wrapper(Compressor):
     def reset(self) -> None:
         """See `Compressor.reset`."""
         self.compressor.reset()
+
+
+@contextmanager
+def set_back(snapshots: Sequence[Snapshot]) -> Iterator[None]:
+    """Set compressors to their snapshots within a block; the last snapshot of a compressor counts."""
+    now = [(compressor, dict(vars(compressor))) for compressor, _ in snapshots]
+    restore(snapshots)
+    try:
+        yield
+    finally:
+        restore(now)
+
+
+def restore(snapshots: Sequence[Snapshot]) -> None:
+    """Set the attributes of compressors to those of snapshots, in order."""
+    for compressor, before in snapshots:
+        vars(compressor).clear()
+        vars(compressor).update(before)
 
 
 def write_sum(summands: Summands, out: Array) -> None:

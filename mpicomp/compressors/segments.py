@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, read_only
-from mpicomp.compressors.base import Compressor, Summands, Wrapper, check_selected, write_sum
+from mpicomp.compressors.base import Compressor, Snapshot, Summands, Wrapper, check_selected, write_sum
 from mpicomp.compressors.dense import Dense
 from mpicomp.vector import SparseVector, concatenate, places_of, split
 
@@ -91,7 +91,7 @@ class Segments(Compressor):
         for (compressor, _, _), part, share in zip(self._runs, split(aggregate, edges), shares, strict=True):
             compressor.observe(part, None if votes is None else share.values)
 
-    def snapshot(self) -> list[tuple[Compressor, dict[str, Any]]]:
+    def snapshot(self) -> list[Snapshot]:
         """See `Compressor.snapshot`; of a compressor that several vectors share, as the first one found it."""
         return [each for compressor, _, _ in reversed(self._runs) for each in compressor.snapshot()]
 
