@@ -92,8 +92,8 @@ def _agree(vector: SparseVector, group: Group, error: Exception | None, place: s
     Places t of f ranks are equal if and only if f times the sum of t^2 is the square of their sum.
     """
     digest = _digest(place)
-    mine = np.array([error is not None, digest, digest * digest])
-    total = np.empty_like(mine)
+    mine = np.array((error is not None, digest, digest * digest), np.int64)
+    total = np.empty(3, np.int64)
     with group.turn() as turn:
         yield (turn,)
         summing = group.reduce(mine, total)
