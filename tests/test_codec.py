@@ -1,4 +1,5 @@
 import struct
+from copy import deepcopy
 
 import fuzz_codec
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from strategies import DTYPES, sparse_vectors
 
-from mpicomp import CodecError, SparseVector
+from mpicomp import CodecError, Quantised, SparseVector, TopK
 from mpicomp.codec import (
     HEADER_NBYTES,
     Coding,
@@ -23,6 +24,7 @@ from mpicomp.codec import (
 )
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
+from mpicomp.compressors.segments import Segments
 from mpicomp.few_bits import BITS, as_they_are, quantise
 
 HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
@@ -159,6 +161,21 @@ def test_the_layout_of_offsets_is_the_documented_one():
 
 def in_runs(values, most=2):
     return Coding(RANGE, Runs.of(values, most))
+
+
+@pytest.mark.parametrize("codec", ["two_bit", "sign", "float16", "bfloat16", None])
+@pytest.mark.parametrize("sizes", [[1, 3, 10, 4000, 9000], [2] * 40 + [20000], [700] * 30, [5, 30, 50, 64, 200]])
+def test_the_bytes_do_not_depend_on_the_order_of_the_segments(codec, sizes):
+    rng, found = np.random.default_rng(0), set()
+    parts = [rng.standard_normal(size).astype(np.float32) * 10.0 ** rng.integers(-3, 3) for size in sizes]
+    for order in (range(len(sizes)), reversed(range(len(sizes))), *(rng.permutation(len(sizes)) for _ in range(8))):
+        given = [parts[place] for place in order]
+        compressor = TopK(0.9) if codec is None else Quantised(TopK(0.9), codec)
+        bounds = np.cumsum([0, *map(len, given)]).tolist()
+        vector = Segments([None] * len(given), bounds, [deepcopy(compressor) for _ in given])
+        sent = vector.compress(np.concatenate(given))
+        found.add(encoded_nbytes(sent, smallest(sent)))
+    assert max(found) <= 1.02 * min(found)
 
 
 def test_the_layout_of_runs_is_the_documented_one():

@@ -20,8 +20,6 @@ the bits of its magnitudes, the least first; then the number of runs. All of the
 
 import struct
 from abc import ABC, abstractmethod
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import numpy as np
@@ -39,7 +37,7 @@ from mpicomp.arrays import (
     write_fields,
 )
 
-_SAMPLE = 8  # values that are looked at before all of them are
+_WINDOW = np.arange(8)  # values of a window; as many windows are looked at before all values are
 _PAIR = struct.Struct("<qq")  # that offsets end with
 _MOST_RUNS = 1024
 _FEW = 32  # values: below, offsets spare next to nothing
@@ -299,15 +297,26 @@ def smallest(values: Array) -> ValueFormat:
 
 def _shortest(values: Array) -> ValueFormat:
     """Return the format that stores values in the fewest bytes, except offsets."""
-    some = to_numpy(values[:_SAMPLE]).view(f"u{values.itemsize}").tolist()
-    bits_set, sign = reduce(or_, some, 0), _sign_of(values.dtype)
-    candidates: list[Runs | Stored] = [form for form in _FORMATS_FOR[values.dtype] if form.may_fit(bits_set)]
-    magnitudes = len({bits & ~sign for bits in some})
+    sample = _sample(values)
+    candidates: list[Runs | Stored] = [
+        form for form in _FORMATS_FOR[values.dtype] if form.may_fit(int(np.bitwise_or.reduce(sample, axis=None)))
+    ]
+    magnitudes = min([len({*window}) for window in (sample & (_sign_of(values.dtype) - 1)).tolist()], default=3)
     candidates += [runs for most in (1, 2) if magnitudes <= most and (runs := Runs.of(values, most)) is not None]
     for form in sorted(candidates, key=lambda form: form.nbytes(values.size)):
         if isinstance(form, Runs) or form.fits(values):
             return form
     return as_they_are(values)
+
+
+def _sample(values: Array) -> NDArray[Any]:
+    """Return the bits of values in windows all over a vector, shape (windows, 8), in host memory.
+
+    The first values would not do: a vector of several tensors may begin with one that is like no other.
+    """
+    firsts = np.linspace(0, max(values.size - _WINDOW.size, 0), min(values.size, _WINDOW.size)).astype(np.int64)
+    places = np.minimum(firsts[:, None] + _WINDOW, values.size - 1)
+    return to_numpy(_bits(values)[namespace(values).asarray(places)])
 
 
 def _repeated(values: Array, counts: Array, total: int) -> Array:
