@@ -40,20 +40,23 @@ def to_array(array: Any) -> Array:
     Takes NumPy and CuPy arrays, objects with ``__array_interface__`` or ``__cuda_array_interface__`` and objects that
     support DLPack (PyTorch, JAX, ...). A PyTorch tensor that requires grad is detached. bfloat16 is copied to float32.
 
-    Raises TypeError for anything else, for masked arrays, for arrays on a device of another kind, and for arrays on a
-    CUDA device without CuPy. Raises ValueError for arrays on another CUDA device than CuPy's current one.
+    Raises TypeError for anything else, for masked arrays, for PyTorch's tensors without memory of their own, such as a
+    DTensor, for arrays on a device of another kind, and for arrays on a CUDA device without CuPy. Raises ValueError for
+    arrays on another CUDA device than CuPy's current one.
     """
     if type(array) is np.ndarray and array.dtype in VALUE_DTYPES:
         return array  # fast path
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("got a masked array: expected a plain one, such as array.filled(0); masks are not sent")
+    if remedy := sparse_remedy(array):
+        raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
+    if hasattr(array, "untyped_storage"):
+        _check_memory(array)
     if _is_bfloat16(array):  # NumPy has no such dtype
         if hasattr(array, "float"):
             array = array.float()
         elif hasattr(array, "astype"):
             array = array.astype("float32")
-    if remedy := sparse_remedy(array):
-        raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
     if on_device(array):
         return _on_current_device(array)  # type: ignore[no-any-return]
     if isinstance(array, np.ndarray):
@@ -106,6 +109,24 @@ def _from_dlpack(array: Any) -> Array:
     except (BufferError, RuntimeError) as error:
         dtype = getattr(array, "dtype", "an unknown dtype")
         raise TypeError(f"NumPy cannot read {_type_name(array)} of {dtype}: convert it to float32 ({error})") from error
+
+
+def _check_memory(tensor: Any) -> None:
+    """Raise TypeError for a PyTorch tensor whose values are not in memory of its own.
+
+    DLPack would pass on a null pointer, for which NumPy makes new memory, and the values without their lazy sign.
+    """
+    try:
+        has_memory = not tensor.numel() or tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # of a wrapper, such as a DTensor
+        has_memory = False
+    if not has_memory:
+        raise TypeError(
+            f"{_type_name(tensor)} on {tensor.device} has no memory of its own: expected a plain tensor; of a DTensor "
+            "pass the local shard, tensor.to_local()"
+        )
+    if tensor.is_neg():
+        raise TypeError("got a tensor that is negated lazily: pass tensor.resolve_neg()")
 
 
 def _on_current_device(array: Any) -> Any:

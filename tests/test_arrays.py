@@ -177,3 +177,21 @@ def test_sparse_tensors_are_refused_with_the_remedy(library):
         to_array(tensor)
     tensor.layout = "torch.strided"
     assert to_array(tensor).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "call", [to_array, writable_vector, TopK(k=2).compress, lambda it: SparseVector([0, 1], it, 9)]
+)
+def test_torch_tensors_without_memory_of_their_own_are_refused(call):
+    """Each as a DTensor or a parameter of FSDP may be: NumPy would read a null pointer, or make new memory."""
+    torch = pytest.importorskip("torch")
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    freed, wrapper, found = torch.ones(2), TwoTensor(torch.ones(2), torch.ones(2)), []
+    freed.untyped_storage().resize_(0)
+    torch.func.grad(lambda it: found.append(it) or it.sum())(torch.ones(2))
+    for tensor in (wrapper, torch.nn.Parameter(wrapper), wrapper[:], freed, torch.ones(2, device="meta"), *found):
+        with pytest.raises(TypeError, match=r"no memory of its own: expected a plain tensor; .* tensor.to_local\(\)"):
+            call(tensor)
+    with pytest.raises(TypeError, match=r"pass tensor.resolve_neg\(\)"):
+        call(torch.tensor([1 + 2j, 3 + 4j]).conj().imag)
