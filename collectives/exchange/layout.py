@@ -77,30 +77,22 @@ class Layout:
         CollectiveError on all if they differ.
         """
         found = outcome_of(self._described, form, arrays)
-        names = "average", "small", "bucket_nbytes", "nonfinite", "basis"  # compressors and feedback may differ
-        settings = {"gradients": form} | {name: repr(vars(self)[name]) for name in names}
+        compared = "average", "small", "bucket_nbytes", "nonfinite", "basis"  # compressors and feedback may differ
+        settings = {"gradients": form} | {name: repr(vars(self)[name]) for name in compared}
         failed = isinstance(found, Exception)
-        mine: Any = found
-        if not failed:
-            mine = {"settings": settings, "tensors": signatures(found[0], form), "share": self._shares(*found)}
+        mine: Any = found if failed else {"tensors": signatures(found[0], form), "settings": settings}
         everyone = gather_objects(mine, comm, OPERATION)
-        check_same("settings", [each["settings"] for each in everyone])
-        check_same("tensors", [each["tensors"] for each in everyone])
-        check_same("share of a tensor's values to send", [each["share"] for each in everyone])
+        for what in "settings", "tensors":
+            check_same(what, [each[what] for each in everyone])
         with all_or_none(comm, OPERATION):  # copies of the parts may fail
-            if form != DICT:
-                return [self.alone(found[0])]
-            here = {tensor.name: (tensor, compressor) for tensor, compressor in zip(*found, strict=True)}
-            return self.named([here[name] for name in everyone[0]["tensors"]])
-
-    def _shares(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor]) -> dict[str, str]:
-        """Return which tensors are sent whole, where ranks must agree on it, as no votes are counted then."""
-        if self.average != CONTRIBUTORS:
-            return {}
-        names = [tensor.name for tensor in tensors] if compressors else [ALONE]
-        chosen: Any = compressors or [self.compressor]
-        is_whole = [isinstance(each.chain()[-1], Dense) for each in chosen]
-        return {name: "all" if whole else "selected" for name, whole in zip(names, is_whole, strict=True)}
+            here = {pair[0].name: pair for pair in zip(*found, strict=form == DICT)}
+            ordered = [here[name] for name in everyone[0]["tensors"]] if here else []
+            buckets = self.named(ordered) or [self.alone(found[0])]
+        if self.average == CONTRIBUTORS:  # of a tensor that is sent whole no votes are counted
+            kinds = {name: type(each.compressor_of(name).chain()[-1]) for each in buckets for name in each.names}
+            whole = {name: str(issubclass(kind, Dense)) for name, kind in kinds.items()}
+            check_same("tensors that are sent whole", gather_objects(whole, comm, OPERATION))
+        return buckets
 
     def _described(self, form: str, arrays: Mapping[str, Any]) -> tuple[list[Tensor], list[Compressor]]:
         """Return the tensors, and a compressor for each named one."""
