@@ -85,10 +85,8 @@ def by_halving(arrays, code, block):
         before = [each.copy() for each in held]
         for rank in range(core):
             low, high = ranges[rank]
-            middle = (low + high) // 2
-            ranges[rank], given = (
-                ((middle, high), (low, middle)) if rank & distance else ((low, middle), (middle, high))
-            )
+            half = (low + high) // 2
+            ranges[rank], given = ((half, high), (low, half)) if rank & distance else ((low, half), (half, high))
             sent = slice(bounds[given[0]], bounds[given[1]])
             coded = code(before[rank][sent])
             rejected[rank][sent] = before[rank][sent] - coded

@@ -20,13 +20,7 @@ def environment(**more):
     own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     for variable, first in ("PYTHONPATH", ROOT), ("PATH", pathlib.Path(sys.executable).parent):
         own[variable] = os.pathsep.join([str(first), *filter(None, [own.get(variable)])])
-    return {
-        **own,
-        "OMP_NUM_THREADS": "1",
-        "NUMBA_NUM_THREADS": "1",
-        **dict(line.split("=", 1) for line in lines),
-        **more,
-    }
+    return {**own, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", **dict(row.split("=", 1) for row in lines), **more}
 
 
 def python(*arguments, cwd=None, timeout=120, env=None, prefix=()):

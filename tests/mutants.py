@@ -176,9 +176,7 @@ def judged(tree, mutant, passes):
         lives, seconds = tested(tree, mutant.command)
     finally:
         file.write_text(text)
-        os.utime(
-            file, ns=(before.st_atime_ns, before.st_mtime_ns)
-        )  # by which Numba knows that its cache is of this text
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # by which Numba knows its cache
     return "NOT CAUGHT" if lives else "caught", seconds
 
 

@@ -109,9 +109,7 @@ def real(options):
             right = is_sum(collective, results, roots if collective.name == "sparse_bcast" else total)
             sound &= right and peak <= 2 * promised + SLACK
             row = f"{collective.name + ', ' + algorithm:45}{seconds:9.2f}{peak / 2**20:9.2f}"
-            over = (
-                f"{peak / promised:11.2f}" if promised < math.inf else f"{'-':>11}"
-            )  # of "auto": that of what it takes
+            over = f"{peak / promised:11.2f}" if promised < math.inf else f"{'-':>11}"  # of "auto": as it takes
             print(row + over + " WRONG" * (not right), flush=True)
     return comm.bcast(sound)
 

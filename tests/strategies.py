@@ -21,6 +21,5 @@ def sparse_vectors(draw, length=None, dtype=None, width=None):
     length = draw(st.integers(0, 50)) if length is None else length
     dtype = draw(st.sampled_from(DTYPES)) if dtype is None else dtype
     indices = np.flatnonzero(draw(hnp.arrays(np.bool_, length)))
-    return SparseVector(
-        indices, draw(finite_values(dtype, (indices.size,) if width is None else (indices.size, width))), length
-    )
+    shape = (indices.size,) if width is None else (indices.size, width)
+    return SparseVector(indices, draw(finite_values(dtype, shape)), length)

@@ -14,7 +14,7 @@ LENGTHS = 0, 1, 2, 3, 7, 31, 64, 97, 256, 257, 1009
 
 
 @cache
-def hadamard_matrix(size):
+def matrix_of(size):
     return hadamard(size) / np.sqrt(size)
 
 
@@ -28,9 +28,7 @@ def expected(basis, vector):
     """Return the coefficients of a vector, in float64."""
     lengths = lengths_of_parts(basis, vector.size)
     parts = np.split(vector.astype(float), np.cumsum(lengths)) if lengths else []
-    return np.concatenate(
-        [vector[:0], *(hadamard_matrix(size) @ part for size, part in zip(lengths, parts, strict=False))]
-    )
+    return np.concatenate([vector[:0], *(matrix_of(size) @ part for size, part in zip(lengths, parts, strict=False))])
 
 
 BASES = [Hadamard(chunk) for chunk in (1, 2, 8, 64, 128, 256)]

@@ -79,12 +79,7 @@ def test_auto_sends_little_more_than_the_best_algorithm(size):
 
 @pytest.mark.parametrize(
     ("size", "coded"),
-    [
-        *((size, True) for size in (1, 2, 3, 5, 8, 13)),
-        (4, False),
-        (13, False),
-        pytest.param(64, True, marks=pytest.mark.slow),
-    ],
+    [*product((1, 2, 3, 5, 8, 13), [True]), (4, False), (13, False), pytest.param(64, True, marks=pytest.mark.slow)],
 )
 def test_formulas_against_counted_bytes_and_rounds(size, coded):
     for length, entries, pattern in (400_000, 3000, "equal"), (60_000, 4000, "independent"):

@@ -144,9 +144,7 @@ def test_each_segment_has_magnitudes_of_its_own(form):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize(
-    "values", [[], [3], [3, -3, 3], [1, 2], [0, 0], [0, -5], ["least", 1], ["most", 1], ["most"] * 3]
-)
+@pytest.mark.parametrize("values", [[], [3, -3, 3], [1, 2], [0, 0], [0, -5], ["least", 1], ["most", 1], ["most"] * 3])
 def test_two_magnitudes_of_few_values_are_exact(dtype, values):
     named = {"least": np.finfo(dtype).smallest_subnormal, "most": np.finfo(dtype).max}
     values = np.array([named.get(each, each) for each in values], dtype)

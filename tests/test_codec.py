@@ -79,9 +79,7 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
 def test_every_value_format_comes_back_to_the_bit(data, form):
     own = VALUE_FORMATS[form].dtype
     short = data.draw(st.sampled_from([np.float16, np.float32]))
-    values = data.draw(
-        hnp.arrays(short, st.integers(0, 100), elements=hnp.from_dtype(np.dtype(short), allow_nan=False))
-    )
+    values = data.draw(hnp.arrays(short, st.integers(0, 99), elements=hnp.from_dtype(np.dtype(short), allow_nan=False)))
     if data.draw(st.booleans()):
         magnitudes = values[: data.draw(st.integers(1, 2))]
         values = np.copysign(np.resize(magnitudes, values.shape), values)
@@ -415,12 +413,7 @@ def few_bits_message(values, bits=4, block=32):
     return encode_few_bits(coded, np.full(values.nbytes + 9000, 255, np.uint8)), coded
 
 
-@given(
-    st.integers(0, 200),
-    st.sampled_from([np.float32, np.float64]),
-    st.sampled_from([0, *BITS]),
-    st.sampled_from([32, 64]),
-)
+@given(st.integers(0, 200), st.sampled_from(DTYPES[1:]), st.sampled_from([0, *BITS]), st.sampled_from([32, 64]))
 def test_values_in_few_bits_come_back(size, dtype, bits, block):
     message, coded = few_bits_message(np.random.default_rng(size).standard_normal(size).astype(dtype), bits, block)
     back = decode_few_bits(message)

@@ -71,9 +71,7 @@ def used(name, steps=3):
 
 def same(one, other):
     """Say whether two states, or the attributes of two chains, hold the same values."""
-    return one.keys() == other.keys() and all(
-        np.array_equal(np.asarray(one[key]), np.asarray(other[key])) for key in one
-    )
+    return one.keys() == other.keys() and all(np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one)
 
 
 def altered(value):

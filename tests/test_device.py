@@ -9,15 +9,7 @@ from test_every_compressor import EVERY, compress
 
 from collectives.runtime import staging
 from collectives.runtime.messages import Arrival
-from mpicomp import (
-    CodecError,
-    ErrorFeedback,
-    MomentumCorrection,
-    NoFeedback,
-    SparseVector,
-    StepAhead,
-    TopK,
-)
+from mpicomp import CodecError, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK
 from mpicomp.arrays import like, to_array
 from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode
 from mpicomp.codec.indices import RANGE

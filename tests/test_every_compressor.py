@@ -33,10 +33,7 @@ EVERY = {
     "SampledTopK": lambda density: SampledTopK(density, seed=3),
     "WarmUp": lambda density: WarmUp(TopK(density), [1.0, density]),
     "AdaComp": lambda density: AdaComp(50),
-    **{
-        f"AggregationAware {m}": (lambda density, m=m: AggregationAware(density, metric=m))
-        for m in ("support", "quota")
-    },
+    **{f"AggregationAware {m}": (lambda d, m=m: AggregationAware(d, metric=m)) for m in ("support", "quota")},
     "SIDCo": lambda density: SIDCo(density),
     "SIDCo pareto": lambda density: SIDCo(density, "pareto", 3),
     "Quantised": lambda density: Quantised(TopK(density), "bfloat16"),
@@ -170,8 +167,7 @@ def test_sampled_top_k_lowers_a_threshold_ten_times_at_most():
     dense, compressor = np.ones(10_000), SampledTopK(0.5, seed=3)
     dense[np.random.default_rng([3, 0]).integers(100) :: 100] = 1e9
     assert compressor.compress(dense).nnz == 100
-    assert compressor.report.rounds == 11
-    assert compressor.report.threshold == pytest.approx(1e9 * 0.8**10)
+    assert (compressor.report.rounds, compressor.report.threshold) == (11, pytest.approx(1e9 * 0.8**10))
 
 
 def test_random_k_is_the_same_on_all_ranks_and_another_in_every_step():
@@ -184,11 +180,9 @@ def test_random_k_is_the_same_on_all_ranks_and_another_in_every_step():
     assert compress(RandomK(0.1, unbiased=True), dense).values.tolist() == [10.0] * 100
 
 
-@pytest.mark.parametrize(
-    ("compressor", "length"), [(RandomK(k=3, unbiased=True), 10), (RandomK(k=100, unbiased=True), 10)]
-)
-def test_what_is_drawn_without_bias_is_the_vector_on_average(compressor, length):
-    total, draws = np.zeros(length), 4000
+@pytest.mark.parametrize("k", [3, 100])
+def test_what_is_drawn_without_bias_is_the_vector_on_average(k):
+    compressor, length, total, draws = RandomK(k=k, unbiased=True), 10, np.zeros(10), 4000
     for _ in range(draws):
         total += compressor.compress(np.ones(length)).to_dense()
     assert (total / draws).mean() == pytest.approx(1, rel=0.05)
@@ -240,13 +234,6 @@ def test_adacomp_sends_no_exact_zero_though_the_new_gradient_is_large_there():
     assert vector.indices.tolist() == [0]
 
 
-def test_adacomp_takes_the_largest_numbers():
-    gradient = np.full(200, 1e308)
-    vector = AdaComp(50).compress(gradient, gradient=gradient)
-    assert vector.nnz == 200
-    np.testing.assert_allclose(vector.values, gradient)
-
-
 def test_unbiased_values_of_float16_may_be_in_range_where_the_factor_is_not():
     vector = RandomK(k=1, unbiased=True).compress(np.full(100_000, 0.01, np.float16))
     assert vector.values.tolist() == [np.float16(np.float16(0.01) * np.float32(100_000))]
@@ -269,16 +256,6 @@ def test_bfloat16_of_float64_is_rounded_once():
     quantised, _ = quantise(vector, "bfloat16")
     largest = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
     assert quantised.values.tolist() == [1 + 2.0**-7, 1.0, 1 + 2.0**-6, -largest, 0.0]
-
-
-def test_signs_of_the_largest_numbers_have_a_finite_magnitude():
-    quantised, _ = quantise(SparseVector(range(4), [1.5e308, -1.5e308, 1.5e308, 1.5e308], 4), "sign")
-    np.testing.assert_allclose(quantised.values, [1.5e308, -1.5e308, 1.5e308, 1.5e308])
-
-
-@pytest.mark.parametrize("threshold", [np.float32(0.5), np.int64(1), 2])
-def test_a_threshold_is_any_number_above_zero(threshold):
-    assert Threshold(threshold).compress(np.array([0.25, 3.0])).indices.tolist() == [1]
 
 
 @pytest.mark.parametrize(("bin_size", "entries", "rate"), [(50, 5.0, 40), (500, 6.4, 128)])

@@ -49,14 +49,6 @@ def test_a_first_step_is_against_the_sign_of_the_gradient(rules, name):
     assert 16 < bits <= 32
 
 
-def test_few_coefficients_take_few_bits_and_the_rest_is_kept(rules):
-    method, parameters = rules.made("in-basis-two-bit-2:chunk=64,decay=1"), np.zeros(SIZE, np.float32)
-    method.start(SHAPES, 2)
-    assert method.step(parameters, gradients(2), 0.1) < 0.6
-    assert set(np.abs(parameters)) == {np.float32(0), np.float32(0.1)}
-    assert all(np.linalg.norm(feedback.residual) > 0 for feedback in method.exchange.feedbacks)
-
-
 def test_powersgd_sends_a_matrix_of_its_rank_whole_and_keeps_the_rest(rules):
     method, draw = rules.made("powersgd-2"), np.random.default_rng(1)
     low = draw.standard_normal((40, 2)) @ draw.standard_normal((2, 70))
@@ -123,28 +115,6 @@ def test_the_cosine_basis_is_that_of_the_paper_and_a_basis_of_the_library(rules,
     np.testing.assert_allclose(coefficients, vector, atol=tolerance, rtol=tolerance)
     exchange = GradientExchange(MPI.COMM_SELF, TopK(1.0), basis=basis)
     np.testing.assert_allclose(exchange(vector), vector, atol=tolerance, rtol=tolerance)
-
-
-def test_tiles_are_squares_of_two_dimensional_tensors(rules):
-    order = rules.tiled(SHAPES, 16)
-    np.testing.assert_array_equal(np.sort(order), np.arange(SIZE))
-    for tile in order[: 8 * 256].reshape(-1, 256):
-        rows, columns = np.divmod(tile, 70)
-        assert np.ptp(rows) == np.ptp(columns) == 15
-    last = order[8 * 256 : 10 * 256]
-    np.testing.assert_array_equal(np.sort(last), 40 * 70 + 70 + np.arange(2 * 256))
-
-
-def test_reads_are_measured_of_the_methods_that_need_them(rules, monkeypatch, tmp_path):
-    import passes
-
-    file = tmp_path / "passes.json"
-    monkeypatch.setattr("sys.argv", ["passes.py", "--length", "9000", "--repeats", "1", "--json", str(file)])
-    assert passes.main() == 0
-    found = {row["method"]: row["reads"] for row in json.loads(file.read_text())["rows"]}
-    committed = json.loads((ROOT / "docs" / "results" / "passes.json").read_text())["rows"]
-    assert list(found) == [row["method"] for row in committed]
-    assert all(reads > 0 for reads in found.values())
 
 
 def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):

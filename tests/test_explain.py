@@ -44,9 +44,7 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
         for bits in FEW_BITS
     }
     known |= {("GradientExchange", name) for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")}
-    known |= {
-        ("step of 0.2 s", name) for name in ("by sparse_allreduce", "by gtopk_allreduce", "dense", "dense, 16 bits")
-    }
+    known |= {("step of 0.2 s", by) for by in ("by sparse_allreduce", "by gtopk_allreduce", "dense", "dense, 16 bits")}
     assert known <= set(rows)
     collective, exchange, step = (
         rows[name]["speedup"]
@@ -66,19 +64,11 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("ranks", ["1", "2", "3", "64", "1000000"])
 def test_no_prediction_is_below_the_least_bytes(capsys, ranks, network):
-    assert (
-        main(["explain", "--ranks", ranks, "--length", "1e8", "--density", "0.01", "--network", network, "--json"]) == 0
-    )
+    assert main(["explain", "--ranks", ranks, "--length=1e8", "--density=0.01", "--network", network, "--json"]) == 0
     rows = by_name(json.loads(capsys.readouterr().out))
     for (operation, name), row in rows.items():
         if (operation, "least bytes") in rows and name != HALVED:
             assert row["bytes"] >= 0.99 * rows[operation, "least bytes"]["bytes"], (operation, name)
-
-
-def test_the_longest_length_is_explained(capsys):
-    longest = ["--length", str(2**63 - 1), "--density", "1e-12"]
-    assert main(["explain", "--ranks", "8", *longest, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["length"] == 2**63 - 1
 
 
 def test_explain_starts_no_mpi():
@@ -87,49 +77,13 @@ def test_explain_starts_no_mpi():
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--ranks", "1000001", "expected a whole number of at least 1 and at most 1000000"),
-        ("--length", "1e19", "expected a whole number of at least 1 and at most 9223372036854775807"),
-        ("--density", "0", "expected 0 < density <= 1"),
-        ("--step", "0", "expected a number above 0"),
-    ],
-)
-def test_a_wrong_option_is_refused_with_what_is_expected(option, value, said, capsys):
-    status, error = left([*SOME, f"{option}={value}"], capsys)
-    assert (status, said in error) == (2, True)
-
-
-@pytest.mark.parametrize(
     ("text", "delay", "rate"),
-    [
-        ("10gbit:50us", 50e-6, 1.18e9),
-        ("40gbit", 10e-6, 4.72e9),
-        ("50mbit:20ms", 20e-3, 5.9e6),
-        ("50mbit", 100e-6, 5.9e6),
-    ],
+    [("10gbit:50us", 50e-6, 1.18e9), ("40gbit", 10e-6, 4.72e9), ("50mbit:20ms", 20e-3, 5.9e6), ("50mbit", 1e-4, 5.9e6)],
 )
 def test_a_network_of_ones_own_has_a_rate_and_a_delay(text, delay, rate):
     found = links_of(text)
     assert (found.latency, found.rate) == pytest.approx((delay, rate))
     assert links_of("10gbit").rate == links_of("10gbit:1us").rate == NETWORKS["10gbit"].rate
-
-
-def test_a_faster_network_of_ones_own_makes_every_sum_faster(capsys):
-    def taken(network):
-        assert main([*SOME, "--network", network, "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)["rows"]
-        return {(row["operation"], row["algorithm"]): row["seconds"] for row in rows if row["seconds"] and row["bytes"]}
-
-    fast, slow = taken("25gbit:20us"), taken("10gbit:20us")
-    assert len(fast) > 10
-    assert all(fast[each] < slow[each] for each in fast if each[1] != "auto")
-
-
-def test_what_is_no_network_is_refused(capsys):
-    status, line = left([*SOME, "--network", "25gb"], capsys)
-    assert status == 2
-    assert "expected one of 100mbit, 1gbit, 10gbit, 25gbit, 100gbit, hdr, or a rate" in line
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 1), (8, 1), (13, 1), (8, 2), (12, 4)])
@@ -201,9 +155,7 @@ def test_where_nothing_was_measured_none_of_our_methods_is_recommended(capsys, m
     assert found["take"] in (advice.DENSE, advice.SIXTEEN, advice.ALONE)
     assert said.startswith(found["conditions"][0][:40])
     ours = next(row["method"] for row in found["rows"] if row["method"] not in (*advice.THEIRS, advice.ALONE))
-    assert (found["rows"][0]["method"] == ours) == (
-        "For a trial of your own, the fastest as predicted: " + ours in said
-    )
+    assert (found["rows"][0]["method"] == ours) == ("a trial of your own, the fastest as predicted: " + ours in said)
 
 
 def test_one_node_alone_is_taken_where_it_is_the_fastest(capsys):
@@ -216,11 +168,6 @@ def test_one_node_alone_is_taken_where_it_is_the_fastest(capsys):
     said = capsys.readouterr().out
     assert "Train on one machine: one node alone accumulates 2 batches in each step, exactly dense" in said
     assert "loss_of(network, batch) / len(batches)" in said
-
-
-def test_one_node_alone_takes_the_steps_of_all_nodes_and_sends_nothing(capsys):
-    alone = by_method(advised(capsys))[advice.ALONE]
-    assert (alone["seconds"], alone["messages"]) == (16 * 0.2, 0)
 
 
 @pytest.mark.parametrize("memory", ["15", "1000"])

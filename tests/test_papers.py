@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import train
-from commands import PARSER, written
+from commands import PARSER
 from mpi4py import MPI
 
 from collectives import GradientExchange
@@ -136,19 +136,3 @@ def test_a_compressor_of_the_contract_alone_has_its_place_in_an_exchange(compare
     np.testing.assert_array_equal(total + bucket.feedback.residual, given)
     with pytest.raises(ValueError, match=re.escape("values[3] is inf: expected finite values")):
         exchange(np.where(np.arange(100) == 3, np.inf, 1).astype(np.float32))
-
-
-@SEARCHES
-@pytest.mark.parametrize("length", [0, 1, 5])
-def test_nothing_of_zeros_and_all_of_one_value(compared, name, length):
-    compressor = getattr(compared, name)(0.01)
-    assert compressor.compress(np.zeros(length)).nnz == 0
-    assert compressor.compress(np.full(length, 0.1)).nnz == min(length, 1)
-
-
-def test_the_command_measures_them_as_well(compared, tmp_path):
-    few = "--length", "2000", "--densities", "0.1", "--distributions", "normal", "--repeats", "2"
-    rows = written(tmp_path / "rows.json", "bench", "compressors", *few, "--compressors", "TopK", *compared.COMPARED)[
-        "rows"
-    ]
-    assert {row["compressor"] for row in rows} >= {"TopK", "RedSync", "GaussianK", "MSTopK"}

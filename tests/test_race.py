@@ -21,9 +21,7 @@ def trained(tmp_path, *arguments):
     file = tmp_path / "rows.json"
     done = mpirun(2, RACE / "rank.py", f"--json={file}", *arguments, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {
-        row["method"]: [list(column) for column in zip(*row["curve"], strict=True)] for row in json.load(file.open())
-    }
+    return {row["method"]: [list(each) for each in zip(*row["curve"], strict=True)] for row in json.load(file.open())}
 
 
 def test_the_gpt_of_torch_is_trained(tmp_path):
@@ -47,23 +45,6 @@ def test_the_gpt_of_torch_is_trained(tmp_path):
         assert losses[0] == curves["fp16"][-1][0]  # the same start
         assert losses[0] - losses[-1] > 0.3
     assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
-
-
-def test_methods_have_the_best_rate_of_the_simulation():
-    from joining import is_known, rate_of
-
-    assert is_known("alone", "gpt")
-    assert is_known("topk-0.01", "characters")
-    assert not is_known("in-basis-8", "characters")
-    assert not is_known("powersgd-x", "gpt")
-    tried = {name: rate_of(name, "gpt") for name in ("fp16", "lion", "local-sparse-10", "diloco-10", "topk-0.05")}
-    assert tried == {
-        "fp16": (2e-3, 3),
-        "lion": (5e-4, 4),
-        "local-sparse-10": (1e-3, 3),
-        "diloco-10": (1e-3, 1),
-        "topk-0.05": (1e-3, 1),
-    }
 
 
 @pytest.mark.slow

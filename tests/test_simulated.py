@@ -446,9 +446,7 @@ def test_the_exact_gtopk_wherever_the_largest_are(family, size):
 @pytest.mark.parametrize("common", [0, 0.5])  # the part of a gradient that all ranks share
 @pytest.mark.parametrize("spread", [0, 0.3, 1])  # of the scales of the layers: deviations of their logarithms
 @pytest.mark.parametrize(("size", "length", "k"), [(8, 100_000, 1000), (64, 50_000, 200)])
-def test_of_gradients_in_layers_the_exact_gtopk_gathers_little_more_than_k(
-    monkeypatch, size, length, k, spread, common
-):
+def test_of_gradients_in_layers_exact_gtopk_gathers_little_more_than_k(monkeypatch, size, length, k, spread, common):
     rng = np.random.default_rng([size, round(10 * spread), round(10 * common)])
     scales = np.repeat(rng.lognormal(0, spread, 40), length // 40)
     base = common * rng.standard_normal(length)

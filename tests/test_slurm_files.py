@@ -54,9 +54,8 @@ def test_the_easybuild_recipe_asks_for_what_setup_cfg_asks_for():
     required = {line.split(" >= ")[0] for line in settings["options"]["install_requires"].split("\n") if line}
     versions = {name.lower(): version for name, version in found["dependencies"]}
     assert versions.keys() == required - {"numpy"} | {"python", "scipy-bundle"}, "SciPy-bundle has NumPy"
-    assert (
-        recipe.name == f"mpicomp-{mpicomp.__version__}-{found['toolchain']['name']}-{found['toolchain']['version']}.eb"
-    )
+    chain = found["toolchain"]
+    assert recipe.name == f"mpicomp-{mpicomp.__version__}-{chain['name']}-{chain['version']}.eb"
 
 
 # What stands for `mpirun python examples/checkpointed_training.py`: it saves when it is told to, and takes its time.

@@ -2,7 +2,7 @@
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,9 +93,7 @@ def test_another_mpi_dies_of_it():
     done = child(CLAIM, MPICOMP_CUDA_AWARE="1")
     assert done.returncode != 0
     assert "sound" not in done.stdout
-    assert (
-        "Segmentation fault" in done.stderr or signal.Signals.SIGSEGV.name in done.stderr or "signal 11" in done.stderr
-    )
+    assert re.search("Segmentation fault|SIGSEGV|signal 11", done.stderr)
 
 
 @ON_THE_STAND_IN

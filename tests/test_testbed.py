@@ -49,25 +49,6 @@ def test_two_hosts_carry_bytes_that_are_counted(two_hosts, tmp_path):
     assert on_hosts("up", "2", "100mbit") == (1, "testbed: it is up already: call `down` first\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["up", "2", "fast"], "got 'fast': expected a rate such as 100mbit"),
-        (["up", "2", "0mbit"], "got '0mbit': expected a rate"),
-        (["up", "none", "1gbit"], "got 'none': expected 1 to 200"),
-        (["up", "2", "1gbit", "soon"], "got 'soon': expected a delay such as 50us"),
-        (["up", "2", "1gbit", "--loss", "some"], "got 'some': expected a share of the frames such as 1%"),
-        (["up", "2", "1gbit", "--reorder", "101%"], "got '101%': expected a share"),
-        (["up", "2", "1gbit", "1ms", "--jitter", "2ms"], "expected a --jitter of at most the delay"),
-        (["up", "2", "1gbit", "1ms", "--delay", "2ms"], "got a DELAY and a --delay"),
-        (["run"], "expected a command"),
-    ],
-)
-def test_what_it_cannot_understand_it_says(arguments, reason):
-    status, said = on_hosts(*arguments)
-    assert (status, reason in said) == (2, True), said
-
-
 def test_it_says_when_it_is_not_up_or_may_not_be():
     status, said = on_hosts("bytes", name="never-made")
     may = os.geteuid() == 0 and shutil.which("tc")

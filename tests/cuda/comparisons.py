@@ -273,10 +273,8 @@ def surveys(device, cupy):
 
 
 def compare_surveys(device, cupy, values, low=0.0, high=0.0, cut=math.inf, share=0.01):
-    ours, expected = (
-        device.survey(cupy.asarray(values), low, high, cut, share),
-        host.survey(values, low, high, cut, share),
-    )
+    ours = device.survey(cupy.asarray(values), low, high, cut, share)
+    expected = host.survey(values, low, high, cut, share)
     assert_same(ours.columns, expected.columns)
     assert (ours.complete, ours.shift, ours.cut) == (expected.complete, expected.shift, expected.cut)
     if expected.complete:
@@ -493,8 +491,7 @@ def misaligned_sums(device, cupy):
         for starts in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 2, 1)):
             size = values.shape[1] - 3
             a, b, out = (
-                cupy.asarray(each)[start : start + size]
-                for each, start in zip((*values, values[0] * 0), starts, strict=True)
+                cupy.asarray(each)[at : at + size] for each, at in zip((*values, values[0] * 0), starts, strict=True)
             )
             found, expected = device.add_above(a, b, out, 1.5), np.empty(size, dtype)
             assert_same(here(found), host.add_above(a.get(), b.get(), expected, 1.5))
@@ -529,6 +526,4 @@ def signs_of_values(device, cupy):
         compare_in_place(device, cupy, "signs", np.zeros(0, dtype), written=[0])
 
 
-ALL = [
-    each for each in list(vars().values()) if isfunction(each) and [*signature(each).parameters] == ["device", "cupy"]
-]
+ALL = [each for each in [*vars().values()] if isfunction(each) and [*signature(each).parameters] == ["device", "cupy"]]

@@ -21,12 +21,7 @@ VARIABLE = "MPICOMP_CUDA_SCHEDULE"
 _HEADER = Path(__file__).with_name("emulation.h")
 _FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
 _FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]
-_SANITIZED = [
-    "-g",
-    "-fsanitize=address",
-    "-fsanitize=alignment,shift,bounds,null",
-    "-fsanitize-undefined-trap-on-error",
-]
+_CHECKED = ["-g", "-fsanitize=address", "-fsanitize=alignment,shift,bounds,null", "-fsanitize-undefined-trap-on-error"]
 _MOST = 20  # arguments of a kernel
 
 
@@ -37,12 +32,10 @@ class EmulationError(RuntimeError):
 class Program:
     """Kernels by name; `sources` is the text of a .cu file, or of several by their names, in order."""
 
-    def __init__(
-        self, sources: Mapping[str, str] | str, options: Sequence[str] = (), *, sanitize: bool = False
-    ) -> None:
+    def __init__(self, sources: Mapping[str, str] | str, options: Sequence[str] = (), sanitize: bool = False) -> None:
         parts = {"kernels.cu": sources} if isinstance(sources, str) else dict(sources)
         self._source = "".join(f'#line 1 "{name}"\n{text}\n' for name, text in parts.items())
-        self._flags = [*_FLAGS, *(_SANITIZED if sanitize else ()), *_preprocessing(options)]
+        self._flags = [*_FLAGS, *(_CHECKED if sanitize else ()), *_preprocessing(options)]
 
     def launch(
         self,

@@ -7,12 +7,10 @@ import pytest
 from compilers import available, instructions, nvrtc_libraries, spills
 from devices import cupy_for_tests, has_cupy_wheel
 
-THE_WHEEL = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy")
+WHEEL = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy")
 
 
-@pytest.mark.parametrize(
-    "architecture", [*(pytest.param(each, marks=THE_WHEEL) for each in ("sm_80", "sm_90")), "sm_100"]
-)
+@pytest.mark.parametrize("architecture", [*(pytest.param(each, marks=WHEEL) for each in ("sm_80", "sm_90")), "sm_100"])
 @pytest.mark.skipif(not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed")
 @pytest.mark.slow
 def test_no_kernel_spills_registers(architecture):

@@ -47,9 +47,7 @@ RUNS = {
     "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
 }
 BARRIERS = [
-    (name, number, function)
-    for name in RUNS
-    for number, function in enumerate(mutants.barriers((FOLDER / name).read_text()))
+    (name, at, function) for name in RUNS for at, function in enumerate(mutants.barriers((FOLDER / name).read_text()))
 ]
 
 

@@ -72,9 +72,7 @@ def test_mass_is_conserved_in_the_basis_bitwise_on_integers(comm, collective, bu
 def test_mass_is_conserved_within_rounding_in_any_basis_with_quantised_coefficients(comm, basis, form):
     """Also contributors' means of nothing but one rank are its own coefficients; lengths that no chunk divides."""
     rng = np.random.default_rng(comm.rank)
-    exchange = GradientExchange(
-        comm, Quantised(ChunkedTopK(k=3, chunk=24), form), ErrorFeedback(), average=False, basis=basis
-    )
+    exchange = GradientExchange(comm, Quantised(ChunkedTopK(k=3, chunk=24), form), average=False, basis=basis)
     applied, given = np.zeros(1001), np.zeros(1001)
     for _ in range(3):
         gradient = rng.standard_normal(1001)
@@ -134,15 +132,6 @@ def test_feedback_methods_work_on_coefficients(comm, feedback, average):
         np.testing.assert_array_equal(within(mine), np.sign(expected) if average == "sign" else expected)
 
 
-def test_a_list_is_one_vector_in_the_basis(comm):
-    basis = Hadamard(chunk=16)
-    exchange = GradientExchange(comm, TopK(0.1), basis=basis)
-    alone = GradientExchange(comm, TopK(0.1), basis=basis)
-    mine = list(gradients(comm.rank, 0).values())
-    whole = alone(np.concatenate([each.reshape(-1) for each in mine]))
-    np.testing.assert_array_equal(np.concatenate([each.reshape(-1) for each in exchange(mine)]), whole)
-
-
 def test_the_sum_is_compressed_in_the_basis(comm):
     """Each rank a share of the coefficients, of which the first alone is not zero."""
     exchange = GradientExchange(
@@ -153,14 +142,9 @@ def test_the_sum_is_compressed_in_the_basis(comm):
 
 
 def test_states_fit_other_buckets_and_no_other_basis(comm):
-    def made(bucket_nbytes, basis):
+    def made(nbytes, basis):
         exchange = GradientExchange(
-            comm,
-            ChunkedTopK(k=2, chunk=16),
-            ErrorFeedback(decay=0.9),
-            bucket_nbytes=bucket_nbytes,
-            basis=basis,
-            small=0,
+            comm, ChunkedTopK(k=2, chunk=16), ErrorFeedback(decay=0.9), bucket_nbytes=nbytes, basis=basis, small=0
         )
         exchange.register(gradients(0, 0))
         return exchange

@@ -209,9 +209,7 @@ def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtyp
 def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watched, in_place):
     parts = watched, TopK(k=3), Forgetful(in_place=in_place), partial(gtopk_allreduce, k=2)
     rng = np.random.default_rng(comm.rank)
-    with pytest.raises(
-        CheckError, match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left the ranks"
-    ):
+    with pytest.raises(CheckError, match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left"):
         GradientExchange(*parts)(rng.standard_normal(50))
     with pytest.raises(CheckError, match=r"MPICOMP_CHECK: step 0, in weight: mass is not conserved"):
         GradientExchange(*parts, small=10)({"weight": rng.standard_normal(50)})

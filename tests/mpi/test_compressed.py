@@ -1,7 +1,5 @@
 """Compressed allreduce: each owner compresses its share of the sum; and exchanges by it."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from cases import (
@@ -20,12 +18,10 @@ from cases import select as largest
 
 from collectives import GradientExchange, compressed_allreduce, compressed_iallreduce, traffic
 from mpicomp import (
-    AdaComp,
     AggregationAware,
     ChunkedTopK,
     CollectiveError,
     Dense,
-    ErrorFeedback,
     Quantised,
     RandomK,
     SIDCo,
@@ -62,9 +58,7 @@ def test_the_sum_is_compressed_conserved_and_the_same_everywhere(comm, pattern, 
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize(
-    "compressor", [Dense(), Threshold(5.0), ChunkedTopK(k=2, chunk=16), Quantised(Dense(), "sign")]
-)
+@pytest.mark.parametrize("compressor", [Dense(), Threshold(5.0), ChunkedTopK(k=2, chunk=8), Quantised(Dense(), "sign")])
 def test_every_dtype_and_kind_of_compressor(comm, dtype, compressor):
     total = sum(window(vector) for vector in contributions("random", comm.size, dtype=dtype)).astype(dtype)
     expected = np.concatenate([compressor.compress(total[each]).to_dense() for each in shares(LENGTH, comm.size)])
@@ -86,9 +80,7 @@ def test_lengths_with_fewer_values_than_ranks(comm, length):
 
 
 def test_two_runs_of_real_numbers_and_several_in_flight_give_the_same_bits(comm):
-    vectors = [
-        SparseVector.from_dense(np.random.default_rng([comm.rank, call]).standard_normal(LENGTH)) for call in range(3)
-    ]
+    vectors = [SparseVector.from_dense(np.random.default_rng([comm.rank, n]).standard_normal(LENGTH)) for n in range(3)]
     expected = [compressed_allreduce(vector, comm, TopK(k=3)) for vector in vectors]
     started = [compressed_iallreduce(vector, comm, TopK(k=3)) for vector in vectors]
     for request, (result, rejected) in reversed([*zip(started, expected, strict=True)]):
@@ -201,36 +193,6 @@ def test_an_exchange_follows_the_rule_of_the_paper_with_a_share_of_the_server_on
         assert exchange.statistics.sent == min(9, outside)
 
 
-@pytest.mark.parametrize("form", ["array", "list", "dict"])
-@pytest.mark.parametrize("feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True)])
-def test_every_form_of_gradients_has_the_same_bits_and_loses_nothing(comm, form, feedback):
-    exchange = GradientExchange(
-        comm, TopK(k=9), feedback(), average=False, collective=compressed_sum(TopK(k=2)), small=0
-    )
-    given, applied, home = np.zeros(LENGTH), np.zeros(LENGTH), np.zeros(LENGTH, np.float32)
-    parts = {"a": slice(0, 100), "b": slice(100, 140), "c": slice(140, LENGTH)}
-    for step in range(4):
-        given += sum(integers(rank, step) for rank in range(comm.size))
-        mine = integers(comm.rank, step)
-        if getattr(exchange.feedback, "in_place", False):
-            mine = home
-            mine += integers(comm.rank, step)
-        cut = {
-            name: mine[part] if getattr(exchange.feedback, "in_place", False) else mine[part].copy()
-            for name, part in parts.items()
-        }
-        means = exchange({"array": mine, "list": [*cut.values()], "dict": cut}[form])
-        applied += (
-            np.concatenate([*means.values()])
-            if form == "dict"
-            else np.concatenate([*means])
-            if form == "list"
-            else means
-        )
-        kept = home if getattr(exchange.feedback, "in_place", False) else exchange.buckets[0].feedback.residual
-        np.testing.assert_array_equal(applied + sum(comm.allgather(kept)), given)
-
-
 def test_a_value_that_is_not_finite_in_the_own_share_is_named(comm):
     exchange = GradientExchange(comm, TopK(k=3), collective=compressed_sum(TopK(k=3)), small=0)
     gradients = {"a": np.ones(100), "b": np.ones(100)}
@@ -242,21 +204,3 @@ def test_a_value_that_is_not_finite_in_the_own_share_is_named(comm):
     with pytest.raises(ValueError, match=rf"in {name}: values\[{place}\] is inf"):
         exchange(bad)
     exchange(gradients)
-
-
-def test_few_entries_in_two_bits_both_ways(comm):
-    compressor = Quantised(TopK(density=0.1), "two_bit")
-    exchange = GradientExchange(
-        comm, compressor, average=False, collective=compressed_sum(Quantised(TopK(density=0.1), "two_bit"))
-    )
-    given, applied = np.zeros(LENGTH), np.zeros(LENGTH)
-    for step in range(3):
-        given += sum(integers(rank, step) for rank in range(comm.size))
-        applied += exchange(integers(comm.rank, step))
-    np.testing.assert_allclose(applied + sum(comm.allgather(exchange.feedback.residual)), given, atol=1e-2)
-
-
-def test_a_compressor_outside_of_the_own_share_is_given_the_gradient(comm):
-    exchange = GradientExchange(comm, AdaComp(10), collective=compressed_sum(TopK(0.1)), small=0)
-    for step in range(2):
-        assert exchange(np.random.default_rng([step, comm.rank]).standard_normal(LENGTH)).any()

@@ -23,11 +23,7 @@ def all_of(comm, vector):
     """Return the bits that every collective makes of this vector and those of the other ranks."""
     sums = [bits(sparse_iallreduce(vector, comm, algorithm=name).wait()) for name in SUMS]
     selections = [gtopk_iallreduce(vector, comm, 20, algorithm=name).wait() for name in SELECTIONS]
-    return [
-        sums,
-        [bits(part) for each in selections for part in each],
-        [bits(p) for p in sparse_allgather(vector, comm)],
-    ]
+    return [sums, [bits(p) for each in selections for p in each], [bits(p) for p in sparse_allgather(vector, comm)]]
 
 
 @CALLED_LONG

@@ -69,16 +69,12 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_wait(comm, own, name):
     culprit, vector = comm.size - 1, SparseVector([1, 2], [1.0, 2.0], 4)
     if comm.rank != culprit:
         began = time.monotonic()
-        with pytest.raises(
-            CollectiveTimeoutError, match=rf"in round \d, waiting.*rank {culprit} did not respond within"
-        ):
+        with pytest.raises(CollectiveTimeoutError, match=rf"in round \d, waiting.*rank {culprit} did not respond"):
             COLLECTIVES[name](vector, own)
         assert time.monotonic() - began >= TIMEOUT
     comm.Barrier()
     if comm.rank == culprit:
-        late = (
-            rf" was called too late on rank {culprit}: ranks? .* timed out after 0\.\d+ s.*: end the job, or continue"
-        )
+        late = rf" was called too late on rank {culprit}: ranks? .* timed out after 0\.\d+ s.*: end the job"
         with pytest.raises(CollectiveTimeoutError, match=late):
             COLLECTIVES[name](vector, own)
     with pytest.raises(CollectiveTimeoutError, match="no longer uses this communicator"):
@@ -169,9 +165,7 @@ def test_the_first_call_on_a_communicator_names_operation_and_absent_ranks(comm)
     try:
         time.sleep(0.5 * TIMEOUT * (comm.rank == 1))
         if comm.rank != absent:
-            said = (
-                rf"^sparse_allgather, the first call .* 0\.\d+ s; rank {absent} did not respond within 0\.\d+ s\. The"
-            )
+            said = rf"^sparse_allgather, the first call .* 0\.\d+ s; rank {absent} did not respond within 0\.\d+ s"
             for _ in range(2):
                 with pytest.raises(CollectiveTimeoutError, match=said):
                     sparse_allgather(SparseVector.empty(1), fresh)

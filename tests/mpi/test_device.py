@@ -165,13 +165,6 @@ def test_a_bad_vector_on_one_rank(comm, cupy):
             call(vector, comm)
 
 
-@pytest.mark.at_least(2)
-def test_lengths_that_differ(comm, cupy):
-    mine = SparseVector(cupy.arange(3, dtype=np.int32), cupy.ones(3, np.float32), 9 + (comm.rank == 0))
-    with pytest.raises(CollectiveError, match="length must be the same on all ranks, got 10 on rank 0; 9 on"):
-        sparse_allreduce(mine, comm)
-
-
 @pytest.mark.parametrize("setting", ["1", "yes"])
 def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, setting, monkeypatch):
     if MPI.COMM_WORLD.size and collectives.runtime.cuda_aware.query():
@@ -180,9 +173,7 @@ def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, setting, mon
         monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)
     fresh = comm.Dup()
     words = "MPICOMP_CUDA_AWARE is .* expected 1, 0" if setting == "yes" else "says that it is not CUDA-aware"
-    with pytest.raises(
-        ValueError, match=words if comm.rank == comm.size - 1 else "another rank has a bad MPICOMP_CUDA"
-    ):
+    with pytest.raises(ValueError, match=words if comm.rank == comm.size - 1 else "another rank has a bad MPICOMP"):
         sparse_allreduce(contribution("random", comm.rank, comm.size), fresh)
     monkeypatch.delenv("MPICOMP_CUDA_AWARE", raising=False)
     assert sparse_allreduce(contribution("random", comm.rank, comm.size), fresh).nnz

@@ -100,8 +100,7 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way):
 def test_named_tensors(comm, cupy):
     sizes = {"w": 900, "v": 700, "b": 12, "c": 9}
     exchanges = [
-        GradientExchange(comm, TopK(0.05), ErrorFeedback(), sparse_iallreduce, small=64, bucket_nbytes=3000)
-        for _ in range(2)
+        GradientExchange(comm, TopK(0.05), collective=sparse_iallreduce, small=64, bucket_nbytes=3000) for _ in range(2)
     ]
     for step in range(3):
         mine = {name: gradient(comm, step, size) for name, size in sizes.items()}
@@ -131,13 +130,6 @@ def test_parameters_are_complete_on_every_stream_after_a_round(comm, cupy):
         parameters += cupy.asarray(gradient(comm, step))
         outer.step()
         assert not cupy.cuda.get_current_stream().busy
-
-
-def test_a_list_of_which_some_are_on_a_device(comm, cupy):
-    exchange = made("top-k, gTop-k", comm)
-    mixed = [cupy.ones(5, np.float32), np.ones(5, np.float32)]
-    with pytest.raises(TypeError, match="expected one dtype, in one memory"):
-        exchange(mixed)
 
 
 @pytest.mark.at_least(2)

@@ -7,7 +7,7 @@ import pytest
 from cases import compressed_sum, normals
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
-from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, RandomK, SIDCo, StepAhead, TopK
+from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, RandomK, SIDCo, TopK
 
 pytestmark = pytest.mark.small_groups
 
@@ -147,11 +147,6 @@ def test_a_tensor_that_is_not_started_has_no_array_for_its_residual(comm):
         exchange.finish()
     assert {name: home.tobytes() for name, home in homes.items()} == before
     exchange(homes)
-
-
-def test_other_methods_are_not_in_place(comm):
-    with pytest.raises(TypeError):
-        StepAhead(0.1, in_place=True)
 
 
 def test_a_skipped_step_is_not_compared_with_the_arrays_of_the_last_one(comm):

@@ -291,10 +291,8 @@ def test_what_the_log_raises_is_a_warning_as_all_ranks_have_kept_the_step(comm):
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_collective_is_any_function(comm, blocks):
-    def of_two(vector, comm):
-        half = (
-            vector if isinstance(vector, Exception) else SparseVector(vector.indices, vector.values / 2, vector.length)
-        )
+    def of_two(given, comm):
+        half = given if isinstance(given, Exception) else SparseVector(given.indices, given.values / 2, given.length)
         return (sparse_allreduce if blocks else sparse_iallreduce)(half, comm)
 
     mean = GradientExchange(comm, TopK(k=3), NoFeedback(), of_two)(np.array([2.0, 4.0, 6.0]))
@@ -365,9 +363,7 @@ def test_one_vector_and_named_tensors_do_not_mix(comm, form):
         exchange(named if odd else alone)
     exchange(named)
     before = residuals(exchange)
-    with pytest.raises(
-        TypeError if odd else CollectiveError, match=f"got {form}: expected arrays by name, as in the first step"
-    ):
+    with pytest.raises(TypeError if odd else CollectiveError, match=f"got {form}: expected arrays by name"):
         exchange(alone if odd else named)
     for now, then in zip(residuals(exchange), before, strict=True):
         np.testing.assert_array_equal(now, then)
@@ -472,13 +468,6 @@ def test_an_interrupt_leaves_all_as_it_was(comm):
         assert {name: array.tobytes() for name, array in after.items()} == {
             name: array.tobytes() for name, array in before.items()
         }
-
-
-def test_a_value_that_is_not_finite_is_told_with_its_tensor(comm):
-    exchange = GradientExchange(comm, TopK(density=0.5), ErrorFeedback(), sparse_allreduce, small=0)
-    bad = np.array([1, np.nan], np.float32) if comm.rank == comm.size - 1 else np.ones(2, np.float32)
-    with pytest.raises((ValueError, CollectiveError), match=r"in b: values\[1\] is nan: expected finite values"):
-        exchange({"a": np.ones(3, np.float32), "b": bad})
 
 
 @pytest.mark.parametrize("feedback", [each for each in FEEDBACKS if not getattr(each, "in_place", False)], ids=repr)

@@ -87,9 +87,7 @@ def test_values_of_another_shape_raise_everywhere(comm):
     plan, culprit = plan_of(comm, 100, 9), comm.size - 1
     for bad in (np.ones(8, np.float32), np.ones((9, 1, 1), np.float32), np.float32(3)):
         values = bad if comm.rank == culprit else np.ones(9, np.float32)
-        with pytest.raises(
-            ValueError if comm.rank == culprit else CollectiveError, match=r"expected \(9,\) or \(9, wi"
-        ):
+        with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match=r"expected \(9,\) or \(9"):
             plan.allreduce(values)
 
 
