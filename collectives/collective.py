@@ -132,7 +132,7 @@ class Collective(Generic[P, T]):
         self.__signature__ = signature(call).replace(return_annotation=result)
 
         def nonblocking(*args: P.args, **kwargs: P.kwargs) -> Request[T]:
-            return self._start(call(*args, **kwargs))
+            return self._start(self._called(args, kwargs))
 
         head, _, tail = self.name.partition("_")
         self.nonblocking: Callable[P, Request[T]] = update_wrapper(nonblocking, call)
@@ -147,7 +147,7 @@ class Collective(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
         try:
-            return self._start(self._call(*args, **kwargs)).wait()
+            return self._start(self._called(args, kwargs)).wait()
         finally:
             del args, kwargs  # else an error among them, its traceback and this frame hold each other
 
@@ -185,6 +185,16 @@ class Collective(Generic[P, T]):
         self.automatic = function
         return function
 
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call[T]:
+        """Return the call; if a keyword is unknown or an argument is missing, with that error as the contribution."""
+        try:
+            return self._call(*args, **kwargs)
+        except Exception as error:
+            comm = kwargs.get("comm", next((each for each in args if hasattr(each, "Get_attr")), None))
+            if comm is None:
+                raise
+            return Call(error.with_traceback(None), comm)
+
     def _start(self, call: Call[T]) -> Request[T]:
         link = link_of(call.comm, call.operation or self.name)
         vector, error = NOTHING, call.contribution if isinstance(call.contribution, Exception) else None
@@ -207,14 +217,15 @@ class Collective(Generic[P, T]):
         if not call.follow:
             compared |= {"length": vector.length, "dtype": DTYPE_NAMES[vector.dtype], "width": vector.width}
         like = call.contribution if call.follow and isinstance(call.contribution, SparseVector) else vector
-        group = Group(link, compared, error, codec=codec, like=like.values)
         run = self.automatic if name == "auto" and self.automatic is not None else self.algorithms[name]
-        steps = run(vector, group, **call.arguments, **call.own) if error is None else _no_steps()
-        if link.checked:
-            steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
-        else:
-            steps = run_or_notify(group, steps)
-        return engine.start(steps if call.finish is None else _finished(steps, call.finish), group)
+        with engine.alone():
+            group = Group(link, compared, error, codec=codec, like=like.values)
+            steps = run(vector, group, **call.arguments, **call.own) if error is None else _no_steps()
+            if link.checked:
+                steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
+            else:
+                steps = run_or_notify(group, steps)
+            return engine.start(steps if call.finish is None else _finished(steps, call.finish), group)
 
 
 def collective(

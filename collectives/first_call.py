@@ -48,8 +48,9 @@ def _make_link(comm: Any, operation: str) -> Link:
         raise faults.error()
     duplicate = comm  # until there is one
     try:
-        unmade, request = comm.Idup()
-        engine.wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
+        with engine.alone():
+            unmade, request = comm.Idup()
+            engine.wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
         return attached(comm, link_key(), lambda: _made(duplicate))

@@ -34,7 +34,7 @@ import numpy as np
 
 from collectives.faults import ulfm
 from collectives.faults.state import different_quorum, too_few
-from collectives.runtime.engine import end_all, wait_for
+from collectives.runtime.engine import alone, end_all, wait_for
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
 from mpicomp.settings import to_integer
@@ -133,7 +133,8 @@ class Agreements:
     def agree(self, sound: bool, call: str, number: int = 0) -> tuple[bool, bool]:
         """See `agree`; `call` names the missing call in errors."""
         self._shrinking = 0
-        failed = self._finish(self._start((_SOUND if sound else 0) | _bits_of(number)), call)
+        with alone():
+            failed = self._finish(self._start((_SOUND if sound else 0) | _bits_of(number)), call)
         return bool(self._bits[0] & _SOUND) and not failed, self._are_equal()
 
     def agree_to_shrink(self, quorum: int) -> bool:
@@ -143,8 +144,9 @@ class Agreements:
         from the second one, so the others detect it. A rank that timed out may call again, and continues.
         """
         while self._shrinking < 2:
-            self._unfinished = self._unfinished or self._start(_SHRINK | _bits_of(quorum))
-            self._finish(self._unfinished, "called shrink")
+            with alone():
+                self._unfinished = self._unfinished or self._start(_SHRINK | _bits_of(quorum))
+                self._finish(self._unfinished, "called shrink")
             self._unfinished = None
             self._shrinking = self._shrinking + 1 if self._bits[0] & _SHRINK else 0
         self._shrinking = 0

@@ -66,13 +66,15 @@ class Request(Generic[T]):
     def test(self) -> bool:
         """Advance every operation in flight without waiting; return whether this one has ended, also with an error."""
         if not self.done:
-            self._engine.poll()
+            with self._engine:
+                self._engine.advance()
         return self.done
 
     def wait(self) -> T:
         """Wait for the end and return the result, or raise the collective's error; may be called again."""
         if not self.done:
-            self._engine.finish(self)
+            with self._engine:
+                self._engine.finish(self)
         if self._error is None:
             return self._result
         try:
@@ -151,18 +153,21 @@ class Engine:
             self.give_up(link.comm, link.faults, (group.signature["operation"], 0, set()))
         if link.faults.finished:
             raise link.faults.error()
-        self._enter()
-        try:
-            request = Request(steps, group, self)
-            if not request.done:
-                self._in_flight.append(request)
-        finally:
-            self._one_thread.release()
+        request = Request(steps, group, self)
+        if not request.done:
+            self._in_flight.append(request)
         return request
 
-    def poll(self) -> bool:
-        """Advance every operation that can advance, and return whether one did."""
-        return self._advance()
+    def __enter__(self) -> None:
+        """Keep other threads out, before anything is consumed that all ranks count, and until a wait has ended.
+
+        Raises RuntimeError if a thread is inside already.
+        """
+        if not self._one_thread.acquire(False):
+            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
+
+    def __exit__(self, *raised: object) -> None:
+        self._one_thread.release()
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
@@ -171,7 +176,7 @@ class Engine:
             self.poll_until(lambda: request.done, watch)
         while not request.done:
             if self._in_flight == [request]:
-                self._advance(block=True)
+                self.advance(block=True)
             else:
                 self.poll_until(lambda: request.done or self._in_flight == [request], watch)
 
@@ -220,7 +225,7 @@ class Engine:
         pause, began = _SHORTEST_PAUSE, time.monotonic()
         now = began
         while not reached():
-            moved = self.poll()
+            moved = self.advance()
             before, now = now, time.monotonic()
             if moved or now - before > longest:
                 pause, began = _SHORTEST_PAUSE, now
@@ -283,12 +288,8 @@ class Engine:
             link.faults.free(left[0].operation)
             self.end_all(link.faults)
 
-    def _enter(self) -> None:
-        if not self._one_thread.acquire(False):
-            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
-
-    def _advance(self, *, block: bool = False) -> bool:
-        self._enter()
+    def advance(self, *, block: bool = False) -> bool:
+        """Advance every operation that can advance, and return whether one did."""
         try:
             moved = False
             for request in self._in_flight:
@@ -296,7 +297,6 @@ class Engine:
             return moved
         finally:
             self._in_flight = [request for request in self._in_flight if not request.done]
-            self._one_thread.release()
 
 
 def configure(*, timeout: float | None) -> None:
@@ -314,8 +314,13 @@ def configure(*, timeout: float | None) -> None:
 
 
 def start(steps: Steps[T], group: Group) -> Request[T]:
-    """Start a collective in this process."""
+    """Start a collective in this process, inside `alone`."""
     return _engine().start(steps, group)
+
+
+def alone() -> Engine:
+    """Return a context manager that keeps other threads out: `Engine.__enter__`."""
+    return _engine()
 
 
 def wait_for_ranks(pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str) -> None:

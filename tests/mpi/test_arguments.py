@@ -66,6 +66,8 @@ BAD_KEYWORDS = {
         ValueError,
         "algorithm is 'tree-ish': expected one of ['auto', 'recursive_doubling'",
     ),
+    "unknown": ({"densty": 0.1}, TypeError, "got an unexpected keyword argument 'densty'"),
+    "given twice": ({"vector": SOUND}, TypeError, "got multiple values for argument 'vector'"),
 }
 # what rank 1 contributes instead of SOUND and k=5: sound in itself, but not what the others contribute
 MISMATCHES = {
@@ -125,6 +127,11 @@ def test_a_bad_keyword_on_one_rank(comm, row):
     culprit = comm.size - 1
     mine = keywords if comm.rank == culprit else {}
     expect(comm, culprit, error, message, lambda: gtopk_allreduce(SOUND, comm, **mine))
+
+
+def test_a_missing_argument_on_one_rank(comm):
+    call = sparse_reduce.nonblocking if comm.rank == 0 else partial(sparse_reduce.nonblocking, SOUND)
+    expect(comm, 0, TypeError, "missing 1 required positional argument: 'vector'", lambda: call(comm=comm).wait())
 
 
 @pytest.mark.at_least(2)

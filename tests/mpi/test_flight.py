@@ -2,8 +2,8 @@
 
 import gc
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from collectives import (
     allreduce,
+    dense_allreduce,
     dense_iallreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
@@ -160,21 +161,19 @@ def test_the_first_use_of_a_communicator_while_another_has_an_operation_in_fligh
     other.Free()
 
 
-def test_a_second_thread_is_told_to_stay_out(comm):
-    engine, said = _engine(), []
-    fresh = comm.Dup()
-
-    def intrude():
-        with pytest.raises(RuntimeError, match="two threads are inside the library"):
-            gtopk_iallreduce(contribution("random", comm.rank, comm.size), fresh)
-        said.append(True)
-
-    link_of(fresh)  # so that the intruder does not stop in the middle of making one
-    with engine._one_thread:
-        thread = threading.Thread(target=intrude)
-        thread.start()
-        thread.join()
-    assert said == [True]
+@pytest.mark.parametrize("known", [True, False], ids=["link", "first call"])
+def test_a_second_thread_is_refused_on_one_rank_before_it_is_counted(comm, known):
+    """The ranks then stay in step: the next operations, with tags and turns, end as if nobody had tried."""
+    fresh, vector = comm.Dup(), contribution("random", comm.rank, comm.size)
+    if known:
+        link_of(fresh)
+    if comm.rank == 0:
+        with _engine(), ThreadPoolExecutor(1) as pool:
+            for call in partial(gtopk_iallreduce, vector), partial(dense_iallreduce, np.ones(3)):
+                with pytest.raises(RuntimeError, match="two threads are inside the library"):
+                    pool.submit(call, fresh).result()
+    assert_same_bits(comm, gtopk_allreduce(vector, fresh)[0])
+    np.testing.assert_array_equal(dense_allreduce(np.ones(3), fresh), 3 * [comm.size])
     fresh.Free()
 
 
