@@ -78,10 +78,7 @@ def sparse_remedy(array: Any) -> str | None:
     if type(array) is np.ndarray:
         return None
     if type(array).__module__.startswith("scipy.sparse"):
-        return (
-            "for a CSR matrix m with one row, call m.sum_duplicates() and use SparseVector(m.indices, m.data, "
-            "m.shape[1]); m.tocsr() makes one, m.toarray() makes a dense array"
-        )
+        return "for a matrix m with one row or column use SparseVector.from_scipy(m); m.toarray() makes a dense array"
     if str(getattr(array, "layout", "")).startswith("torch.sparse"):
         return (
             "for a 1-d sparse tensor t, call t = t.coalesce() and use SparseVector(t.indices()[0], t.values(), "

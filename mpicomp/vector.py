@@ -133,6 +133,34 @@ class SparseVector:
         np.add.at(sums, where, given)
         return cls(union if union.size else union.astype(np.int32), sums.astype(given.dtype), length)
 
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> "SparseVector":
+        """Return the entries of a SciPy sparse matrix or array with one row or one column, of any format.
+
+        Repeated entries are added, as by `from_entries`. Raises ValueError for another shape.
+        """
+        entries = matrix.tocoo()
+        if math.prod(entries.shape) != max(entries.shape):
+            raise ValueError(f"got shape {entries.shape}: expected one row or one column, such as matrix[[0]]")
+        places = entries.col if entries.shape[-1] == max(entries.shape) else entries.row
+        return cls.from_entries(places, entries.data, max(entries.shape))
+
+    def to_scipy(self) -> Any:
+        """Return the vector as a CSR matrix of SciPy: one row of `length` columns, or `length` rows of its width.
+
+        Raises TypeError for a vector on a device.
+        """
+        from scipy.sparse import csr_matrix
+
+        if on_device(self.values):
+            raise TypeError("the vector is on a device: copy its arrays to the host")
+        if self.width is None:
+            return csr_matrix((self.values, self.indices, [0, self.nnz]), (1, self.length))
+        counts = np.zeros(self.length + 1, np.int64)
+        counts[self.indices + 1] = self.width
+        columns = np.tile(np.arange(self.width), self.nnz)
+        return csr_matrix((self.values.reshape(-1), columns, counts.cumsum()), (self.length, self.width))
+
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector, shape (length,) or (length, width).
 

@@ -87,6 +87,14 @@ def test_embedding_rows(tmp_path):
     checked("embedding_rows.py", "--steps", "60", cwd=tmp_path, checks=4)
 
 
+def test_sparse_features(tmp_path):
+    checked("sparse_features.py", "--steps", "40", "--dense", "2", "--blocks", "20", cwd=tmp_path, checks=4)
+
+
+def test_sparse_histogram(tmp_path):
+    checked("sparse_histogram.py", "--files", "12", "--k", "50", size=3, cwd=tmp_path, checks=4)
+
+
 def test_local_steps(tmp_path):
     pytest.importorskip("sklearn")
     checked("local_steps.py", cwd=tmp_path, checks=4)

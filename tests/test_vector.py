@@ -303,8 +303,21 @@ def test_sparse_matrices_are_refused_with_the_remedy():
     matrix = scipy.sparse.csr_array(np.array([[0, 2.0, 0, 3.0]]))
     calls = SparseVector.from_dense, lambda m: SparseVector([1], m, 4), lambda m: SparseVector.from_entries(m, [1.0], 4)
     for call in calls:
-        with pytest.raises(TypeError, match=r"expected a dense array; .*use SparseVector\(m.indices, m.data, m.shape"):
+        with pytest.raises(TypeError, match=r"expected a dense array; .*use SparseVector.from_scipy\(m\)"):
             call(matrix)
-    matrix.sum_duplicates()
-    vector = SparseVector(matrix.indices, matrix.data, matrix.shape[1])
-    np.testing.assert_array_equal(vector.to_dense(), matrix.toarray()[0])
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "coo", "lil"])
+@pytest.mark.parametrize("kind", [scipy.sparse.csr_array, scipy.sparse.csr_matrix])
+def test_scipy_s_matrices_become_vectors_and_back(form, kind):
+    dense = np.array([[0, 2.0, 0, -3.0]], np.float32)
+    row = SparseVector.from_scipy(kind(dense).asformat(form))
+    assert (row.indices.tolist(), row.values.tolist(), row.length) == ([1, 3], [2, -3], 4)
+    column = SparseVector.from_scipy(kind(dense.T).asformat(form))
+    assert column.to_scipy().toarray().tolist() == row.to_scipy().toarray().tolist() == dense.tolist()
+    rows = SparseVector([0, 2], np.array([[1, 2], [3, 4]], np.float32), 4)
+    assert rows.to_scipy().toarray().tolist() == rows.to_dense().tolist()
+    repeated = scipy.sparse.coo_matrix((np.ones(3), ([0, 0, 0], [5, 1, 5])), (1, 7))
+    assert SparseVector.from_scipy(repeated).values.tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"got shape \(2, 4\): expected one row or one column"):
+        SparseVector.from_scipy(kind(np.ones((2, 4))))

@@ -51,7 +51,7 @@ BAD_VECTORS = {
         TypeError,
         "vector is ndarray: expected a SparseVector, not a dense array; compress it first: TopK(",
     ),
-    "SciPy's sparse matrix": (scipy.sparse.csr_array(np.eye(1, 9)), TypeError, "use SparseVector(m.indices, m.data"),
+    "SciPy's sparse matrix": (scipy.sparse.csr_array(np.eye(1, 9)), TypeError, "use SparseVector.from_scipy"),
     "nothing": (None, TypeError, "vector is NoneType: expected a SparseVector"),
     "failed before": (OverflowError("the loss scaler overflowed"), OverflowError, "the loss scaler overflowed"),
 }
