@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--length", type=float, default=1e6)
     parser.add_argument("--density", type=float, default=0.3)
     parser.add_argument("--repeats", type=int, default=15)
-    names = ["recursive_doubling", "allgather", "recursive_halving", "split_allgather", "dense"]
+    names = ["recursive_doubling", "allgather", "split_allgather"]
     parser.add_argument("--algorithms", nargs="+", default=names, choices=ALGORITHMS)
     options, comm = parser.parse_args(), MPI.COMM_WORLD
     length = int(options.length)

@@ -1,13 +1,12 @@
 """Sparse allreduce: the exact sum of all ranks' vectors on every rank.
 
-Sources: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling, split + allgather and split +
-dense allgather; R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005, for halving and doubling.
+Source: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling and split + allgather.
 
 Rounds and bytes: docs/collectives.md. Invariant: the order of additions depends only on the number of ranks (and, in
 algorithms that use nodes, on their placement). An entry is summed on one rank, or on several with the same bits, so all
 ranks hold the same bits.
 
-Differences from the papers: any number of ranks; parts of unequal size; a piece is sent as a bitmap or a dense range as
+Differences from the paper: any number of ranks; parts of unequal size; a piece is sent as a bitmap or a dense range as
 soon as that is smaller; shares hold about equal numbers of entries, however these are distributed; a metadata exchange
 comes first.
 """
@@ -22,12 +21,11 @@ import numpy as np
 from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
-from collectives.partition import cut, equal_bounds
-from collectives.patterns import add, core_doubling, doubling, folded
+from collectives.partition import equal_bounds
+from collectives.patterns import add, doubling
 from collectives.reduce_scatter import scatter, sum_of_share
-from collectives.runtime.group import Group, Part
+from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from collectives.schedule import halving
 from collectives.votes import gather_votes
 from mpicomp.arrays import Array, kernels_for, on_device, to_device_of, to_numpy
 from mpicomp.codec import encoded_nbytes
@@ -41,8 +39,6 @@ SumAlgorithm = Literal[
     "allgather",
     "recursive_doubling",
     "split_allgather",
-    "recursive_halving",
-    "dense",
     "dense_mpi",
     "node_lanes",
 ]
@@ -62,19 +58,18 @@ def sparse_allreduce(
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    algorithm: "allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense", or "dense_mpi": MPI's
-    own allreduce of the filled vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node
-    "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
+    algorithm: "allgather", "recursive_doubling", "split_allgather", or "dense_mpi": MPI's own allreduce of the filled
+    vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node "node_lanes"; or "auto", the
+    fastest one by the formulas of `collectives.choice`.
     partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, or
-    "auto": equal ranges unless one would hold over 1.25 times the mean, else quantiles. "dense" always uses equal
-    ranges; "dense_mpi" has no shares.
+    "auto": equal ranges unless one would hold over 1.25 times the mean, else quantiles.
     votes: also count the ranks that contribute each entry (`collectives.votes`); the same on all ranks.
 
     The ranks first exchange metadata in ceil(lg P) small messages. "auto" omits this for two ranks; it sends vectors in
     these messages if they are small, or if the last call for this length gathered them.
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero are kept;
-    "dense" and "dense_mpi" return an entry for every position. The sum may share memory with `vector`. With votes
+    "dense_mpi" returns an entry for every position. The sum may share memory with `vector`. With votes
     returns (sum, counts), of which type checkers see the sum alone: counts is int64, one for each entry.
 
     >>> vector = TopK(k=2).compress(gradient)
@@ -100,7 +95,7 @@ Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 MOST_KINDS = 1024  # of sums that are remembered, apart by powers of two of their entries and bits
-UNSAMPLED = ("allgather", "recursive_doubling", "dense", "dense_mpi")  # they cut nothing, or equal ranges
+UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
 NO_METADATA = Metadata([], [], 0)
 ALGORITHMS: dict[str, Sum] = {}
 
@@ -218,33 +213,6 @@ def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> S
     bounds = metadata.bounds(group.size)
     share = yield from sum_of_share(vector, group, bounds)
     return join((yield from all_vectors(share, group)))
-
-
-@algorithm
-def recursive_halving(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Reduce-scatter by recursive halving, then allgather by recursive doubling."""
-    bounds = metadata.bounds(group.core)
-
-    def core(part: Part) -> Steps[Part]:
-        held, (low, high) = part[0], (0, group.core)  # in shares of the index space
-        for partner in halving(group.rank, group.core):
-            middle = (low + high) // 2
-            lower, upper = cut(held, (bounds[low], bounds[middle], bounds[high]))
-            keep, give = (lower, upper) if group.rank < partner else (upper, lower)
-            low, high = (low, middle) if group.rank < partner else (middle, high)
-            held, _ = add((keep, 0), (yield from group.exchange(give, partner)))
-        return (yield from core_doubling((held, 0), group, add))  # disjoint ranges: to add is to put together
-
-    return (yield from folded((vector, 0), group, add, core))[0]
-
-
-@algorithm
-def dense(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
-    """Sum every share on its owner, and gather the shares as dense pieces."""
-    bounds = equal_bounds(metadata.length, group.size)
-    share = yield from sum_of_share(vector, group, bounds)
-    first, end = bounds[group.rank : group.rank + 2]
-    return join((yield from all_vectors(share.filled(first, end), group)))
 
 
 @algorithm

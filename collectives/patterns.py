@@ -4,16 +4,13 @@ A part is a vector and an integer, its count.
 """
 
 from collections.abc import Callable
-from functools import partial
 
-from collectives.runtime.group import Group, Part, PartOf, V
+from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
 from mpicomp.vector import SparseVector, merge
 
-CombineOf = Callable[[PartOf[V], PartOf[V], int], PartOf[V]]
-Combine = CombineOf[SparseVector]
-Core = Callable[[PartOf[V]], Steps[PartOf[V]]]
+Combine = Callable[[Part, Part, int], Part]
 
 
 def add(ours: Part, theirs: Part, block: int = 1) -> Part:
@@ -21,39 +18,26 @@ def add(ours: Part, theirs: Part, block: int = 1) -> Part:
     return merge(ours[0], theirs[0]), max(ours[1], theirs[1])
 
 
-def folded(part: PartOf[V], group: Group, combine: CombineOf[V], core: Core[V]) -> Steps[PartOf[V]]:
-    """Run `core` on the core ranks, a power of two; the other ranks fold into these first and receive the result last.
+def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
+    """Exchange over doubling distances and combine, and return the result of all ranks. lg(core) rounds.
 
-    Additional rounds: 2 if P is no power of two, else none.
-    """
-    partner = fold_partner(group.rank, group.size)
-    return core(part) if partner is None else _folded(part, group, combine, core, partner)
-
-
-def _folded(part: PartOf[V], group: Group, combine: CombineOf[V], core: Core[V], partner: int) -> Steps[PartOf[V]]:
-    if partner < group.rank:
-        yield from group.send(part[0], partner, part[1])
-        return (yield from group.receive(partner))
-    part = yield from core(combine(part, (yield from group.receive(partner)), 1))
-    yield from group.send(part[0], partner, part[1])
-    return part
-
-
-def doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps[PartOf[V]]:
-    """Run `core_doubling` on any number of ranks, folded."""
-    return folded(part, group, combine, partial(core_doubling, group=group, combine=combine))
-
-
-def core_doubling(part: PartOf[V], group: Group, combine: CombineOf[V]) -> Steps[PartOf[V]]:
-    """Exchange over doubling distances and combine, and return the result of all core ranks. lg(core) rounds.
+    The ranks beyond the core ranks, a power of two, first fold into these, and receive the result last: 2 rounds more.
 
     combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.
     Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is bitwise commutative.
     """
+    folded = fold_partner(group.rank, group.size)
+    if folded is not None and folded < group.rank:
+        yield from group.send(part[0], folded, part[1])
+        return (yield from group.receive(folded))
+    if folded is not None:
+        part = combine(part, (yield from group.receive(folded)), 1)
     block = 1
     for partner in butterfly(group.rank, group.core):
         block *= 2
         part = combine(part, (yield from group.exchange(part[0], partner, part[1])), block)
+    if folded is not None:
+        yield from group.send(part[0], folded, part[1])
     return part
 
 

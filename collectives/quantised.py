@@ -2,18 +2,15 @@
 
 Sources: H. Tang et al., "1-bit Adam", ICML 2021 (arXiv 2102.02888), for the compressed allreduce with an error on both
 sides; H. Tang et al., "DoubleSqueeze", ICML 2019 (arXiv 1905.05957); G. Wang et al., "ZeRO++" (arXiv 2306.10209), for
-blocks of 4 bits and sums inside nodes; R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005, for halving and
-doubling.
+blocks of 4 bits and sums inside nodes.
 
 m = n b / 8 bytes of codes, and 2 (for 2 bits: 4) bytes of scales a block, twice that for float64; f = (P-1)/P.
-`direct`: 2 rounds, 2 f m. `halving`: after the comparison of the call signatures 2 floor(lg P) rounds, 2 f m; where P
-is no power of two 2 rounds more, and m more at the ranks that fold and their partners. `node_lanes`: after the same
-comparison 1 round and f 4 n inside a node, `direct` between the nodes with the share of a lane, 1 round and f m inside
-a node.
+`direct`: 2 rounds, 2 f m. `node_lanes`: after the comparison of the call signatures 1 round and f 4 n inside a node,
+`direct` between the nodes with the share of a lane, 1 round and f m inside a node.
 
-Invariant: each rank rounds each index once, either when it sends its values, or its partial sum, or as the owner of the
-sum; `rejected` contains the error of that rounding. So result and rejected entries of all ranks are the sum of the
-arrays. Owners send the codes of the sum, and all ranks decode the same codes: the same bits everywhere.
+Invariant: each rank rounds each index once, either when it sends its values, or as the owner of the sum; `rejected`
+contains the error of that rounding. So result and rejected entries of all ranks are the sum of the arrays. Owners send
+the codes of the sum, and all ranks decode the same codes: the same bits everywhere.
 
 Differences from the papers: any number of ranks; the owner of a share adds its own values as they are, last, and rounds
 only the sum, so it has one error, not two; scales have 8 significant bits, so that errors need no rounding; shares are
@@ -22,7 +19,6 @@ whole blocks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,10 +26,9 @@ import numpy as np
 
 from collectives.choice import algorithm_for
 from collectives.collective import Call, collective
-from collectives.patterns import compare_by_doubling, core_doubling, folded
-from collectives.runtime.group import Group, PartOf
+from collectives.patterns import compare_by_doubling
+from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from collectives.schedule import halving as halves
 from mpicomp.arrays import (
     Array,
     address,
@@ -72,7 +67,7 @@ def quantised_allreduce(
     bits: int = 4,
     block: int = 256,
     *,
-    algorithm: Literal["auto", "direct", "halving", "node_lanes"] = "auto",
+    algorithm: Literal["auto", "direct", "node_lanes"] = "auto",
     out: tuple[Any, Any] | None = None,
 ) -> Call[tuple[Any, Any]]:
     """Sum an array over all ranks, with every value in few bits, and return what was rounded away.
@@ -82,9 +77,8 @@ def quantised_allreduce(
     both the same on all ranks. 8 and 4 bits: 255 or 15 levels, evenly spaced up to the largest magnitude of the block.
     2 bits: a sign and one of two magnitudes. 1 bit: a sign and the mean magnitude. The scales take 16 bits a block
     more, 32 for 2 bits, and twice that for float64.
-    algorithm: "direct"; "halving", for many ranks and short arrays, which rounds partial sums as well; "node_lanes",
-    for several ranks on each of several nodes, which does not round inside a node; or "auto", which chooses by
-    `collectives.choice`.
+    algorithm: "direct"; "node_lanes", for several ranks on each of several nodes, which does not round inside a node;
+    or "auto", which chooses by `collectives.choice`.
 
     out: two C-contiguous arrays of the size and dtype of `array`, of which the second may be `array` itself: they are
     written to and returned, which saves the time to map new memory. Their contents are undefined if an error is raised.
@@ -152,7 +146,7 @@ def _outputs(out: Any, values: Array) -> Result:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A rank's values, or partial sums, and where their errors are written; both float32 or float64.
+    """A rank's values, and where their errors are written; both float32 or float64.
 
     short: decoded values are float16 numbers, so that the result is exact in float16.
     """
@@ -223,41 +217,6 @@ def refuse_not_finite(values: Array, group: Group) -> None:
     """Raise ValueError on this rank, and CollectiveError on the others, if a value is not finite."""
     with group.raise_on_all():
         kernels_for(values).raise_not_finite(values)
-
-
-@quantised_allreduce.algorithm
-def halving(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
-    """Halve the range in each round, and double the shares of the sum; see the module."""
-    refuse_not_finite(array, group)
-    sums = array.copy()
-    quantiser = Quantiser(sums, out[1], bits, block, short=vector.dtype == np.float16)
-    first = quantiser.code(0, array.size) if group.rank >= group.core else as_they_are(sums, block)
-
-    def combine(ours: PartOf[FewBits], theirs: PartOf[FewBits], distance: int) -> PartOf[FewBits]:
-        theirs[0].add_to(sums)
-        return ours
-
-    total, _ = yield from folded((first, 0), group, combine, partial(halved, quantiser=quantiser, group=group))
-    return decoded([total], out)
-
-
-def halved(part: PartOf[FewBits], quantiser: Quantiser, group: Group) -> Steps[PartOf[FewBits]]:
-    """Return the sum over the core ranks, whose values are in `quantiser`, in few bits."""
-    bounds, low, high = quantiser.bounds(group.core), 0, group.core  # in shares
-    for partner in halves(group.rank, group.core):
-        middle = (low + high) // 2
-        lower, upper = (low, middle), (middle, high)
-        (low, high), given = (lower, upper) if group.rank < partner else (upper, lower)
-        sent = quantiser.code(bounds[given[0]], bounds[given[1]])
-        theirs, _ = yield from group.exchange(sent, partner)
-        theirs.add_to(quantiser.values[bounds[low] : bounds[high]])
-
-    def put_together(ours: PartOf[FewBits], theirs: PartOf[FewBits], block: int) -> PartOf[FewBits]:
-        both = (theirs, ours) if group.rank & block // 2 else (ours, theirs)
-        return join([part for part, _ in both]), 0
-
-    share = quantiser.code(bounds[low], bounds[high])
-    return (yield from core_doubling((share, 0), group, put_together))
 
 
 @quantised_allreduce.algorithm

@@ -36,15 +36,6 @@ def fold_partner(rank: int, size: int) -> int | None:
     return rank + core if rank + core < size else None
 
 
-def halving(rank: int, core: int) -> Iterator[int]:
-    """Yield the partners of a butterfly from the longest distance to the shortest: core / 2, ..., 2, 1.
-
-    If each round halves the index range, and the lower rank of the pair keeps the lower half, rank r ends with the r-th
-    of `core` equal ranges.
-    """
-    return reversed(list(butterfly(rank, core)))
-
-
 def tree_parent(rank: int, size: int, root: int = 0) -> int | None:
     """Return the parent of `rank` in the binomial tree of `root`; None for the root."""
     place = (rank - root) % size

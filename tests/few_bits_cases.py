@@ -71,35 +71,6 @@ def by_owners(arrays, code, block):
     return total, rejected
 
 
-def by_halving(arrays, code, block):
-    """Return total and every rank's rejected values: partial sums are rounded when half of them is sent."""
-    size, length = len(arrays), arrays[0].size
-    core = 2 ** int(np.log2(size))
-    held, rejected = [array.copy() for array in arrays], [np.zeros(length) for _ in arrays]
-    bounds, ranges = bounds_of(length, block, core), [(0, core)] * core
-    for rank in range(core, size):
-        sent = code(held[rank])
-        rejected[rank], held[rank - core] = held[rank] - sent, held[rank - core] + sent
-    distance = core // 2
-    while distance:
-        before = [each.copy() for each in held]
-        for rank in range(core):
-            low, high = ranges[rank]
-            half = (low + high) // 2
-            ranges[rank], given = ((half, high), (low, half)) if rank & distance else ((low, half), (half, high))
-            sent = slice(bounds[given[0]], bounds[given[1]])
-            coded = code(before[rank][sent])
-            rejected[rank][sent] = before[rank][sent] - coded
-            held[rank ^ distance][sent] += coded
-        distance //= 2
-    total = np.zeros(length)
-    for rank in range(core):
-        share = slice(bounds[rank], bounds[rank + 1])
-        total[share] = code(held[rank][share])
-        rejected[rank][share] = held[rank][share] - total[share]
-    return total, rejected
-
-
 def by_lanes(arrays, code, block):
     """Return total and every rank's rejected values on one node: the lanes round the sum of all."""
     bounds, summed = bounds_of(arrays[0].size, block, len(arrays)), sum(arrays)
@@ -109,4 +80,4 @@ def by_lanes(arrays, code, block):
     return total, rejected
 
 
-ORACLES = {"direct": by_owners, "halving": by_halving, "node_lanes": by_lanes}
+ORACLES = {"direct": by_owners, "node_lanes": by_lanes}

@@ -36,7 +36,6 @@ DOCUMENTED = {
 COLLECTIVES = (
     "sparse_allreduce",
     "split_allgather",
-    "recursive_halving",
     "sparse_iallreduce",
     "sparse_allgather",
     "gtopk_allreduce",

@@ -45,8 +45,6 @@ def formulas(size, n, k, union):
         ("sparse_allreduce", "allgather"): 3 * size * k * S,
         ("sparse_allreduce", "recursive_doubling"): 6 * union * S,
         ("sparse_allreduce", "split_allgather"): 6 * union * S,
-        ("sparse_allreduce", "recursive_halving"): 4 * union * S,
-        ("sparse_allreduce", "dense"): 3 * n * S,
         ("sparse_allreduce", "dense_mpi"): 4 * n * V,
         ("sparse_allreduce", "node_lanes"): 4 * union * S,
         ("sparse_reduce_scatter", "split"): 4 * k * S,

@@ -82,8 +82,8 @@ def test_exchange_compares_with_the_dense_allreduce(capsys, bench):
 
 
 def test_sums_in_few_bits_are_compared_with_the_dense_allreduce(bench):
-    rows = bench("quantised", "--length", "5000", "--bits", "4", "1", "--algorithms", "direct", "halving")["rows"]
-    names = "4 bits direct", "4 bits halving", "1 bits direct", "1 bits halving"
+    rows = bench("quantised", "--length", "5000", "--bits", "4", "1", "--algorithms", "direct")["rows"]
+    names = "4 bits direct", "1 bits direct"
     dense = "MPI_Allreduce", "16 bits"
     assert [(row["name"], row["baseline"]) for row in rows] == [(name, each) for name in names for each in dense]
     consistent(rows)

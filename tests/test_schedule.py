@@ -16,7 +16,6 @@ from collectives.schedule import (
     fold_partner,
     group_sizes,
     groups,
-    halving,
     hearing,
     rotation,
     tree_children,
@@ -70,21 +69,6 @@ def test_dissemination_brings_every_block_to_every_rank_once_and_in_order():
             assert blocks <= held
             held += blocks
         assert held == size
-
-
-def test_halving_leaves_every_core_rank_the_sum_of_its_own_share():
-    for core in (2**power for power in range(11)):
-        ranks, low, high = np.arange(core), np.zeros(core, int), np.full(core, core)
-        held, rounds = weights(core), list(halving(ranks, core))
-        assert len(rounds) == math.log2(core)
-        for partners in rounds:
-            middle, lower = (low + high) // 2, ranks < partners
-            assert (low[partners] == low).all()  # both hold the same range before they halve it
-            low, high = np.where(lower, low, middle), np.where(lower, middle, high)
-            held = held + held[partners]
-        assert (held == weights(core).sum()).all()
-        np.testing.assert_array_equal(low, ranks)
-        np.testing.assert_array_equal(high, ranks + 1)
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])

@@ -93,15 +93,11 @@ ROUNDS = {
     "allgather": upper,
     "recursive_doubling": lambda size: lower(size) + fold(size),
     "split_allgather": lambda size: (size > 1) + upper(size),
-    "recursive_halving": lambda size: 2 * lower(size) + fold(size),
-    "dense": lambda size: (size > 1) + upper(size),
 }
 MESSAGES = {
     "allgather": upper,
     "recursive_doubling": lambda size: lower(size) + fold(size) / 2,
     "split_allgather": lambda size: size - 1 + upper(size),
-    "recursive_halving": lambda size: 2 * lower(size) + fold(size) / 2,
-    "dense": lambda size: size - 1 + upper(size),
 }
 
 
@@ -202,7 +198,6 @@ def in_few_bits(network, name, length, bits, block=32):
 
 FEW_BITS_ROUNDS = {
     "direct": lambda size: 2 * (size > 1),
-    "halving": lambda size: 3 * lower(size) + 2 * fold(size),  # a third of them compares the call signatures
     "node_lanes": lambda size: 2 * (size > 1) + lower(size) + fold(size),
 }
 

@@ -16,8 +16,6 @@ from collectives.choice.links import Constants, Cost, Links, seconds
 from collectives.runtime.group import Group
 from mpicomp.vector import SparseVector
 
-HANDICAPS = {"halving": 1.25}  # in the choice, times the seconds: it has to save a fifth, as it rounds partial sums too
-
 
 def algorithm_for(
     collective: str, vector: SparseVector, group: Group, entries: float, *, whole: bool = True, **about: Any
@@ -30,7 +28,7 @@ def algorithm_for(
 
 @lru_cache(maxsize=1024)
 def choose(collective: str, case: Case, links: Links, *, whole: bool = True) -> str:
-    """Return the algorithm with the shortest predicted time, of equally fast ones the first; see `HANDICAPS`.
+    """Return the algorithm with the shortest predicted time, of equally fast ones the first.
 
     Entries are rounded to steps of 9 %. whole: these are all ranks of the communicator, so MPI's own allreduce is a
     candidate.
@@ -43,9 +41,8 @@ def choose(collective: str, case: Case, links: Links, *, whole: bool = True) -> 
 @lru_cache(maxsize=1024)
 def _fastest(collective: str, case: Case, links: Links, whole: bool) -> str:
     taken = predicted(collective, case, links)
-    names = [name for name in taken if name != "dense_mpi" or whole]
-    names = [name for name in names if case.value_nbytes or not name.startswith("dense")]
-    return min(names, key=lambda name: HANDICAPS.get(name, 1.0) * taken[name][0])
+    names = [name for name in taken if name != "dense_mpi" or (whole and case.value_nbytes)]
+    return min(names, key=lambda name: taken[name][0])
 
 
 def predicted(collective: str, case: Case, links: Links) -> dict[str, tuple[float, Cost]]:

@@ -147,23 +147,6 @@ def _split_allgather(case: Case) -> Cost:
     return plus(split(case), gather_shares(case, union, union))
 
 
-def _recursive_halving(case: Case) -> Cost:
-    core, union = core_size(case.ranks), case.union(case.ranks)
-    beyond = case.ranks - core
-    costs = [in_rounds(2, case.message(union, summed=True), 2 * case.entries)] if beyond else []
-    for parts in [1 << step for step in range(core.bit_length() - 1)]:
-        held = case.union(parts + min(parts, -(-beyond * parts // core))) / parts
-        half = case.message(held / 2, 1 / (2 * parts), summed=parts + beyond > 1)
-        doubled = case.message(union * parts / core, parts / core, summed=True)
-        costs.append(in_rounds(2, half + doubled, held + 2 * union * parts / core))
-    return plus(in_rounds(0), *costs)
-
-
-def _dense(case: Case) -> Cost:
-    piece = case.message(case.length / case.ranks, 1 / case.ranks)
-    return plus(split(case), gather(case, piece, FILLED * case.length))
-
-
 def dense_mpi(case: Case) -> Cost:
     """Return the cost of MPI's own allreduce: the least bytes that it can send.
 
@@ -191,25 +174,15 @@ def quantised_direct(case: Case) -> Cost:
     return 2 * min(1, others), 2 * others, 2 * others * case.few_bits() / case.ranks, FILLED * case.length
 
 
-def _quantised_halving(case: Case) -> Cost:
-    core, nbytes = core_size(case.ranks), case.few_bits()
-    beyond = case.ranks > core
-    rounds, sent = 2 * (core.bit_length() - 1 + beyond), 2 * (core - 1) / core * nbytes + beyond * nbytes
-    agreed = core.bit_length() - 1 + 2 * beyond
-    return in_rounds(agreed + rounds, agreed * LINE + sent, FILLED * case.length)
-
-
 FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {  # of equally fast algorithms the first is taken
     "sparse_allreduce": {
         "recursive_doubling": _recursive_doubling,
         "allgather": _allgather,
         "split_allgather": _split_allgather,
-        "recursive_halving": _recursive_halving,
-        "dense": _dense,
         "dense_mpi": dense_mpi,
     },
     "gtopk_allreduce": {"exact": _gtopk_exact, "recursive_doubling": _gtopk_doubling},
-    "quantised_allreduce": {"direct": quantised_direct, "halving": _quantised_halving},
+    "quantised_allreduce": {"direct": quantised_direct},
 }
 
 

@@ -22,7 +22,7 @@ RANKS = [2**power for power in range(1, 11)]
 FORMULAS = {
     f"{collective}, {name}": formulas.FORMULAS[collective][name]
     for collective, names in (
-        ("sparse_allreduce", ("allgather", "recursive_doubling", "split_allgather", "recursive_halving", "dense")),
+        ("sparse_allreduce", ("allgather", "recursive_doubling", "split_allgather")),
         ("gtopk_allreduce", ("recursive_doubling", "exact")),
     )
     for name in names

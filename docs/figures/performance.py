@@ -66,8 +66,6 @@ ALGORITHMS = {
     "allgather": "#dbe7f3",
     "recursive_doubling": "#7fb2d9",
     "split_allgather": "#dcefdc",
-    "recursive_halving": "#8fc487",
-    "dense": "#efe6d8",
     "dense_mpi": "#d98c4a",
     "exact": "#f6dcd8",
 }

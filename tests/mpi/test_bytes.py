@@ -77,25 +77,6 @@ def recursive_doubling(size):
     return sent + doubled(held)
 
 
-def recursive_halving(size):
-    held, sent = folded(supports(size))
-    ranks, distance = np.arange(len(held)), len(held) // 2
-    bounds = np.array([LENGTH * rank // len(held) for rank in range(len(held) + 1)])
-    while distance:
-        own = held.copy()
-        for rank in ranks:
-            low = rank // distance * distance
-            own[rank, : bounds[low]] = own[rank, bounds[low + distance] :] = False
-        sent += held.sum() - own.sum()
-        partners = held[ranks ^ distance]
-        for rank in ranks:
-            low = rank // distance * distance
-            partners[rank, : bounds[low]] = partners[rank, bounds[low + distance] :] = False
-        held = own | partners
-        distance //= 2
-    return sent + doubled(held)
-
-
 def union(size):
     return supports(size).any(axis=0).sum()
 
@@ -105,8 +86,6 @@ EXACT_SUMS = {
     "allgather": lambda size: size * (size - 1) * K,
     "recursive_doubling": recursive_doubling,
     "split_allgather": lambda size: (size - 1) * (K + union(size)),
-    "recursive_halving": recursive_halving,
-    "dense": lambda size: (size - 1) * (K + LENGTH * VALUE / ENTRY),
     "dense_mpi": lambda size: 2 * (size - 1) * LENGTH * VALUE / ENTRY,
 }
 

@@ -147,12 +147,12 @@ _sound = allreduce.allgather
     ],
 )
 def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watched, monkeypatch, broken, said):
-    monkeypatch.setitem(allreduce.ALGORITHMS, "dense", broken)
+    monkeypatch.setitem(allreduce.ALGORITHMS, "split_allgather", broken)
     vector = SparseVector([2, 4, 6, 8, 9], [1.0, -1.0, 5.0, 2.0, 3.0], 12)
     with pytest.raises(CheckError, match=said):
-        sparse_allreduce(vector, watched, algorithm="dense")
+        sparse_allreduce(vector, watched, algorithm="split_allgather")
     assert sparse_allreduce(vector, watched).nnz == 5
-    sparse_allreduce(vector, comm, algorithm="dense")  # off, nobody looks
+    sparse_allreduce(vector, comm, algorithm="split_allgather")  # off, nobody looks
 
 
 def test_a_sum_that_overflows_is_found(comm, watched):

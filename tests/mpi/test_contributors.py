@@ -20,7 +20,7 @@ from mpicomp import Compressor, Dense, ErrorFeedback, NoFeedback, Quantised, Spa
 LENGTH = 60
 COLLECTIVES = {
     "allreduce": sparse_allreduce,
-    "dense": partial(sparse_allreduce, algorithm="dense"),
+    "doubling": partial(sparse_allreduce, algorithm="recursive_doubling"),
     "split": partial(sparse_iallreduce, algorithm="split_allgather", votes=False),
     "allgather": sparse_allgather,
 }

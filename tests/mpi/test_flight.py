@@ -47,7 +47,7 @@ def start_all(comm):
         (sparse_iallgather, "unequal", {}),
         (sparse_iallreduce, "random", {}),
         (gtopk_iallreduce, "random", {"k": LENGTH, "algorithm": "exact"}),
-        (sparse_iallreduce, "ties", {"algorithm": "dense"}),
+        (sparse_iallreduce, "ties", {"algorithm": "split_allgather"}),
         (sparse_iallreduce, "ties", {"algorithm": "dense_mpi"}),
         (gtopk_iallreduce, "ties", {"k": LENGTH}),
         (dense_iallreduce, "random", {}),

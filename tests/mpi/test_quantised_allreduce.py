@@ -185,7 +185,6 @@ def test_out_shares_no_memory(comm):
         {"block": 512},
         {"array": np.ones(8)},
         {"array": np.ones(9, np.float32)},
-        {"algorithm": "halving"},
         {"algorithm": "node_lanes"},
     ]
 )
