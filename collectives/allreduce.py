@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from collectives.choice import algorithm_for
-from collectives.collective import Call, Codec, collective, sound
-from collectives.metadata import PARTITIONS, Metadata, exchange_metadata, is_long, is_short
+from collectives.collective import Call, Codec, collective
+from collectives.metadata import Metadata, exchange_metadata, is_long, is_short
 from collectives.partition import equal_bounds
 from collectives.patterns import add, doubling
 from collectives.reduce_scatter import scatter, sum_of_share
@@ -42,7 +42,6 @@ SumAlgorithm = Literal[
     "dense_mpi",
     "node_lanes",
 ]
-Partition = Literal["auto", "equal", "sampled"]
 
 
 @collective(gives_sum=True)
@@ -51,7 +50,6 @@ def sparse_allreduce(
     comm: "MPI.Comm",
     *,
     algorithm: SumAlgorithm = "auto",
-    partition: Partition = "auto",
     codec: Codec = "auto",
     votes: bool = False,
 ) -> Call[SparseVector]:
@@ -61,8 +59,6 @@ def sparse_allreduce(
     algorithm: "allgather", "recursive_doubling", "split_allgather", or "dense_mpi": MPI's own allreduce of the filled
     vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node "node_lanes"; or "auto", the
     fastest one by the formulas of `collectives.choice`.
-    partition: how the index space is divided into shares: "equal" ranges, "sampled" quantiles of the indices, or
-    "auto": equal ranges unless one would hold over 1.25 times the mean, else quantiles.
     votes: also count the ranks that contribute each entry (`collectives.votes`); the same on all ranks.
 
     The ranks first exchange metadata in ceil(lg P) small messages. "auto" omits this for two ranks; it sends vectors in
@@ -76,23 +72,14 @@ def sparse_allreduce(
     >>> sparse_allreduce(vector, comm).to_dense().tolist()
     [0.0, -3.0, 0.0, 2.0]
     """
-    arguments = {"partition": partition, "votes": votes}
-    return Call(vector, comm, algorithm, codec, arguments, prepare=with_partition)
+    return Call(vector, comm, algorithm, codec, {"votes": votes})
 
 
 sparse_iallreduce = sparse_allreduce.nonblocking
 
 
-def with_partition(call: Call[Any], size: int) -> SparseVector:
-    """Return the vector if the vector and the partition are valid; raise otherwise."""
-    partition = call.arguments["partition"]
-    if not (isinstance(partition, str) and partition in PARTITIONS):
-        raise ValueError(f"partition is {partition!r}: expected one of {list(PARTITIONS)}")
-    return sound(call, size)
-
-
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
-Choose = Callable[[SparseVector, Group, str], Steps[Choice]]
+Choose = Callable[[SparseVector, Group], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 MOST_KINDS = 1024  # of sums that are remembered, apart by powers of two of their entries and bits
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
@@ -108,11 +95,11 @@ def algorithm(function: Sum) -> Sum:
     return function
 
 
-def run_chosen(choose: Choose, vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
+def run_chosen(choose: Choose, vector: SparseVector, group: Group, votes: bool = False) -> Steps[Any]:
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
     total = None
     with group.turn() as turn:
-        name, metadata = yield from choose(vector, group, partition)
+        name, metadata = yield from choose(vector, group)
         if name == "dense_mpi":
             yield (turn,)
             total = yield from dense_mpi(vector, group, metadata)
@@ -140,7 +127,7 @@ def run_counting(
     return total, (yield from gather_votes(total, counts, bounds, group))
 
 
-def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: bool = True) -> Steps[Choice]:
+def choose_freely(vector: SparseVector, group: Group, *, whole: bool = True) -> Steps[Choice]:
     """Choose an algorithm by the contributions of the ranks.
 
     Two ranks need no metadata to choose: none sends less than the vectors. Small vectors are sent in the metadata
@@ -156,8 +143,8 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
     gathered, short = group.link.gathered, is_short(vector, group)
     again = kind in gathered and not (on_device(vector.indices) or is_long(encoded_nbytes(vector, coding), group))
     # A rank sends samples where a sum of vectors like its own, with supports that overlap, would cut the index space.
-    cut = partition == "sampled" or (not short and best(vector.nnz, bits=bits, overlap=0.5) not in UNSAMPLED)
-    metadata = yield from exchange_metadata(vector, group, partition, sampling=cut, bits=bits, whole=short or again)
+    cut = not short and best(vector.nnz, bits=bits, overlap=0.5) not in UNSAMPLED
+    metadata = yield from exchange_metadata(vector, group, sampling=cut, bits=bits, whole=short or again)
     if metadata.vectors:
         if all([is_short(each, group) for each in metadata.vectors]):
             return "allgather", metadata
@@ -172,21 +159,21 @@ def choose_freely(vector: SparseVector, group: Group, partition: str, *, whole: 
 
 
 @sparse_allreduce.auto
-def automatic(vector: SparseVector, group: Group, partition: str, votes: bool = False) -> Steps[Any]:
+def automatic(vector: SparseVector, group: Group, votes: bool = False) -> Steps[Any]:
     """Run the fastest algorithm."""
     if group.size <= 2 and not votes:
         return recursive_doubling(vector, group, NO_METADATA)  # in no turn, as it calls no allreduce of MPI's
-    return run_chosen(choose_freely, vector, group, partition, votes)
+    return run_chosen(choose_freely, vector, group, votes)
 
 
-def agree_on(name: str, vector: SparseVector, group: Group, partition: str) -> Steps[Choice]:
+def agree_on(name: str, vector: SparseVector, group: Group) -> Steps[Choice]:
     """Exchange the metadata for a named algorithm; detects ranks that named different ones."""
-    return name, (yield from exchange_metadata(vector, group, partition, sampling=name not in UNSAMPLED))
+    return name, (yield from exchange_metadata(vector, group, sampling=name not in UNSAMPLED))
 
 
-def among_some(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
+def among_some(vector: SparseVector, group: Group) -> Steps[SparseVector]:
     """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
-    name, metadata = yield from choose_freely(vector, group, partition, whole=False)
+    name, metadata = yield from choose_freely(vector, group, whole=False)
     return (yield from ALGORITHMS[name](vector, group, metadata))
 
 
@@ -243,5 +230,5 @@ def node_lanes(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[
     share = yield from sum_of_share(vector, node, bounds)
     if node.rank < lanes:
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])
-        share = yield from among_some(share, lane, metadata.partition)
+        share = yield from among_some(share, lane)
     return join((yield from all_vectors(share, node))[:lanes])

@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 
 from collectives.choice.formulas import LONG_NBYTES
 from collectives.choice.overlap import in_digest, level_of, overlap_of
-from collectives.partition import (
-    Bounds,
-    balanced_bounds,
-    equal_bounds,
-    quantile_bounds,
-    sample,
-)
+from collectives.partition import Bounds, balanced_bounds, sample
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
@@ -31,12 +25,11 @@ from mpicomp.vector import SparseVector
 
 WHOLE_NBYTES = 1 << 16  # of all other ranks' vectors: they take no longer than the rounds of the metadata
 MOST_BITS = 2**15 - 1  # of a value as coded: the field has 15 bits
-PARTITIONS = ("auto", "equal", "sampled")
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata of all ranks: entries of each, samples of their indices, the length, and the requested partition.
+    """The metadata of all ranks: entries of each, samples of their indices, and the length.
 
     overlap: of the supports, see `collectives.choice`. bits: the mean bits of an entry's values as coded. vectors:
     those of all ranks if each sent its own, else empty.
@@ -45,7 +38,6 @@ class Metadata:
     counts: list[int]
     samples: list[NDArray[np.integer]]
     length: int
-    partition: str = "auto"
     overlap: float = 0.0
     bits: float = 0.0
     vectors: tuple[SparseVector, ...] = ()
@@ -69,16 +61,12 @@ class Metadata:
 
     def bounds(self, size: int) -> Bounds:
         """Return the bounds of the shares of `size` owners."""
-        if self.partition == "equal":
-            return equal_bounds(self.length, size)
-        choose = balanced_bounds if self.partition == "auto" else quantile_bounds
-        return choose(self.samples, self.counts, self.length, size)
+        return balanced_bounds(self.samples, self.counts, self.length, size)
 
 
 def exchange_metadata(
     vector: SparseVector,
     group: Group,
-    partition: str,
     *,
     sampling: bool = True,
     bits: float | None = None,
@@ -86,15 +74,16 @@ def exchange_metadata(
 ) -> Steps[Metadata]:
     """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
 
-    sampling: send samples for a partition. bits: bits of an entry's values as coded, if the metadata are for choosing
-    an algorithm; a message between nodes then contains a digest. None otherwise. whole: send the vector instead.
+    sampling: send samples for the bounds of shares. bits: bits of an entry's values as coded, if the metadata are for
+    choosing an algorithm; a message between nodes then contains a digest. None otherwise. whole: send the vector
+    instead.
     """
     digests = bits is not None and len(group.nodes()) > 1  # inside a node bytes cost less than making a digest
     sent = vector
     if not whole:
-        sent = indices_to_send(vector, group, samples=sampling and partition != "equal", digest=digests)
+        sent = indices_to_send(vector, group, samples=sampling, digest=digests)
     received = yield from group.gather(sent, pack(vector.nnz, bits or 0, whole))
-    return metadata_of(received, vector.length, partition, digests=digests)
+    return metadata_of(received, vector.length, digests=digests)
 
 
 def indices_to_send(vector: SparseVector, group: Group, *, samples: bool, digest: bool) -> SparseVector:
@@ -119,14 +108,14 @@ def is_long(nbytes: int, group: Group) -> bool:
     return (group.size - 1) * nbytes > LONG_NBYTES
 
 
-def metadata_of(received: Sequence[Part], length: int, partition: str, *, digests: bool) -> Metadata:
+def metadata_of(received: Sequence[Part], length: int, *, digests: bool) -> Metadata:
     """Return the metadata in the messages of all ranks. digests: whether the messages contain digests."""
     vectors, fields = zip(*received, strict=True)
     counts, bits, whole = unpack(fields)
     mean_bits = sum(map(mul, counts, bits)) / max(1, sum(counts))
     if all(whole):
-        return Metadata(counts, [], length, partition, bits=mean_bits, vectors=vectors)
-    metadata = Metadata(counts, [], length, partition, bits=mean_bits)
+        return Metadata(counts, [], length, bits=mean_bits, vectors=vectors)
+    metadata = Metadata(counts, [], length, bits=mean_bits)
     return metadata.sampled(list(zip(vectors, whole, strict=True)), digests=digests)
 
 

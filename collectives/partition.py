@@ -78,25 +78,20 @@ def sample(indices: Array, rank: int, size: int) -> Array:
     return chosen
 
 
-def quantile_bounds(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Bounds:
-    """Return the bounds of shares with about equal numbers of entries, from every rank's `sample` and entries."""
-    places, entries = _distribution(samples, counts)
-    if not entries.size:
-        return equal_bounds(length, size)
-    total = int(entries[-1])
-    inner = np.searchsorted(entries, [total * owner // size for owner in range(1, size)])
-    return (0, *places[inner].tolist(), length)
-
-
 def balanced_bounds(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Bounds:
-    """Return `equal_bounds` if no share has over 1.25 times the mean, else `quantile_bounds`."""
-    equal = equal_bounds(length, size)
-    places, entries = _distribution(samples, counts)
+    """Return the bounds of shares with about equal numbers of entries, from every rank's `sample` and entries.
+
+    These are `equal_bounds`, if no share has over 1.25 times the mean, else quantiles of the samples.
+    """
+    equal, (places, entries) = equal_bounds(length, size), _distribution(samples, counts)
     if not entries.size:
         return equal
+    total = int(entries[-1])
     below = np.concatenate([[0], entries])[np.searchsorted(places, np.array(equal, places.dtype))]
-    even = np.diff(below).max() * size <= SKEW * entries[-1]
-    return equal if even else quantile_bounds(samples, counts, length, size)
+    if np.diff(below).max() * size <= SKEW * total:
+        return equal
+    inner = np.searchsorted(entries, [total * owner // size for owner in range(1, size)])
+    return (0, *places[inner].tolist(), length)
 
 
 def _run_edges(count: int, runs: int) -> Array:

@@ -32,7 +32,7 @@ def bare(call: Call[Any], size: int) -> SparseVector:
 @collective()
 def _union(vector: SparseVector, comm: Any) -> "Call[SupportPlan]":
     plan = partial(SupportPlan, comm=comm)
-    return Call(vector, comm, arguments={"partition": "auto"}, prepare=bare, finish=plan, operation="SupportPlan.union")
+    return Call(vector, comm, prepare=bare, finish=plan, operation="SupportPlan.union")
 
 
 _union.algorithm(partial(allreduce.run_chosen, allreduce.choose_freely), name="union", compares_calls=True)

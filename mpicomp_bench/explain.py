@@ -249,7 +249,6 @@ def whole_steps(
 
 ARGUMENTS: dict[str, Callable[[int], Row]] = {  # of the algorithms of a collective, for so many entries
     "gtopk_allreduce": lambda entries: {"k": entries},
-    "sparse_allreduce": lambda entries: {"partition": "auto"},
     "sparse_reduce_scatter": lambda entries: {"partition": "equal"},
     "sparse_reduce": lambda entries: {"root": 0},
     "sparse_bcast": lambda entries: {"root": 0},

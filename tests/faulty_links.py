@@ -78,7 +78,6 @@ def gradient(rank, step, length):
 def operations(comm, length):
     """Return each collective in each of its ways, by name: what it is called, and its keyword arguments."""
     from collectives import allreduce, gtopk_allreduce
-    from collectives.allreduce import PARTITIONS
     from mpicomp import TopK
 
     ways = {
@@ -92,7 +91,6 @@ def operations(comm, length):
         "dense_allreduce": [{}],
         "aligned_allreduce": [{}],
     }
-    ways["sparse_allreduce"] += [{"algorithm": "split_allgather", "partition": name} for name in PARTITIONS]
     ways["sparse_allreduce"] += [{"codec": name} for name in ("plain", "quick", "smallest")] + [{"votes": True}]
     return {f"{name} {terms}": (name, terms) for name, each in ways.items() for terms in each}
 

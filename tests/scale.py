@@ -19,7 +19,6 @@ import collectives
 from mpicomp import SparseVector
 
 ARGUMENTS = {
-    "sparse_allreduce": {"partition": "auto"},
     "sparse_reduce_scatter": {"partition": "equal"},
     "sparse_reduce": {"root": 0},
     "sparse_bcast": {"root": 0},

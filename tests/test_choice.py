@@ -25,7 +25,7 @@ from mpicomp_bench.network import Network
 ROOT = pathlib.Path(__file__).parent.parent
 ENTRIES = 5000
 SUMS = FORMULAS["sparse_allreduce"]
-AUTO = partial(sparse_allreduce.automatic, partition="auto")
+AUTO = sparse_allreduce.automatic
 PATTERNS = {"disjoint": -1, "independent": 0, "overlapping": 0.75, "equal": 1}
 
 
@@ -68,10 +68,7 @@ def test_auto_sends_little_more_than_the_best_algorithm(size):
             length = round(ENTRIES / density)
             vectors = [SparseVector(support(pattern, r, size, length), values(kind, r), length) for r in range(size)]
             names = [name for name in SUMS if name != "dense_mpi"]
-            named = {
-                name: counted(vectors, partial(sparse_allreduce.algorithms[name], partition="auto"))[0]
-                for name in names
-            }
+            named = {name: counted(vectors, sparse_allreduce.algorithms[name])[0] for name in names}
             best = min(named, key=named.get)
             auto, _ = counted(vectors, AUTO)
             assert auto <= 1.15 * named[best], (pattern, kind, density, best, named)
@@ -87,7 +84,7 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             SparseVector(support(pattern, rank, size, length, entries), values("float32", rank, entries), length)
             for rank in range(size)
         ]
-        metadata = Metadata([entries] * size, [], length, "equal")
+        metadata = Metadata([entries] * size, [np.empty(0, np.int32)] * size, length)
         case = Case(size, length, entries, 1 if coded else size, overlap=PATTERNS[pattern])
         nodes = None if coded else [0] * size
         for name in SUMS:
@@ -114,7 +111,7 @@ def test_votes_cost_few_bytes(kind, size):
         length, most = round(ENTRIES / density), {"allgather": 1.0, "split_allgather": 1.1, "recursive_doubling": 1.2}
         vectors = [SparseVector(support(pattern, r, size, length), values(kind, r), length) for r in range(size)]
         for name, least in most.items():
-            steps = partial(sparse_allreduce.algorithms[name], partition="auto")
+            steps = sparse_allreduce.algorithms[name]
             without, with_votes = (counted(vectors, partial(steps, votes=votes))[0] for votes in (False, True))
             assert with_votes <= least * without, (name, pattern)
 

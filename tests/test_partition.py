@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
-from collectives.partition import balanced_bounds, cut, equal_bounds, given_bounds, likely, quantile_bounds, sample
+from collectives.partition import balanced_bounds, cut, equal_bounds, given_bounds, likely, sample
 from mpicomp import SparseVector
 from mpicomp.vector import join
 
@@ -42,7 +42,7 @@ def test_bounds_are_right_at_the_largest_lengths(length, size):
     assert [part.nnz for part in cut(last, equal_bounds(length, size))] == [0] * (size - 1) + [1]
     everywhere = np.linspace(length / 2, length - 10_000, 4096).astype(np.int64)
     shares = [sample(everywhere, rank, size) for rank in range(size)]
-    bounds = quantile_bounds(shares, [4096] * size, length, size)
+    bounds = balanced_bounds(shares, [4096] * size, length, size)
     assert all(start < end for start, end in pairwise(bounds))
     places = np.searchsorted(everywhere, np.array(bounds))
     assert np.diff(places).max() <= 1.1 * 4096 / size
@@ -69,8 +69,7 @@ def test_quantiles_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(s
     counts = [support.size for support in supports]
     samples = [sample(support, rank, size) for rank, support in enumerate(supports)]
     assert largest_share(equal_bounds(length, size), supports, length) > min(15, 0.6 * size)
-    for partition in (quantile_bounds(samples, counts, length, size), balanced_bounds(samples, counts, length, size)):
-        assert largest_share(partition, supports, length) <= 1.1
+    assert largest_share(balanced_bounds(samples, counts, length, size), supports, length) <= 1.1
 
 
 def test_one_rank_with_everything_and_one_support_on_all_ranks_are_balanced_too():
@@ -79,7 +78,7 @@ def test_one_rank_with_everything_and_one_support_on_all_ranks_are_balanced_too(
     for supports in ([support] * size, [support] + [support[:0]] * (size - 1), [support[:3]] + [support] * (size - 1)):
         counts = [each.size for each in supports]
         samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
-        assert largest_share(quantile_bounds(samples, counts, length, size), supports, length) <= 1.1
+        assert largest_share(balanced_bounds(samples, counts, length, size), supports, length) <= 1.1
 
 
 def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
@@ -87,7 +86,7 @@ def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
     supports = [hot(0, length, 20_000)] * size
     samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
     assert np.unique(np.concatenate(samples)).size == size * samples[0].size
-    balanced = quantile_bounds(samples, [each.size for each in supports], length, size)
+    balanced = balanced_bounds(samples, [each.size for each in supports], length, size)
     assert largest_share(balanced, supports, length) <= 1.01
 
 
@@ -98,7 +97,7 @@ def test_even_supports_keep_equal_ranges_and_so_do_small_ones():
     assert balanced_bounds(samples, [5000] * 4, 100_000, 4) == equal_bounds(100_000, 4)
     few = [sample(np.arange(15), rank, 4) for rank in range(4)]
     assert balanced_bounds(few, [15] * 4, 100_000, 4) == equal_bounds(100_000, 4)
-    assert quantile_bounds(few, [15] * 4, 100_000, 4) == equal_bounds(100_000, 4)
+    assert balanced_bounds(few, [15] * 4, 100_000, 4) == equal_bounds(100_000, 4)
 
 
 @pytest.mark.parametrize(

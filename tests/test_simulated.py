@@ -60,8 +60,8 @@ def fold(size):
     return 0 if size & (size - 1) == 0 else 2
 
 
-def metadata_of(size, partition="equal"):
-    return allreduce.Metadata([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1, partition)
+def metadata_of(size):
+    return allreduce.Metadata([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1)
 
 
 def over(network, steps, **signature):
@@ -254,7 +254,7 @@ def test_the_others(size):
     )
     assert rounds <= 2 * upper(size)
     assert all(vector.values.tobytes() == vectors[root].values.tobytes() for vector in handed)
-    exchanged, rounds = over(Network(size), partial(allreduce.exchange_metadata, partition="auto"))
+    exchanged, rounds = over(Network(size), allreduce.exchange_metadata)
     assert rounds == upper(size)
     assert all(each.counts == [vector.nnz for vector in vectors] for each in exchanged)
 
@@ -273,7 +273,7 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
         for link in network.links:
             link.clock = link.sent = link.traffic.nbytes = 0
         results, rounds = network.run(
-            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
+            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group), length=length
         )
         (gathered,) = {any(kind[4] == entries.bit_length() for kind in link.gathered) for link in network.links}
         assert len({total.values.tobytes() for total in results}) == 1
@@ -306,7 +306,7 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         return start
 
     def exact(name):
-        metadata = allreduce.Metadata([50] * size, [], 50, "equal")
+        metadata = allreduce.Metadata([50] * size, [np.empty(0, np.int32)] * size, 50)
         return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
     for steps in [*map(exact, ROUNDS), *(partial(steps, k=20) for steps in gtopk_allreduce.algorithms.values())]:
@@ -320,7 +320,7 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
 
 NAMED = {
     "sparse_allreduce": {
-        name: partial(steps, partition="auto")
+        name: steps
         for name, steps in [("auto", sparse_allreduce.automatic), *sparse_allreduce.algorithms.items()]
         if name in ("auto", *ROUNDS)
     },
@@ -384,15 +384,13 @@ def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypa
 
     exchange = allreduce.exchange_metadata
 
-    def seen(vector, group, partition, *, sampling, **more):
+    def seen(vector, group, *, sampling, **more):
         looked.append(sampling)
-        return exchange(vector, group, partition, sampling=sampling, **more)
+        return exchange(vector, group, sampling=sampling, **more)
 
     monkeypatch.setattr(allreduce, "exchange_metadata", seen)
     network = Network(8, nodes=range(8))
-    results, _ = network.run(
-        lambda rank, group: sparse_allreduce.automatic(vectors[rank], group, partition="auto"), length=length
-    )
+    results, _ = network.run(lambda rank, group: sparse_allreduce.automatic(vectors[rank], group), length=length)
     assert sum(looked) == sampling
     expected = sum(vector.to_dense() for vector in vectors)
     assert all(np.array_equal(result.to_dense(), expected) for result in results)

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from collectives.collective import COLLECTIVES
-from collectives.metadata import PARTITIONS
 from mpicomp.codec import CODECS
 
 RIGHT = """
@@ -48,8 +47,6 @@ def test_a_type_checker_sees_arguments_and_results(tmp_path):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_literals_are_the_names_that_are_declared(name):
     known = {"algorithm": ["auto", *COLLECTIVES[name].algorithms], "codec": ["auto", *CODECS]}
-    if name == "sparse_allreduce":
-        known["partition"] = list(PARTITIONS)
     for form in (COLLECTIVES[name], COLLECTIVES[name].nonblocking):
         parameters = inspect.signature(form).parameters
         assert "kwargs" not in parameters

@@ -50,8 +50,8 @@ def test_allreduce(comm, cupy, algorithm, pattern):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_codecs_and_dtypes(comm, cupy, codec, dtype):
     mine = contribution("unequal", comm.rank, comm.size, dtype)
-    total = sparse_allreduce(there(mine, cupy), comm, codec=codec, partition="sampled")
-    assert_same(total, sparse_allreduce(mine, comm, partition="sampled"))
+    total = sparse_allreduce(there(mine, cupy), comm, codec=codec)
+    assert_same(total, sparse_allreduce(mine, comm))
 
 
 @pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)

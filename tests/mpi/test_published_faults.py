@@ -67,9 +67,7 @@ def test_indices_as_floats(comm, algorithm):
 def test_sums_of_boundaries_that_overflow(comm, algorithm, length):
     """P times the length is beyond 32 bits, and beyond 64; shares at both ends of the index space."""
     positions = np.r_[0:200, length - 200 : length]
-    total = sparse_allreduce(
-        SparseVector(positions, np.ones(400, np.float32), length), comm, algorithm=algorithm, partition="sampled"
-    )
+    total = sparse_allreduce(SparseVector(positions, np.ones(400, np.float32), length), comm, algorithm=algorithm)
     assert total.indices.tolist() == positions.tolist()
     assert (total.values == comm.size).all()
 
