@@ -15,7 +15,7 @@ from collectives.exchange.statistics import Statistics
 from collectives.faults.recovery import shrink
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.outer import OuterLoop
-from collectives.plan import SupportPlan, aligned_allreduce, aligned_iallreduce
+from collectives.plan import SupportPlan
 from collectives.quantised import quantised_allreduce, quantised_iallreduce
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
 from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
@@ -29,8 +29,6 @@ __all__ = [
     "Statistics",
     "SupportPlan",
     "Traffic",
-    "aligned_allreduce",
-    "aligned_iallreduce",
     "average_residuals",
     "compressed_allreduce",
     "compressed_iallreduce",

@@ -9,8 +9,6 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from collectives import allreduce
 from collectives.collective import Call, collective, on_every_rank, sound
 from collectives.dense import mpi, outlined
@@ -19,7 +17,7 @@ from mpicomp.arrays import like, read_only, to_array, to_numpy
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 
 def bare(call: Call[Any], size: int) -> SparseVector:
@@ -115,35 +113,6 @@ class SupportPlan:
 
     def __repr__(self) -> str:
         return f"SupportPlan({self.indices.size} of {self.length} indices, {self.comm.size} ranks)"
-
-
-@collective(gives_sum=True)
-def aligned_allreduce(vector: SparseVector, comm: "MPI.Comm") -> Call[SparseVector]:
-    """Sum vectors with the same support on all ranks by MPI's own allreduce: no index is sent.
-
-    vector: of numbers or of rows, of one support, length, width and dtype on all ranks, for example from
-    `RandomK(..., aligned=True)`.
-
-    Returns the sum, with the same indices.
-
-    >>> vector = RandomK(k=2, seed=1, aligned=True).compress(gradient)
-    >>> aligned_allreduce(vector, comm).nnz
-    2
-    """
-
-    def prepare(call: Call[Any], size: int) -> SparseVector:
-        values = sound(call, size).values
-        call.arguments["support"] = _digest(vector)
-        return outlined(call, values, SparseVector.empty(vector.length, vector.dtype, vector.width))
-
-    def finish(total: NDArray[Any]) -> SparseVector:
-        return SparseVector(vector.indices, total, vector.length)
-
-    return Call(vector, comm, prepare=prepare, finish=finish)
-
-
-aligned_iallreduce = aligned_allreduce.nonblocking
-aligned_allreduce.algorithm(mpi, compares_calls=True)
 
 
 def _digest(support: SparseVector) -> int:

@@ -97,16 +97,6 @@ METHODS = {
         "collective=sparse_allgather)",
         "density",
     ),
-    "sampled-topk": Method(
-        "entries above the threshold of a sample",
-        "GradientExchange(comm, SampledTopK(density=0.01), collective=sparse_allgather)",
-        "density",
-    ),
-    "dgc": Method(
-        "the same with momentum correction (Deep Gradient Compression, arXiv 1712.01887)",
-        "GradientExchange(comm, SampledTopK(density=0.01), MomentumCorrection(momentum), sparse_allgather)",
-        "density",
-    ),
     "adacomp": Method(
         "AdaComp (arXiv 1712.02679), in its bins by the kind of layer",
         "GradientExchange(comm, lambda name, shape: Dense() if len(shape) == 1 else "

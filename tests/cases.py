@@ -9,6 +9,8 @@ import numpy as np
 
 from collectives import compressed_allreduce
 from mpicomp import SparseVector
+from mpicomp.compressors import expect_integer
+from mpicomp.compressors.common import Density, at_positions, finite_vector
 
 LENGTH = 240
 
@@ -187,3 +189,20 @@ def integers(shapes, rank, step, dtype=np.float32):
     """Return a rank's gradients of a step by name, integers of magnitude up to 9."""
     rng = np.random.default_rng([step, rank])
     return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+class RandomK(Density):
+    """A user's compressor with a state: in each step other random positions, the same on all ranks."""
+
+    state = {"step": expect_integer(0)}
+
+    def __init__(self, density=None, *, k=None, seed=0):
+        super().__init__(density, k=k)
+        self.seed, self.step = seed, 0
+
+    def compress(self, corrected, *, gradient=None):
+        dense = finite_vector(corrected)
+        rng, count = np.random.default_rng([self.seed, self.step]), min(dense.size, self.count(dense.size))
+        positions = np.sort(rng.choice(dense.size, count, replace=False, shuffle=False))
+        self.step += 1
+        return self.reported(at_positions(dense, positions))

@@ -89,7 +89,6 @@ def operations(comm, length):
         "sparse_reduce": [{"root": comm.size - 1}],
         "sparse_bcast": [{"root": comm.size - 1}],
         "dense_allreduce": [{}],
-        "aligned_allreduce": [{}],
     }
     ways["sparse_allreduce"] += [{"codec": name} for name in ("plain", "quick", "smallest")] + [{"votes": True}]
     return {f"{name} {terms}": (name, terms) for name, each in ways.items() for terms in each}
@@ -98,12 +97,11 @@ def operations(comm, length):
 def results(comm, length):
     """Yield the name and the result of every operation: one after the other, all in flight at once, and exchanges."""
     import collectives
-    from mpicomp import SparseVector, TopK
+    from mpicomp import TopK
 
     mine = gradient(comm.rank, 0, length)
     vector = TopK(density=0.01).compress(mine)
-    aligned = SparseVector(np.arange(vector.nnz), vector.values, length)
-    contribution = {"dense_allreduce": mine, "aligned_allreduce": aligned}
+    contribution = {"dense_allreduce": mine}
     every = operations(comm, length)
     for label, (name, terms) in every.items():
         yield label, getattr(collectives, name)(contribution.get(name, vector), comm, **terms)

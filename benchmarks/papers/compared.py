@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`mpicomp bench compressors` with those that the papers compare with: RedSync, GaussianK, MSTopK, torch.topk.
+"""`mpicomp bench compressors` with those that papers compare with: DGC's, RedSync, GaussianK, MSTopK, torch.topk.
 
     python benchmarks/papers/compared.py --length 1e6 --densities 0.001 --compressors TopK RedSync torch.topk
 
@@ -15,6 +15,7 @@ excess entries are dropped by magnitude, ties go to the lowest index.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -25,6 +26,10 @@ from mpicomp import Compressor, SparseVector
 from mpicomp.vector import top_k
 from mpicomp_bench import main
 from mpicomp_bench.bench.compressors import COMPRESSORS
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "training"))
+
+from sampled import SampledTopK
 
 HALVINGS = 30  # of RedSync: then the bracket is narrower than the spacing of float32
 BISECTIONS = 25  # of MSTopK
@@ -160,6 +165,7 @@ def entries(dense: Vector, chosen: NDArray[np.bool_]) -> SparseVector:
 
 
 COMPARED: dict[str, Callable[[float], Compressor]] = {
+    "SampledTopK": SampledTopK,
     "RedSync": RedSync,
     "GaussianK": GaussianK,
     "MSTopK": MSTopK,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from layers import Floats
+from sampled import SampledTopK
 
 import collectives
 from collectives import GradientExchange, OuterLoop, average_residuals, dense_allreduce
@@ -20,7 +21,7 @@ CODED = {  # as between nodes, also where all ranks share one
     name: partial(getattr(collectives, name), codec="smallest")
     for name in ("sparse_allreduce", "sparse_allgather", "gtopk_allreduce", "compressed_allreduce")
 }
-NAMES: dict[str, Any] = {}  # further names of the lines, such as modules of the user's
+NAMES: dict[str, Any] = {"SampledTopK": SampledTopK}  # further names of the lines, such as modules of the user's
 
 
 class Recorder(Wrapper):

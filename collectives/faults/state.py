@@ -31,10 +31,6 @@ from mpicomp.errors import (
 )
 
 _REMEDY = "The library no longer uses this communicator: end the job, or continue on another communicator"
-_ALIGNED = (
-    "; aligned supports come from RandomK with aligned=True and the same seed and step on all ranks; for another "
-    "compressor take sparse_allreduce"
-)
 
 
 class Faults:
@@ -176,8 +172,7 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
     for name in {name: None for call in sound.values() for name in call}:
         holders = ranks_by_value((rank, call.get(name)) for rank, call in sound.items())
         if len(holders) > 1 and name == "support":
-            differ = "the supports differ: one on " + ", another on ".join(map(named_ranks, holders.values()))
-            faults.append(differ + (_ALIGNED if operation == "aligned_allreduce" else ""))
+            faults.append("the supports differ: one on " + ", another on ".join(map(named_ranks, holders.values())))
         elif len(holders) > 1:
             who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items())
             faults.append(f"{name} must be the same on all ranks, got {who}")

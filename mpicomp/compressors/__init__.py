@@ -14,11 +14,9 @@ from mpicomp.compressors.base import (
 from mpicomp.compressors.chunked import ChunkedTopK
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.quantised import Quantised, quantise
-from mpicomp.compressors.random_k import RandomK
-from mpicomp.compressors.sampled import SampledTopK, WarmUp
 from mpicomp.compressors.sidco import SIDCo
-from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
+from mpicomp.compressors.warm_up import WarmUp
 
 __all__ = [
     "AdaComp",
@@ -28,11 +26,8 @@ __all__ = [
     "Compressor",
     "Dense",
     "Quantised",
-    "RandomK",
     "Report",
     "SIDCo",
-    "SampledTopK",
-    "Threshold",
     "TopK",
     "WarmUp",
     "Wrapper",

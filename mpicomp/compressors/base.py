@@ -65,9 +65,9 @@ class Compressor(Configured):
         corrected: an array of any shape, taken in C order; float16, float32 or float64. It may be read-only: do not
         write to it. gradient: what the step added to the residual; None if it is not available.
 
-        Returns no exact zero of `corrected`, and at least one entry if any is not zero (`common.at_positions`); only
-        options of `RandomK` differ. Raises ValueError naming the first value of `corrected` that is not finite, also
-        one that is not selected (`common.finite_vector`); the compressor does not change then.
+        Returns no exact zero of `corrected`, and at least one entry if any is not zero (`common.at_positions`).
+        Raises ValueError naming the first value of `corrected` that is not finite, also one that is not selected
+        (`common.finite_vector`); the compressor does not change then.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compress(corrected, *, gradient=None)")
 

@@ -77,17 +77,18 @@ def placed(positions: Array, values: Array, length: int) -> SparseVector:
     return SparseVector.trusted(positions.astype(index_dtype(length)), values, length)
 
 
-def all_at(dense: Array, positions: Array) -> SparseVector:
-    """Return the entries of a dense vector at increasing positions (intp), exact zeros included."""
-    return placed(positions, kernels_for(dense).gather(dense, positions), dense.size)
-
-
 def at_positions(dense: Array, positions: Array) -> SparseVector:
     """Return the non-zero entries of a dense vector at increasing positions (intp).
 
     If there is none, the largest entry is returned instead, so that a vector that is not zero is never sent empty.
     """
-    return _nonzero_entries(dense, positions, kernels_for(dense).gather(dense, positions))
+    values = kernels_for(dense).gather(dense, positions)
+    kept = nonzero(values)
+    if not kept.all():
+        positions, values = positions[kept], values[kept]
+    if not positions.size:
+        positions, values = kernels_for(dense).largest(dense, 1)
+    return placed(positions, values, dense.size)
 
 
 def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
@@ -101,23 +102,3 @@ def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
     except ValueError:
         kernels_for(dense).raise_not_finite(dense)
     return vector
-
-
-def entries_found(dense: Array, positions: Array, values: Array) -> SparseVector:
-    """Return the entries that `add_above` found in a sum as `at_positions` does; raises if the sum is not finite."""
-    selected(dense, positions, values)
-    return _nonzero_entries(dense, positions, values)
-
-
-def _nonzero_entries(dense: Array, positions: Array, values: Array) -> SparseVector:
-    kept = nonzero(values)
-    if not kept.all():
-        positions, values = positions[kept], values[kept]
-    if not positions.size:
-        positions, values = kernels_for(dense).largest(dense, 1)
-    return placed(positions, values, dense.size)
-
-
-def at_or_above(dense: Array, threshold: float) -> SparseVector:
-    """Return the entries whose magnitude is at least a threshold, or the largest one if there is none."""
-    return at_positions(dense, kernels_for(dense).above(dense, threshold))

@@ -18,11 +18,8 @@ from mpicomp import (
     Compressor,
     Dense,
     Quantised,
-    RandomK,
-    SampledTopK,
     SIDCo,
     SparseVector,
-    Threshold,
     TopK,
 )
 from mpicomp.arrays import Array
@@ -49,8 +46,6 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     BASELINE: TopK,
     "ChunkedTopK": chunked,
     **{f"SIDCo-{fit}": partial(SIDCo, distribution=fit) for fit in ("exponential", "pareto", "gamma")},
-    "SampledTopK": SampledTopK,
-    "RandomK": RandomK,
     "AggregationAware": AggregationAware,
     **{
         f"Quantised-{form}": lambda density, form=form: Quantised(TopK(density), form)  # type: ignore[misc]
@@ -73,8 +68,7 @@ exact top-k (TopK, always included) and to one read of the gradient.
 Before it is timed a compressor is called until its state has settled: SIDCo {SETTLING_CALLS} times, so that its
 first call shows the fit alone. AggregationAware observes what it sent itself. "achieved" and
 "captured" are means over one call a turn. There is no residual: AdaComp sees a first step.
-Threshold has the threshold that lets the wanted density through. An untimed call of the same
-compressor precedes each timed one.
+An untimed call of the same compressor precedes each timed one.
 """
 
 EXAMPLES = """
@@ -179,19 +173,12 @@ def compared(
         }
 
 
-def made(name: str, density: float, gradient: Array) -> Compressor:
-    """Return a compressor by its name; Threshold with the threshold for this density of the gradient."""
-    if name == "Threshold":
-        return Threshold(float(np.abs(TopK(density).compress(gradient).values).min()))
-    return COMPRESSORS[name](density)
-
-
 def ready(name: str, density: float, gradient: Array) -> tuple[Compressor, float]:
     """Return a compressor whose state has settled on this gradient, and the density of its first call.
 
     The controller of SIDCo takes SETTLING_CALLS; AggregationAware observes its own vector.
     """
-    compressor = made(name, density, gradient)
+    compressor = COMPRESSORS[name](density)
     first = compressor.compress(gradient, gradient=gradient)
     if isinstance(compressor, SIDCo):
         for _ in range(SETTLING_CALLS - 1):
@@ -215,7 +202,7 @@ def without_missing(options: Options, comm: Any) -> None:
     options.skipped, few = {}, np.arange(1, 9, dtype=np.float32)
     for name in options.compressors:
         try:
-            made(name, 0.5, few).compress(few, gradient=few)
+            COMPRESSORS[name](0.5).compress(few, gradient=few)
         except ImportError as error:
             options.skipped[name] = str(error)
             sys.stderr.write(f"{name} is left out: {error}\n" if comm.rank == 0 else "")
@@ -227,8 +214,7 @@ def add_options(parser: Any) -> None:
     add_list(parser, "--distributions", list(FAMILIES), "distributions of the values: ", choices=list(FAMILIES))
     about = "gradients of benchmarks/training/train.py --capture, repeated to --length (the distributions)"
     parser.add_argument("--captured", type=captured_file, metavar="FILE", help=about)
-    names = [*COMPRESSORS, "Threshold"]
-    add_list(parser, "--compressors", names, "compressors: ", choices=names)
+    add_list(parser, "--compressors", list(COMPRESSORS), "compressors: ", choices=list(COMPRESSORS))
     about = "count the time in which the thread has a core, for a busy machine (wall clock)"
     parser.add_argument("--cpu-time", action="store_true", help=about)
 

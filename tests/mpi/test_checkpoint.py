@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import RandomK, compressed_sum
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce
 from mpicomp import (
@@ -12,8 +12,6 @@ from mpicomp import (
     ErrorFeedback,
     MomentumCorrection,
     Quantised,
-    RandomK,
-    SampledTopK,
     SIDCo,
     StepAhead,
     TopK,
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.small_groups
 MAKERS = {
     "error feedback": lambda comm: GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), gtopk_allreduce),
     "momentum": lambda comm: GradientExchange(
-        comm, WarmUp(SampledTopK(0.1, seed=1), [0.5, 0.1], calls=2), MomentumCorrection(0.9), sparse_allreduce
+        comm, WarmUp(RandomK(0.1, seed=1), [0.5, 0.1], calls=2), MomentumCorrection(0.9), sparse_allreduce
     ),
     "step ahead": lambda comm: GradientExchange(
         comm, Quantised(TopK(density=0.1), "float16"), StepAhead(0.1, 0.9), gtopk_allreduce

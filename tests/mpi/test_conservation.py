@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import RandomK, compressed_sum
 from mpi4py import MPI
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
@@ -23,11 +23,8 @@ from mpicomp import (
     ErrorFeedback,
     MomentumCorrection,
     Quantised,
-    RandomK,
-    SampledTopK,
     SIDCo,
     StepAhead,
-    Threshold,
     TopK,
     WarmUp,
 )
@@ -49,8 +46,6 @@ COMPRESSORS = {
     "chunks": lambda comm: ChunkedTopK(2, 20),
     "random-k": lambda comm: RandomK(k=9),
     "dense": lambda comm: Dense(),
-    "sampled": lambda comm: SampledTopK(0.1),
-    "threshold": lambda comm: Threshold(5000.0),
     "warm-up": lambda comm: WarmUp(TopK(0.1), [1.0, 0.1]),
     "support": lambda comm: AggregationAware(0.1, metric="support"),
 }

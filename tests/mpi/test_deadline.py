@@ -11,7 +11,6 @@ from mpi4py import MPI
 
 from collectives import (
     GradientExchange,
-    aligned_allreduce,
     compressed_allreduce,
     configure,
     dense_allreduce,
@@ -40,7 +39,6 @@ COLLECTIVES = {
     "exact": lambda vector, comm: gtopk_allreduce(vector, comm, algorithm="exact"),
     "sparse_reduce": sparse_reduce,
     "sparse_bcast": sparse_bcast,
-    "aligned_allreduce": aligned_allreduce,
     "dense_allreduce": lambda vector, comm: dense_allreduce(np.ones(4), comm),
     "quantised_allreduce": lambda vector, comm: quantised_allreduce(np.ones(4), comm),
 }

@@ -12,7 +12,6 @@ from mpi4py import MPI
 import collectives
 from collectives import (
     SupportPlan,
-    aligned_allreduce,
     allreduce,
     dense_allreduce,
     gtopk_allreduce,
@@ -90,7 +89,6 @@ def test_plans(comm, cupy):
     plan = SupportPlan.union(there(mine, cupy), comm)
     values = cupy.asarray(mine.values)
     np.testing.assert_array_equal(plan.allreduce(values).get(), SupportPlan.union(mine, comm).allreduce(mine.values))
-    assert_same(aligned_allreduce(there(mine, cupy), comm), aligned_allreduce(mine, comm))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

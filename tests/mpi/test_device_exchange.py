@@ -10,7 +10,6 @@ from devices import assert_same, counted, cupy_for_tests, real_cupy
 from collectives import (
     GradientExchange,
     OuterLoop,
-    aligned_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -24,7 +23,6 @@ from mpicomp import (
     ErrorFeedback,
     MomentumCorrection,
     Quantised,
-    RandomK,
     SIDCo,
     StepAhead,
     TopK,
@@ -48,7 +46,6 @@ WAYS = {
         {},
     ),
     "allgather": lambda comm: (Quantised(TopK(k=40), "sign"), ErrorFeedback(), sparse_allgather, {}),
-    "random": lambda comm: (RandomK(k=40, aligned=True), ErrorFeedback(), aligned_allreduce, {}),
     "two-way, step-ahead": lambda comm: (TopK(k=40), StepAhead(0.1, 0.9), compressed_sum(TopK(k=20)), {}),
     "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),
     "chunks, two bits, contributors": lambda comm: (

@@ -4,10 +4,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import compressed_sum, normals
+from cases import RandomK, compressed_sum, normals
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
-from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, RandomK, SIDCo, TopK
+from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, SIDCo, TopK
 
 pytestmark = pytest.mark.small_groups
 

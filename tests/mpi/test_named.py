@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import integers
+from cases import RandomK, integers
 
 from collectives import (
     GradientExchange,
@@ -29,12 +29,9 @@ from mpicomp import (
     MomentumCorrection,
     NoFeedback,
     Quantised,
-    RandomK,
-    SampledTopK,
     SIDCo,
     SparseVector,
     StepAhead,
-    Threshold,
     TopK,
     WarmUp,
 )
@@ -66,14 +63,12 @@ FEEDBACKS = [
 COMPRESSORS = [
     TopK(density=0.05),
     ChunkedTopK(k=2, chunk=37),
-    Threshold(7.0),
     Dense(),
     Quantised(TopK(k=9), "sign"),
     Quantised(ChunkedTopK(k=2, chunk=64), "two_bit"),
     WarmUp(TopK(density=0.5), [0.5, 0.25]),
     AdaComp(40),
     AggregationAware(density=0.05),
-    SampledTopK(density=0.05),
     SIDCo(density=0.05),
 ]
 

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from cases import RandomK
 from devices import cupy_for_tests
 
 from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_allreduce
-from mpicomp import CheckError, CollectiveError, Dense, ErrorFeedback, RandomK, TopK
+from mpicomp import CheckError, CollectiveError, Dense, ErrorFeedback, TopK
 
 SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
 START = {name: np.random.default_rng(len(name)).standard_normal(shape) for name, shape in SHAPES.items()}

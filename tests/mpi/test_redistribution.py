@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import RandomK, compressed_sum
 from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop, sparse_allreduce
@@ -16,7 +16,6 @@ from mpicomp import (
     Hadamard,
     MomentumCorrection,
     NoFeedback,
-    RandomK,
     StepAhead,
     TopK,
 )

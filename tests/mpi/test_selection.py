@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from collectives import GradientExchange, aligned_allreduce, sparse_allreduce
-from mpicomp import AggregationAware, CollectiveError, ErrorFeedback, Quantised, RandomK, SparseVector
+from collectives import GradientExchange, sparse_allreduce
+from mpicomp import AggregationAware, ErrorFeedback, Quantised
 
 
 def test_an_exchange_tells_the_compressor_who_voted(comm):
@@ -41,32 +41,3 @@ def test_votes_that_do_not_come_raise_everywhere_and_nothing_is_lost(comm):
     with pytest.raises(ValueError, match="votes is None: expected a share for each"):
         exchange(np.arange(5.0) + comm.rank)
     assert exchange.feedback.residual is None
-
-
-def test_supports_that_differ_raise_everywhere(comm):
-    if comm.size == 1:
-        assert aligned_allreduce(SparseVector([0], [2.0], 9), comm).values.tolist() == [2]
-        return
-    said = r"the supports differ: one on rank 0, another on rank.*; aligned supports come from RandomK with"
-    with pytest.raises(CollectiveError, match=said):
-        aligned_allreduce(SparseVector([int(comm.rank > 0)], [1.0], 9), comm)
-
-
-@pytest.mark.parametrize("width", [None, 2])
-def test_aligned_vectors_are_summed(comm, width):
-    shape = (3,) if width is None else (3, width)
-    total = aligned_allreduce(SparseVector([1, 5, 8], np.full(shape, comm.rank + 1.0, np.float16), 9), comm)
-    assert total.indices.tolist() == [1, 5, 8]
-    assert total.dtype == np.float16
-    np.testing.assert_array_equal(total.values, np.full(shape, comm.size * (comm.size + 1) / 2))
-
-
-def test_random_positions_need_no_indices(comm):
-    exchange = GradientExchange(comm, RandomK(k=10, aligned=True), ErrorFeedback(), aligned_allreduce, average=False)
-    given, applied = np.zeros(100), np.zeros(100)
-    for step in range(5):
-        gradients = [np.random.default_rng([step, rank]).integers(-3, 4, 100) for rank in range(comm.size)]
-        given += sum(gradients)
-        applied += exchange(gradients[comm.rank].astype(np.float64))
-    owed = sum(comm.allgather(exchange.feedback.residual))
-    np.testing.assert_array_equal(applied + owed, given)

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import compressed_sum, normals
+from cases import RandomK, compressed_sum, normals
 
 from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
 from mpicomp import (
@@ -15,7 +15,6 @@ from mpicomp import (
     ErrorFeedback,
     Hadamard,
     MomentumCorrection,
-    RandomK,
     SparseVector,
     StepAhead,
     TopK,
