@@ -246,7 +246,7 @@ class GradientExchange:
         """
         itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
         kept = self.steps - self._resumed
-        return report(self._first, self._later, kept, self.skipped, self.comm.size, itemsize)
+        return report(self._first, self._later, kept, self.skipped, self.comm, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.

@@ -1,7 +1,9 @@
 """Statistics of the steps of `GradientExchange` on this rank."""
 
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from collectives.runtime.link import link_if_any
 
 
 class Statistics(NamedTuple):
@@ -34,7 +36,7 @@ class Statistics(NamedTuple):
         return self if other is None else Statistics(*map(add, self[:-1], other[:-1]))
 
 
-def report(first: Statistics | None, later: Statistics | None, steps: int, skipped: int, ranks: int, size: int) -> str:
+def report(first: Statistics | None, later: Statistics | None, steps: int, skipped: int, comm: Any, size: int) -> str:
     """Return lines to print: the averages of exchanges on this rank, compared with a dense allreduce.
 
     first: of the exchange that includes compilation and connections, which is left out unless it is the only one; None
@@ -47,6 +49,8 @@ def report(first: Statistics | None, later: Statistics | None, steps: int, skipp
     total, kept = (first, 1) if later is None else (later, steps - 1)
     kind = "exchange" if kept == 1 else "exchanges"
     what = f"{kept} {kind} after the first" if steps > 1 else "the first exchange"
+    ranks, link = comm.size, link_if_any(comm)
+    shorter = "; between nodes entries are coded in fewer" if link is not None and len({*link.nodes}) == 1 < ranks else ""
     dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
@@ -54,7 +58,7 @@ def report(first: Statistics | None, later: Statistics | None, steps: int, skipp
     return "\n".join(
         [
             f"{what}{more} on {ranks} ranks, {total.length // kept} values, density {total.density:.4g}",
-            f"bytes sent by this rank each time: {total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}",
+            f"bytes sent by this rank each time: {total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}{shorter}",
             f"milliseconds each time: compress {compress}, communicate {communicate}, restore {restore}",
         ]
     )
