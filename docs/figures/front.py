@@ -30,7 +30,7 @@ if __name__ == "__main__":
     from matplotlib.figure import Figure
 
     rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    figure = Figure(figsize=(9.6, 4.9), layout="constrained")
     panels = figure.subplots(1, len(RATES), sharey=True)
     for axes, (rate, link) in zip(panels, RATES.items(), strict=True):
         ((_, by_method),) = settings(row for row in rows if (row["rate"], row["delay"]) == (rate, 0)).items()
@@ -41,5 +41,5 @@ if __name__ == "__main__":
         axes.set(xlabel="seconds of training", title=f"links of {link}", ylim=(1.75, 3.15))
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="held-out loss, nats")
-    panels[1].legend(loc="upper right", fontsize="small")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     save(figure, "front")
