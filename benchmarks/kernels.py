@@ -137,7 +137,7 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
             "add": (partial(host.add, values, other, out, **ONE), "add", partial(np.add, values, other, out=out)),
         }
     else:
-        for name in "moments", "survey":
+        for name in "moments", "excess":
             calls[name] = partial(getattr(kernels, name), values), "sum", partial(xp.sum, values)
         other = values.copy()
         calls["hadamard of 256"] = partial(kernels.hadamard, values, other, 256), "copy", partial(values.copy)

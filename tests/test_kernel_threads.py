@@ -50,6 +50,11 @@ def dense_calls(values, other, number):
         parts = [other[first:end] for first, end in pairwise(bounds)]
         yield host.largest_in_segments(room, bounds, *rows, summands=(values, 1.0, parts), **options)
         yield total.copy()
+        plans = np.zeros(3, host.PLAN)
+        plans["size"], plans["start"], plans["wanted"], plans["room"] = np.diff(bounds), 0.5, 20, 9
+        given = None if values.dtype == np.float16 else (values, 1.0, parts)
+        yield host.end_fits(room, bounds, plans, pareto=True, summands=given, **options)
+        yield total.copy(), plans
         yield host.add_parts(values, 0.3, parts, room, long=0, **options)
         yield total.copy()
         yield host.add(values, other, room, long=0, **options)

@@ -21,17 +21,17 @@ from mpicomp.kernels.host import (
     bits,
     coding,
     few_bits,
+    fitting,
     fused,
     merging,
     segments,
     selection,
     statistics,
     streaming,
-    surveying,
     transforms,
 )
 
-MODULES = [bits, coding, few_bits, fused, merging, segments, selection, statistics, streaming, surveying, transforms]
+MODULES = [bits, coding, few_bits, fitting, fused, merging, segments, selection, statistics, streaming, transforms]
 KERNELS = [(module, name) for module in MODULES for name, kernel in vars(module).items() if hasattr(kernel, "py_func")]
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 INDEX_DTYPE = pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
@@ -401,69 +401,74 @@ def test_the_sums_on_both_sides_of_a_threshold_are_those_of_moments(mode, dtype)
 
 @DTYPE
 @pytest.mark.parametrize("threshold", [0, 0.125, 2.0])
-def test_a_survey_has_the_sums(mode, dtype, threshold):
+def test_the_excess_has_the_sums(mode, dtype, threshold):
     for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["normal", "denormal"]:
-        values = families(dtype, 40_000 if mode == "compiled" else 1500)[family].astype(dtype)
-        magnitudes = np.abs(values.astype(np.float64))
-        found = host.survey(values, threshold, threshold)
-        over = np.maximum(magnitudes - threshold, 0)
-        for sums, terms in (found.all(), magnitudes), (found.beyond(threshold), over):
-            assert sums.entries == np.count_nonzero(terms)
-            assert sums.total == pytest.approx(math.fsum(terms), rel=1e-6)
-            assert sums.squares == pytest.approx(math.fsum(terms * terms), rel=1e-6)
-    assert host.survey(values[:0]).all() == (0, 0, 0)
-
-
-@DTYPE
-def test_a_survey_answers_for_the_thresholds_that_it_was_given(mode, dtype):
-    for family in set(families(dtype)) - {"infinite"} if mode == "compiled" else ["normal"]:
-        values = families(dtype, 40_000 if mode == "compiled" else 1500)[family].astype(dtype)
-        magnitudes = np.abs(values.astype(np.float64))
-        low, high, cut = np.quantile(magnitudes, [0.7, 0.8, 0.9]).tolist()
-        found = host.survey(values, low, high, cut, 1)
-        assert found.complete
-        assert sorted(found.between) == sorted(magnitudes[(magnitudes > low) & (magnitudes <= high)])
-        for threshold in low, low / 2 + high / 2, high:
-            sums, over = found.beyond(threshold), np.maximum(magnitudes - threshold, 0)
-            assert sums.entries == np.count_nonzero(over)
-            assert sums.total == pytest.approx(math.fsum(over), rel=1e-5, abs=1e-6 * sums.entries * high)
-        for threshold in cut, cut * 1.5:
-            for ours, expected in zip(found.exceeding(threshold), host.exceeding(values, threshold), strict=True):
-                np.testing.assert_array_equal(ours, expected)
-        if 0 < low < high:
-            assert (found.beyond(low * 0.9), found.beyond(high * 1.1), found.exceeding(cut * 0.9)) == (None, None, None)
-
-
-def test_a_survey_says_that_there_was_no_room(mode):
-    values = np.arange(8192, dtype=np.float32)
-    found = host.survey(values, 1, 7000, 7000)
-    assert not found.complete
-    assert (found.beyond(5), found.exceeding(7500)) == (None, None)
-    assert found.all().total == pytest.approx(8191 * 4096, rel=1e-6)
-    assert host.survey(values, 7000, 7000, 7000, 0.2).complete
-
-
-@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1, 1e30])
-@pytest.mark.parametrize("outlier", [True, False])
-def test_a_survey_finds_a_scale_for_outliers_and_among_zeros(scale, outlier):
-    values = np.full(5000, scale if outlier else 0, np.float32)
-    values[1234] = 3e38 if outlier else scale
-    sums, wide = host.survey(values).all(), values.astype(float)
-    assert sums.total == pytest.approx(math.fsum(wide.tolist()), rel=1e-6)
-    assert sums.squares == pytest.approx(math.fsum(np.square(wide).tolist()), rel=1e-6)
+        values = families(dtype, 40_000 if mode == "compiled" else 2500)[family].astype(dtype)
+        over = np.maximum(np.abs(values.astype(np.float64)) - threshold, 0)
+        entries, total, squares = host.excess(values, threshold)
+        assert entries == np.count_nonzero(over)
+        assert (total, squares) == (pytest.approx(math.fsum(over)), pytest.approx(math.fsum(over * over)))
+    assert host.excess(values[:0], threshold) == (0, 0, 0)
 
 
 @NOT_FINITE
-def test_a_survey_shows_a_value_that_is_not_finite(mode, bad):
-    assert not math.isfinite(host.survey(np.array([1, bad, 2], np.float32)).all().total)
+def test_the_excess_shows_a_value_that_is_not_finite(mode, bad):
+    assert not math.isfinite(host.excess(np.array([1, bad, 2], np.float32), 1.5)[1])
 
 
 @DTYPE
-def test_a_sample_gives_each_column_places_of_its_own(monkeypatch, dtype):
-    assert host.sample(np.zeros(1 << 18, dtype)) is None
-    values = (np.arange(1 << 19) // 1024 % 32).astype(dtype)
-    taken = host.sample(values)
-    np.testing.assert_array_equal(taken.reshape(-1, 32), np.tile(np.arange(32), (1 << 8, 1)).astype(dtype))
+def test_a_sample_has_whole_segments_or_runs_from_equal_strides(mode, dtype):
+    bounds, counts, places = [0, 5, 5, 1600], np.array([5, 0, 64]), np.arange(1600)
+    found = host.sample(places.astype(dtype), bounds, counts)
+    runs = found[5:].reshape(4, 16) - 5
+    assert found[:5].tolist() == [0, 1, 2, 3, 4]
+    assert (np.diff(runs) == 1).all()
+    assert all(stride * 1595 / 4 - 1 <= run[0] < (stride + 1) * 1595 / 4 - 15 for stride, run in enumerate(runs))
+    parts = [np.arange(end - first).astype(dtype) for first, end in pairwise(bounds)]
+    if dtype == np.float16:
+        return
+    given = (places % 2).astype(dtype), 0.5, parts
+    total = np.concatenate(parts) + dtype.type(0.5) * given[0]
+    sums = host.sample(np.empty(1600, dtype), bounds, counts, summands=given)
+    assert sums.tolist() == total[found.astype(int)].tolist()
+
+
+@DTYPE
+@pytest.mark.parametrize("by_count", [True, False])
+def test_fits_in_stages_select_what_exceeds_the_last_threshold(mode, dtype, by_count):
+    """Against the formulas of the fits, as the exceedances of each threshold give it."""
+    bounds = [0, 300, 300, 301, 1500]
+    values = (families(dtype, 1500)["laplace"] * 2 + 0.01).astype(dtype)
+    plans = np.zeros(4, host.PLAN)
+    plans["size"], plans["stages"], plans["wanted"], plans["first"] = np.diff(bounds), 3, np.diff(bounds) / 50, np.nan
+    host.begin_fits(host.sample(values, bounds, plans["size"]), plans["size"], plans, pareto=True, by_count=by_count)
+    positions, found = host.end_fits(values, bounds, plans, pareto=True)
+    expected, last = [], 0.02
+    for (first, end), plan in zip(pairwise(bounds), plans, strict=True):
+        magnitudes, thresholds = np.abs(values[first:end].astype(np.float64)), [0.0]
+        for stage in range(3) if end - first > 1 else ():
+            over = magnitudes[magnitudes > thresholds[-1]] - thresholds[-1]
+            ratio = over.mean() ** 2 / over.var()
+            share = 0.25 if stage == 0 else (last / 0.25) ** 0.5
+            if by_count and stage:
+                share = (last * magnitudes.size / over.size) ** (1 / (3 - stage))
+            shape = (1 - ratio) / 2
+            thresholds.append(thresholds[-1] + over.mean() * (ratio + 1) / 2 / shape * np.expm1(-shape * np.log(share)))
+        if len(thresholds) > 1:
+            assert (plan["start"], plan["threshold"]) == (pytest.approx(thresholds[2]), pytest.approx(thresholds[3]))
+            expected += [first + np.flatnonzero(magnitudes > plan["threshold"])]
+        elif magnitudes.size:
+            expected += [[first]]  # the largest one
+    np.testing.assert_array_equal(positions, np.concatenate(expected))
+    assert found.tobytes() == values[positions].tobytes()
+    assert plans["kept"].tolist() == np.histogram(positions, bounds)[0].tolist()
+
+
+@pytest.mark.parametrize("x", [1e-300, 1e-12, 0.3, 0.5, 0.7, 1 - 1e-12, 3.0, 1e17])
+def test_logarithms_and_exponentials_of_fits(mode, x):
+    assert fitting._log(x) == pytest.approx(math.log(x), rel=1e-13, abs=3e-16)
+    for exponent in (x, -x) if x < 10 else (-x,):
+        assert fitting._expm1(exponent) == pytest.approx(math.expm1(exponent), rel=1e-13)
 
 
 @DTYPE

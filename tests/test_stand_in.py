@@ -64,7 +64,7 @@ MOST = {
     "top-k": (TopK(0.01), 8, 2),
     "chunks": (ChunkedTopK(64, 4096), 6, 2),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 14, 4),
-    "SIDCo": (SIDCo(0.01), 31, 13),  # a short vector is read once a stage
+    **{f"SIDCo {fit}": (SIDCo(0.01, fit), 7, 2) for fit in ("exponential", "pareto", "gamma")},
 }
 
 

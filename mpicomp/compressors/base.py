@@ -92,6 +92,17 @@ class Compressor(Configured):
         pairs = zip(spans, parts, strict=True)
         return concatenate([self.compress(read_only(corrected[span]), gradient=part) for span, part in pairs])
 
+    @staticmethod
+    def compress_each(
+        compressors: Sequence[Any], corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """Return the entries that compressors of this class select, each in its segment, as one vector.
+
+        compressors: one for each segment, with equal settings. The others as for `compress_segments`. Implemented by a
+        class whose state is that of one segment, and which has a kernel for several.
+        """
+        raise NotImplementedError("this compressor has no compress_each(compressors, corrected, bounds)")
+
     def share(self, length: int) -> float | None:
         """Return the target density for a vector of `length`; None without one."""
         return None

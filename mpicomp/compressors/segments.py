@@ -11,7 +11,7 @@ from mpicomp.compressors.base import Compressor, Snapshot, Summands, Wrapper, ch
 from mpicomp.compressors.dense import Dense
 from mpicomp.vector import SparseVector, concatenate, places_of, split
 
-Run = tuple[Compressor, int, int]  # a compressor, and the first and the end of its segments
+Run = tuple[list[Compressor], int, int]  # one for all its segments, or one for each; the first segment, and the end
 
 
 class Segments(Compressor):
@@ -19,7 +19,8 @@ class Segments(Compressor):
 
     names: of the segments, in errors; None names none. bounds: the first position of each segment, and the length.
     compressors: one for each segment. Those with equal settings that follow each other and implement
-    `compress_segments` are replaced by the first of them: a segment then costs no call.
+    `compress_segments` are replaced by the first of them, and those that implement `compress_each` are called together:
+    a segment then costs no call.
 
     >>> two = Segments(["a", "b"], [0, 2, 4], [TopK(k=1), TopK(k=1)])
     >>> two.compress(gradient).indices.tolist(), two.compressors["a"] is two.compressors["b"]
@@ -30,20 +31,22 @@ class Segments(Compressor):
         self.names, self.bounds = list(names), list(bounds)
         self._runs: list[Run] = []
         for place, compressor in enumerate(compressors):
-            if self._runs and _selects_segments(compressor) and repr(self._runs[-1][0]) == repr(compressor):
-                self._runs[-1] = *self._runs[-1][:2], place + 1
+            own, first, _ = self._runs[-1] if self._runs else ([], 0, 0)
+            is_equal = bool(own) and repr(own[0]) == repr(compressor)
+            if is_equal and (_keeps_own(compressor) or _selects_segments(compressor)):
+                self._runs[-1] = own + [compressor] * _keeps_own(compressor), first, place + 1
             else:
-                self._runs.append((compressor, place, place + 1))
+                self._runs.append(([compressor], place, place + 1))
 
     @property
     def compressors(self) -> dict[str | None, Compressor]:
         """The compressor of each segment, by name."""
-        return {name: compressor for compressor, first, end in self._runs for name in self.names[first:end]}
+        return {name: compressor for compressor, first, end in self._owners for name in self.names[first:end]}
 
     @property
     def whole(self) -> list[tuple[int, int]]:
         """Ranges of the vector of which every rank sends all values."""
-        runs = ((compressor.chain()[-1], first, end) for compressor, first, end in self._runs)
+        runs = ((compressor.chain()[-1], first, end) for compressor, first, end in self._owners)
         return [(self.bounds[first], self.bounds[end]) for inner, first, end in runs if isinstance(inner, Dense)]
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
@@ -63,7 +66,8 @@ class Segments(Compressor):
         bounds: those of the object. gradient: as in `compress`, in place of summands.
         """
         vector, selected = corrected, []
-        for compressor, first, end in self._runs:
+        for compressors, first, end in self._runs:
+            compressor = compressors[0]
             span = slice(self.bounds[first], self.bounds[end])
             part, own = vector[span], None
             if summands is not None:
@@ -73,7 +77,10 @@ class Segments(Compressor):
                     sent = compressor.compress(read_only(part), gradient=None if gradient is None else gradient[span])
                 else:
                     bounds = [bound - span.start for bound in self.bounds[first : end + 1]]
-                    sent = compressor.compress_segments(part, bounds, summands=own)
+                    if len(compressors) == 1:
+                        sent = compressor.compress_segments(part, bounds, summands=own)
+                    else:
+                        sent = compressor.compress_each(compressors, part, bounds, summands=own)
                 check_selected(sent, part, compressor)
                 selected.append(sent)
             except Exception as error:
@@ -83,22 +90,29 @@ class Segments(Compressor):
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """See `Compressor.observe`; passes each compressor its part."""
-        if len(self._runs) == 1:
-            self._runs[0][0].observe(aggregate, votes)
+        owners = self._owners
+        if len(owners) == 1:
+            owners[0][0].observe(aggregate, votes)
             return
-        edges = [0, *(self.bounds[end] for _, _, end in self._runs)]
+        edges = [0, *(self.bounds[end] for _, _, end in owners)]
         shares = split(aggregate if votes is None else aggregate.with_values(votes), edges)
-        for (compressor, _, _), part, share in zip(self._runs, split(aggregate, edges), shares, strict=True):
+        for (compressor, _, _), part, share in zip(owners, split(aggregate, edges), shares, strict=True):
             compressor.observe(part, None if votes is None else share.values)
 
     def snapshot(self) -> list[Snapshot]:
         """See `Compressor.snapshot`; of a compressor that several vectors share, as the first one found it."""
-        return [each for compressor, _, _ in reversed(self._runs) for each in compressor.snapshot()]
+        return [each for compressor, _, _ in reversed(self._owners) for each in compressor.snapshot()]
 
     def reset(self) -> None:
         """See `Compressor.reset`."""
-        for compressor, _, _ in self._runs:
+        for compressor, _, _ in self._owners:
             compressor.reset()
+
+    @property
+    def _owners(self) -> list[tuple[Compressor, int, int]]:
+        """Each compressor, with the first and the end of its segments."""
+        runs = [([first, end] if len(own) == 1 else range(first, end + 1), own) for own, first, end in self._runs]
+        return [(each, *span) for edges, own in runs for each, span in zip(own, pairwise(edges), strict=True)]
 
     def _name_segment(self, error: Exception, first: int, end: int, part: Array) -> None:
         """Add the segment to an error's text: the only one, or the one with a value that is not finite."""
@@ -123,8 +137,13 @@ class Segments(Compressor):
 
 def _selects_segments(compressor: Compressor) -> bool:
     """Return whether one object serves several segments: each of its chain implements `compress_segments`."""
-    default = Compressor.compress_segments
-    return all(type(each).compress_segments is not default for each in compressor.chain())
+    default, chain = Compressor.compress_segments, compressor.chain()
+    return all(type(each).compress_segments is not default for each in chain) and not any(map(_keeps_own, chain))
+
+
+def _keeps_own(compressor: Compressor) -> bool:
+    """Return whether every segment needs an object of its own, and one call serves several of them."""
+    return type(compressor).compress_each is not Compressor.compress_each
 
 
 class Outside(Wrapper):

@@ -1,4 +1,4 @@
-"""SIDCo: select by a threshold that a fitted distribution gives in closed form; no sorting, and few reads.
+"""SIDCo: select by a threshold that a fitted distribution gives in closed form; no sorting, and one read.
 
 Source: A. M. Abdelmoniem, A. Elzanaty, M.-S. Alouini, M. Canini, "An efficient statistical-based gradient compression
 technique for distributed training systems", MLSys 2021 (arXiv 2101.10761).
@@ -11,45 +11,40 @@ long step then misses by factors that change from call to call; no controller ca
 thresholds scale with the vector.
 
 Under the controller each stage asks for the share that is still missing, by the count of the magnitudes above the
-threshold before it, so that an error of one stage does not last. In long vectors a sample of a 64th gives all
-thresholds but the last: the vector is read once, for the sums above the threshold before the last and for the few
-values that may exceed the last one. If the sample misleads, in short vectors, and without the controller, the vector is
-read once for each of the first two stages, and again for the selection. Equal vectors give equal bits.
+threshold before it, so that an error of one stage does not last. All stages but the last see a sample: a 16th of a
+segment, from 8192 to 65536 values; what decides in one stage, or without the counts, takes up to 2^20. One read adds
+the residual and stores what exceeds the threshold before the last, a few times as many entries as are sent; the last
+stage fits and selects from those. Where the sample misled the selection is exact. Equal vectors give equal bits.
 
 Differences from the paper: a controller of the density, and `stages` of 4, by default; with `adaptation="published"`
-the number of stages starts at `stages`, where the authors start at one; stages by the counts, and on a sample, under
-the controller; exact zeros are excluded from the fit, whose target is adjusted to the fraction of non-zeros; gamma's
-quantile is exact, where the paper approximates it; if the moments show no spread, the exponential is fitted; the
-largest entry is always sent.
+the number of stages starts at `stages`, where the authors start at one; stages by the counts under the controller; all
+but the last on a sample; exact zeros are excluded from the fit, whose target is adjusted to the fraction of non-zeros;
+gamma's quantile is exact, where the paper approximates it; if the moments show no spread, the exponential is fitted;
+the largest entry is always sent.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, namespace, to_vector
-from mpicomp.compressors.base import Compressor, expect_integer, expect_number
+from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.compressors.base import Compressor, Report, Summands, expect_integer, expect_number, write_sum
 from mpicomp.compressors.common import placed, to_density
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.vector import SparseVector
-
-Quantile = Callable[[float], float]  # the threshold that a share, 0 < share <= 1, is expected to exceed
-Fit = Callable[[Any], Quantile]  # of the sums of a survey
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 ADAPTATIONS = "control", "published", None
 
 _FIRST_SHARE = 0.25  # that exceeds the threshold of the first of several stages
-_NO_SPREAD = 1e-5  # relative variance below which rounding errors of the sums would show in it
-
-_SIGMAS = 3  # half the width of the predicted interval; if it is too narrow the vector is read again
-_ROOM = 1 / 16  # fraction of the vector for whose values there is room during the read
+_NO_SPREAD = 1e-5  # of the logarithms, below which rounding errors would show in it
+_SAMPLE = 1 << 12, 1 << 16, 1 << 20  # values: at least, at most, and at most where counts correct no error
 
 _GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
 _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
+_RESULTS = ["size", "stages", "nonzeros", "above", "threshold", "kept"]
 _MAX_STAGES = 64  # more than the published adaptation reaches at any density above 1e-19
 
 
@@ -86,8 +81,7 @@ class SIDCo(Compressor):
 
     The state is that of one tensor: use one object for each. `correction` is the factor of the controller on the
     density, `current_stages` the number of stages in use, `report` the `Report` of the last call, None before any: its
-    rounds are the stages fitted. None is fitted to a vector of zeros, nor to one whose squares overflow: there the
-    selection is exact.
+    rounds are the stages fitted. Where a sample misled, and where sums overflow, none is: the selection is exact.
 
     Raises ValueError for a setting out of range.
 
@@ -122,107 +116,52 @@ class SIDCo(Compressor):
         distribution is "gamma" and SciPy is missing.
         """
         dense = to_vector(corrected)
-        positions, values, threshold, stages, nonzeros = self._select(dense)
-        if values.size:
-            self._adapt(values.size / min(nonzeros, self.count(dense.size)))  # no threshold selects more than nonzeros
-        return self.reported(placed(positions, values, dense.size), threshold, stages, self.density)
+        return self.compress_each([self], dense, [0, dense.size])
 
-    def _select(self, dense: Array) -> tuple[Array, Array, float, int, int]:
-        """Return positions, values, the threshold, the number of stages that gave it, and how many are not zero."""
-        kernels = kernels_for(dense)
-        if self.adaptation == "control" and (found := self._select_in_one_read(dense)):
-            return found
-        sums = kernels.survey(dense).all()
-        if not math.isfinite(sums.total):
-            kernels.raise_not_finite(dense)
-        if not sums.entries:
-            return namespace(dense).empty(0, np.intp), dense[:0].copy(), 0.0, 0, 0
-        if not math.isfinite(sums.squares):
-            positions, values = kernels.largest(dense, self.count(dense.size))
-            return positions, values, float(np.abs(values).min()), 0, int(sums.entries)
-        threshold, stages = self._threshold(dense, sums, self._wanted(dense.size))
-        return *_at_least_one(dense, kernels.exceeding(dense, threshold)), threshold, stages, int(sums.entries)
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; one object is for one segment, several take `compress_each`."""
+        if len(bounds) != 2:
+            return super().compress_segments(corrected, bounds, summands=summands)
+        return self.compress_each([self], corrected, bounds, summands=summands)
 
-    def _select_in_one_read(self, dense: Array) -> tuple[Array, Array, float, int, int] | None:
-        """Return what `_select` does; None if the vector is short, or if the sample misleads.
+    @staticmethod
+    def compress_each(
+        compressors: Sequence[Any], corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_each`: one pass over all segments."""
+        kernels, one = kernels_for(corrected), compressors[0]
+        pareto, by_count = one.distribution != "exponential", one.adaptation == "control"
+        if summands is not None and corrected.dtype == np.float16:  # which kernels do not add
+            write_sum(summands, corrected)
+            summands = None
+        plans = np.zeros(len(compressors), kernels.PLAN)
+        plans["size"], plans["first"] = np.diff(bounds), np.nan
+        plans["wanted"] = plans["size"] * [each.density * each.correction for each in compressors]
+        plans["stages"] = [each.current_stages for each in compressors]
+        counts = _samples(plans, by_count)
+        some = kernels.sample(corrected, bounds, counts, summands=summands)
+        if one.distribution == "gamma":
+            plans["first"] = [_first_of_gamma(*each) for each in zip(_parts(some, counts), plans, strict=True)]
+        kernels.begin_fits(some, counts, plans, pareto=pareto, by_count=by_count)
+        found = kernels.end_fits(corrected, bounds, plans, pareto=pareto, summands=summands)
+        is_exact = ~np.isfinite(plans["threshold"] + plans["total"]) | (plans["above"] > plans["room"])
+        is_exact |= (plans["share"] == 0) & (plans["above"] < np.floor(plans["wanted"]))
+        if is_exact.any():
+            found = _with_largest(compressors, corrected, bounds, plans, is_exact, *found)
+        vector = placed(found[0], found[1], corrected.size)
+        for each, plan in zip(compressors, plans[_RESULTS].tolist(), strict=True):
+            each._settle(*plan, vector.indices.itemsize + vector.values.itemsize)
+        return vector
 
-        The sample gives the threshold before the last. So the read is for the sums above that threshold, and stores the
-        few values that may exceed the last one.
-        """
-        kernels, wanted = kernels_for(dense), self._wanted(dense.size)
-        sample = kernels.sample(dense)
-        bounds = None if sample is None else self._start(sample, wanted / dense.size)
-        if bounds is None:
-            return None
-        start, cut = bounds
-        survey = kernels.survey(dense, start, start, cut, _ROOM)
-        sums, above = survey.all(), survey.beyond(start)
-        misled = above is None or not wanted <= above.entries <= 2 * _FIRST_SHARE * sums.entries
-        if misled or not math.isfinite(sums.squares):
-            return None
-        threshold = start + self._tail_fit()(above)(wanted / above.entries)
-        selected = _at_least_one(dense, survey.exceeding(threshold) or kernels.exceeding(dense, threshold))
-        return *selected, threshold, self.current_stages, int(sums.entries)
-
-    def _start(self, sample: Array, share: float) -> tuple[float, float] | None:
-        """Return the threshold before the last, and a lower bound of the last one; None if the sample gives none.
-
-        share: of the values, which the last threshold is to select.
-        """
-        kernels, wanted = kernels_for(sample), share * sample.size
-        sums = kernels.survey(sample).all()
-        if not math.isfinite(sums.squares) or len(self._shares(wanted, sums.entries)) < 2:
-            return None
-        start, _ = self._threshold(sample, sums, wanted, before_the_last=True)
-        survey = kernels.survey(sample, start, start)
-        above = survey.beyond(start)
-        if not math.isfinite(start) or above.entries < wanted:
-            return None
-        if share > _ROOM / 2:
-            return start, math.inf
-        least, excess = _interval(survey.groups(beyond=True), self._tail_fit(), wanted / above.entries)
-        cut = start + least - (excess - least)  # a wide margin: in the tail it costs little
-        return start, max(start, cut) if math.isfinite(cut) else math.inf
-
-    def _threshold(self, dense: Array, sums: Any, wanted: float, *, before_the_last: bool = False) -> tuple[float, int]:
-        """Return the threshold of the last stage, or of the one before it, and the number of stages.
-
-        sums: of the survey of the vector. wanted: how many entries are to exceed the last threshold.
-        """
-        kernels, shares, tail = kernels_for(dense), self._shares(wanted, sums.entries), dense
-        threshold = self._first_fit(dense)(sums)(shares[0])
-        for stage in range(1, len(shares) - before_the_last):
-            above = kernels.survey(tail, threshold, threshold).beyond(threshold)
-            if not above.entries:
-                break
-            share = shares[stage]
-            if self.adaptation == "control":  # by the count above the threshold: an error of a stage does not last
-                share = min(1.0, wanted / above.entries) ** (1 / (len(shares) - stage))
-            threshold += self._tail_fit()(above)(share)
-            _, tail = kernels.exceeding(tail, threshold)
-        return threshold, len(shares)
-
-    def _first_fit(self, dense: Array) -> Fit:
-        """Return the fit of the first stage; only that of the gamma distribution depends on the vector."""
-        if self.distribution != "gamma":
-            return _FITS[self.distribution]
-        moments = kernels_for(dense).moments(dense)
-        return partial(_gamma, mean_log=moments.logs / max(1, moments.nonzeros))
-
-    def _tail_fit(self) -> Fit:
-        """Return the fit of the further stages, to exceedances."""
-        return _FITS["exponential" if self.distribution == "exponential" else "pareto"]
-
-    def _wanted(self, length: int) -> float:
-        """Return how many entries the threshold is to select from a vector of `length`."""
-        return self.density * self.correction * length
-
-    def _shares(self, wanted: float, nonzeros: float) -> list[float]:
-        """Return for each stage the share of the magnitudes above the threshold before it that exceed its own."""
-        share, further = wanted / max(1, nonzeros), self.current_stages - 1
-        if not further or share >= _FIRST_SHARE:
-            return [min(1.0, share)]
-        return [_FIRST_SHARE] + [(share / _FIRST_SHARE) ** (1 / further)] * further
+    def _settle(
+        self, size: int, stages: int, nonzeros: float, above: float, threshold: float, kept: int, nbytes: int
+    ) -> None:
+        """Adapt to the result of a call, and report it. nbytes: of an entry. The others: see `PLAN`."""
+        if kept:  # no threshold selects more than nonzeros
+            self._adapt(kept / min(max(nonzeros, above, kept), self.count(size)))
+        self.report = Report(self.density, kept / max(1, size), kept * nbytes, threshold, stages)
 
     def _adapt(self, ratio: float) -> None:
         """Adapt to the result of a call. ratio: entries selected over the target."""
@@ -238,60 +177,60 @@ class SIDCo(Compressor):
                 self._ratios = []
 
 
-def _at_least_one(dense: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the positions and values found in a vector; those of its largest entry if there are none."""
-    return found if found[1].size else kernels_for(dense).largest(dense, 1)
+def _samples(plans: Any, by_count: bool) -> Array:
+    """Return how many values of each segment all stages but the last see."""
+    least, most, alone = _SAMPLE
+    size = plans["size"]
+    is_corrected = (plans["stages"] > 1) & (plans["wanted"] < _FIRST_SHARE * size) & by_count
+    counts: Array = np.minimum(size, np.where(is_corrected, np.clip(size // 1024 * 16, least, most), alone))
+    return counts
 
 
-def _interval(groups: list[Any], fit: Fit, share: float) -> tuple[float, float]:
-    """Return the lower bound of the confidence interval of the mean threshold of several samples, and the mean."""
-    if not all(sums.entries and math.isfinite(sums.squares) for sums in groups):
-        return math.nan, math.nan
-    found = np.array([fit(sums)(share) for sums in groups])
-    middle, error = float(found.mean()), float(found.std(ddof=1)) / math.sqrt(found.size)
-    return max(0.0, middle - _SIGMAS * error), middle
+def _parts(array: Array, counts: Array) -> list[Array]:
+    """Return consecutive parts of an array of these lengths."""
+    return [array[end - count : end] for count, end in zip(counts.tolist(), np.cumsum(counts).tolist(), strict=True)]
 
 
-def _exponential(mean: float) -> Quantile:
-    return lambda share: mean * abs(math.log(share))
+def _with_largest(
+    compressors: Sequence[SIDCo],
+    corrected: Array,
+    bounds: Sequence[int],
+    plans: Any,
+    is_exact: Array,
+    positions: Array,
+    values: Array,
+) -> tuple[Array, Array]:
+    """Return the entries of all segments, of some of them the largest, and set their plans; raises if not finite."""
+    parts = [*zip(_parts(positions, plans["kept"]), _parts(values, plans["kept"]), strict=True)]
+    for place in np.flatnonzero(is_exact).tolist():
+        dense, plan = corrected[bounds[place] : bounds[place + 1]], plans[place]
+        kernels = kernels_for(dense)
+        kernels.raise_not_finite(dense)
+        found = kernels.largest(dense, compressors[place].count(dense.size)) if dense.size else parts[place]
+        parts[place] = found[0] + bounds[place], found[1]
+        plan["kept"], plan["stages"] = found[1].size, 0
+        plan["threshold"] = float(np.abs(found[1]).min()) if found[1].size else 0.0
+    positions, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return positions, values
 
 
-def _pareto_fit(sums: Any) -> Quantile:
-    """Return the quantiles of the generalised Pareto distribution with these sums of x and of its square."""
-    mean = sums.total / sums.entries
-    variance = sums.squares / sums.entries - mean * mean
-    if variance <= _NO_SPREAD * mean * mean:
-        return _exponential(mean)
-    ratio = mean * mean / variance
-    return _pareto((1 - ratio) / 2, mean * (ratio + 1) / 2)
-
-
-def _pareto(shape: float, scale: float) -> Quantile:
-    if not shape:
-        return _exponential(scale)
-    return lambda share: scale / shape * math.expm1(-shape * math.log(share))
-
-
-def _gamma(sums: Any, mean_log: float) -> Quantile:
-    """Return the quantiles of the gamma distribution with these means of x and of log x."""
-    mean, inverse = sums.total / sums.entries, _inverse_gamma()
-    s = math.log(mean) - mean_log
-    if s <= _NO_SPREAD:
-        return _exponential(mean)
-    shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-    return lambda share: mean / shape * float(inverse(shape, share))
-
-
-def _inverse_gamma() -> Any:
-    """Return the inverse of the regularised upper incomplete gamma function, which is exact also for tiny shares."""
+def _first_of_gamma(some: Array, plan: Any) -> float:
+    """Return the threshold of the first stage by the gamma distribution; NaN if the sample shows no spread."""
     try:
         from scipy.special import gammainccinv
     except ImportError as error:
         raise ImportError("distribution='gamma' needs SciPy: pip install scipy, or use 'pareto'") from error
-    return gammainccinv
-
-
-_FITS: dict[str, Fit] = {
-    "exponential": lambda sums: _exponential(sums.total / sums.entries),
-    "pareto": _pareto_fit,
-}
+    magnitudes = np.abs(some).astype(np.float64)
+    magnitudes = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
+    if not magnitudes.size:
+        return math.nan
+    with np.errstate(over="ignore"):
+        mean = float(magnitudes.mean())
+    s = math.log(mean) - float(np.log(magnitudes).mean())
+    if not _NO_SPREAD < s < math.inf:
+        return math.nan
+    share = min(1.0, float(plan["wanted"] / plan["size"]) * some.size / magnitudes.size)
+    if plan["stages"] > 1 and share < _FIRST_SHARE:
+        share = _FIRST_SHARE
+    shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    return mean / shape * float(gammainccinv(shape, share))

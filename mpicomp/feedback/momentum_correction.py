@@ -132,7 +132,7 @@ class MomentumCorrection(Feedback):
 
 def euclidean_norm(gradient: Array) -> float:
     """Return the Euclidean norm, also if the squares overflow; NaN or infinity if a value is."""
-    squares = kernels_for(gradient).survey(gradient).all().squares
+    _, _, squares = kernels_for(gradient).excess(gradient)
     if squares != math.inf:
         return math.sqrt(squares)
     largest = float(np.abs(gradient).max())

@@ -3,7 +3,7 @@
 import math
 from contextlib import contextmanager
 from inspect import isfunction, signature
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from kernel_cases import draw_sparse, families, magnitude_keys
@@ -258,47 +258,42 @@ def sides_of_thresholds(device, cupy):
                     compare(device, cupy, "sides", values, threshold)
 
 
-def surveys(device, cupy):
+def excesses(device, cupy):
     for dtype in DTYPES:
-        drawn = families(dtype, 20_000)
-        for family in ("cauchy", "denormal", "quantised", "zeros", "largest"):
-            values = drawn[family].astype(dtype)
-            low, high, cut = np.quantile(np.abs(values.astype(np.float64)), [0.7, 0.8, 0.9]).tolist()
-            compare_surveys(device, cupy, values, low, high, cut, 1)
-            compare_surveys(device, cupy, values, high, high, high, 0.5)
-        for size in (0, 1, 1023, 1024, 17_000):
-            compare_surveys(device, cupy, drawn["laplace"][:size].astype(dtype))
-        assert (host.sample(values), device.sample(cupy.asarray(values))) == (None, None)
-        compare(device, cupy, "sample", np.arange(1 << 19).astype(np.uint16).view(np.float16).astype(dtype))
+        values = families(dtype, 40_000)["laplace"].astype(dtype)
+        for size, threshold in ((0, 0.0), (1000, 0.0), (40_000, 0.5)):
+            compare(device, cupy, "excess", values[:size], threshold)
 
 
-def compare_surveys(device, cupy, values, low=0.0, high=0.0, cut=math.inf, share=0.01):
-    ours = device.survey(cupy.asarray(values), low, high, cut, share)
-    expected = host.survey(values, low, high, cut, share)
-    assert_same(ours.columns, expected.columns)
-    assert (ours.complete, ours.shift, ours.cut) == (expected.complete, expected.shift, expected.cut)
-    if expected.complete:
-        assert_same(here(ours.between).astype(np.float64), expected.between)
-        order = np.argsort(expected.positions)
-        assert_same(here((ours.positions, ours.values)), (expected.positions[order], expected.values[order]))
-    for threshold in (low, (low + high) / 2, high, cut, 1.5 * cut):
-        assert_same(ours.all(), expected.all())
-        assert (ours.beyond(threshold) is None) == (expected.beyond(threshold) is None)
-        if expected.beyond(threshold):
-            assert_same(ours.beyond(threshold), expected.beyond(threshold))
-        if expected.exceeding(threshold):
-            assert_same(here(ours.exceeding(threshold)), expected.exceeding(threshold))
+def fits(device, cupy):
+    """Segments that differ, and are empty; with and without a sum, of samples that serve and that mislead."""
+    bounds = [0, 0, 1, 900, 900, 18_000]
+    for dtype in DTYPES:
+        for family in ("laplace", "cauchy", "denormal", "zeros", "infinite"):
+            values = families(dtype, bounds[-1])[family].astype(dtype)
+            fit(device, cupy, values, bounds, pareto=family == "cauchy", by_count=family != "laplace")
+            a = families(dtype, bounds[-1])["normal"].astype(dtype)
+            parts = [values[first:end].copy() for first, end in pairwise(bounds)]
+            if dtype != np.float16:
+                fit(device, cupy, np.empty_like(a), bounds, (a, 0.5, parts), pareto=True, by_count=True)
+                fit(device, cupy, np.empty_like(a), [0, a.size], (a, 1.0, [values]), pareto=False, by_count=True)
 
 
-def a_survey_of_many_groups(device, cupy):
-    values = np.random.default_rng(0).standard_normal(1_200_000, np.float32)
-    assert_same(device.survey(cupy.asarray(values), 2, 2.5, 3).columns, host.survey(values, 2, 2.5, 3).columns)
-
-
-def surveys_without_room(device, cupy):
-    values = np.arange(65_536, dtype=np.float32)
-    for share in (0.0, 0.05, 0.45, 0.5, 0.55):
-        compare_surveys(device, cupy, values, 1, 30_000, 60_000, share)
+def fit(device, cupy, values, bounds, summands=None, *, pareto, by_count):
+    plans = np.zeros(len(bounds) - 1, host.PLAN)
+    plans["size"], plans["first"], plans["stages"] = np.diff(bounds), np.nan, 4
+    plans["wanted"], found = 0.01 * plans["size"], []
+    counts = np.where(plans["size"] > 1024, 1024, plans["size"])
+    for kernels, to in ((host, np.array), (device, cupy.asarray)):
+        own, dense = plans.copy(), to(values)
+        given = summands and (to(summands[0]), summands[1], [to(part) for part in summands[2]])
+        with np.errstate(all="ignore"):
+            some = kernels.sample(dense, bounds, counts, summands=given)
+            kernels.begin_fits(some, counts, own, pareto=pareto, by_count=by_count)
+            result = kernels.end_fits(dense, bounds, own, pareto=pareto, summands=given)
+        serves = (own["above"] <= own["room"]).all()
+        found.append((some, *here(result), here(dense), own) if serves else (some, here(dense), own["above"]))
+    assert_same(*found)
 
 
 def merges(device, cupy):

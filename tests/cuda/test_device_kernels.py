@@ -29,7 +29,7 @@ LONG = [
     comparisons.top_k_at_the_edges_of_tiles,
     comparisons.every_k,
     comparisons.thresholds,
-    comparisons.surveys,
+    comparisons.fits,
     comparisons.sums_and_the_largest_of_them,
     comparisons.sums_sampled,
     comparisons.few_bits,
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_the_host_in_many_launches(cupy, device, monkeypat
         monkeypatch.setenv(VARIABLE, draw.choice(SCHEDULES))
         launch(*args, **more)
 
-    for module in (device.selection, device.surveying, device.few_bits):
+    for module in (device.selection, device.fitting, device.few_bits):
         monkeypatch.setattr(module, "launch", launched)
     comparison(device, cupy)
 
@@ -91,5 +91,5 @@ def test_the_benchmark_of_a_gpu_runs(cupy, monkeypatch):
     monkeypatch.setattr(kernels, "argpartition", lambda xp, values, k: xp.argsort(values)[-k:])
     options = argparse.Namespace(device="gpu", length=30_000, repeats=1)
     rows = list(kernels.rows(options))
-    assert {row["name"].split()[0] for row in rows} >= {"top_k", "survey", "merge", "accumulate", "scatter_add"}
+    assert {row["name"].split()[0] for row in rows} >= {"top_k", "excess", "merge", "accumulate", "scatter_add"}
     assert all(row["floor"] for row in rows if row["name"].startswith("top_k"))

@@ -42,7 +42,7 @@ RUNS = {
         ],
     ),
     "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_segments, comparisons.top_k_of_few]),
-    "surveying.cu": ([COMMON, SELECTION, "surveying.cu"], [comparisons.a_survey_of_many_groups]),
+    "fitting.cu": ([COMMON, SELECTION, "fitting.cu"], [comparisons.excesses]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
     "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
 }
@@ -111,7 +111,7 @@ FAULTS = {
     "a vector is added to itself": (SELECTION, "read(b, size, first, others);", "read(a, size, first, others);"),
     "a sum is not written": (SELECTION, "write(out, size, first, items);", ""),
     "a chunk at the end has a stage less": ("transforms.cu", "bound < 2 * by * unit", "bound <= 2 * by * unit"),
-    "groups are dealt to other lanes": ("surveying.cu", "group += GROUP_LANES", "group += 2 * GROUP_LANES"),
+    "the fit leaves out a block": ("fitting.cu", "own[1] = lanes.total[0]", "own[1] = 0"),
 }  # fmt: skip
 
 

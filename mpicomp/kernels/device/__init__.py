@@ -8,7 +8,7 @@ device and stream. Importing this package imports CuPy.
 ``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
 ``segments``    the largest magnitudes of each segment of a vector, or of chunks of it
 ``statistics``  sums over a gradient, in one read
-``surveying``   sums in one fast read, and the values that the next steps are expected to need
+``fitting``     thresholds of fitted distributions: sums, and what exceeds them
 ``merging``     sums of sparse vectors, and copies between sparse and dense
 ``coding``      indices as bitmaps, indices and values in few bits, without loss
 ``few_bits``    every value of a vector in few bits, with the rounding error
@@ -25,6 +25,7 @@ from mpicomp.kernels.device.coding import (
     to_offsets,
 )
 from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
+from mpicomp.kernels.device.fitting import end_fits, excess, sample
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
@@ -50,16 +51,14 @@ from mpicomp.kernels.device.selection import (
     raise_not_finite,
 )
 from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes, with_magnitudes
-from mpicomp.kernels.device.surveying import Survey, sample, survey
 from mpicomp.kernels.device.transforms import hadamard, signs
+from mpicomp.kernels.host.fitting import PLAN, begin_fits
 from mpicomp.kernels.host.statistics import Moments, Sides
-from mpicomp.kernels.host.surveying import Sums
 
 __all__ = [
+    "PLAN",
     "Moments",
     "Sides",
-    "Sums",
-    "Survey",
     "above",
     "accumulate",
     "add",
@@ -67,12 +66,15 @@ __all__ = [
     "add_largest",
     "add_parts",
     "add_quantised",
+    "begin_fits",
     "clear",
     "consecutive",
     "dequantise",
     "divide",
     "divide_largest",
+    "end_fits",
     "exceeding",
+    "excess",
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",
@@ -93,7 +95,6 @@ __all__ = [
     "scatter_add",
     "sides",
     "signs",
-    "survey",
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",

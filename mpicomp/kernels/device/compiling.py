@@ -16,7 +16,7 @@ FILES = (
     "selection.cu",
     "chunks.cu",
     "statistics.cu",
-    "surveying.cu",
+    "fitting.cu",
     "merging.cu",
     "coding.cu",
     "few_bits.cu",

@@ -152,32 +152,32 @@ def _blocks(bits: Array) -> int:
 
 
 def _found(bits: Array, form: Format, floor: int, summands: Summands = ()) -> Found:
-    """Return positions and bits of all magnitudes at or above `floor`; `summands` as for `_compact`."""
+    """Return positions and bits of all magnitudes at or above `floor`; `summands` as for `compact`."""
     room, total = min(bits.size, max(4096, bits.size // 64)), -1
     while not 0 <= total <= room:
         room = max(room, total)
         positions, kept = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
-        found, *work = zeros(1, *_compacting(bits.size, bits))
+        found, *work = zeros(1, *compacting(bits.size, bits))
         if bits.size:
-            _compact(bits, form, floor, None, positions, kept, found, work, summands)
+            compact(bits, form, floor, None, positions, kept, found, work, summands)
         total, summands = int(found.get()[0]), ()
     return positions[:total], kept[:total]
 
 
 def _by_sample(bits: Array, form: Format, k: int, summands: Summands = ()) -> Found | None:
-    """Return the `k` largest by a threshold from a sample; None if the sample misled. summands: as for `_compact`."""
+    """Return the `k` largest by a threshold from a sample; None if the sample misled. summands: as for `compact`."""
     share = _SAMPLE * k / bits.size
     rank = math.ceil(share + _SIGMAS * (1 + math.sqrt(share)))
     if rank >= _SAMPLE:
         return None
     room = min(bits.size, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * bits.size / _SAMPLE))
-    report, *work = zeros(_REPORT, *_compacting(bits.size, bits), *_choosing(room, bits))
+    report, *work = zeros(_REPORT, *compacting(bits.size, bits), *_choosing(room, bits))
     count, floor = report[4:5], report[5:]
     first, second = summands or (bits, None)
     sampling = first, second, bits.size, form.mask, form.width, rank, k, floor, report[2:4]
     launch("sample_floor", [bits.dtype], 1, *sampling, threads=_SAMPLERS)
     candidates = _Candidates(cupy.empty(room, bits.dtype), count, cupy.empty(room, np.intp))
-    _compact(bits, form, 0, floor, candidates.positions, candidates.bits, count, work[:2], summands)
+    compact(bits, form, 0, floor, candidates.positions, candidates.bits, count, work[:2], summands)
     found, reported = _choose(candidates, form, k, report, work[2:])
     return None if reported.reached > room or (reported.reached < k and reported.floor > 1) else found
 
@@ -192,7 +192,7 @@ def _by_digits(bits: Array, form: Format, k: int) -> Found:
 
 def _choosing(size: int, bits: Array) -> tuple[int, ...]:
     """Return the sizes of the work arrays of `_choose`: none for few values."""
-    return () if size <= _FEW else (*_SEARCHING, *_selecting(size, bits))
+    return () if size <= _FEW else (*_SEARCHING, *selecting(size, bits))
 
 
 def _choose(candidates: _Candidates, form: Format, k: int, report: Array, work: list[Array]) -> tuple[Found, _Reported]:
@@ -205,7 +205,7 @@ def _choose(candidates: _Candidates, form: Format, k: int, report: Array, work: 
     totals, search = report[:2], report[2:4]
     if work:
         _find_kth(bits, count, form, search, work[:2])
-        _select(bits, count, form.mask, search, sources, positions, kept, totals, work[2:])
+        select(bits, count, form.mask, search, sources, positions, kept, totals, work[2:])
     else:
         args = bits, bits.size, count, form.mask, form.width, k, sources, positions, kept, totals
         launch("largest_of_few", [bits.dtype], 1, *args, threads=_SAMPLERS)
@@ -214,13 +214,13 @@ def _choose(candidates: _Candidates, form: Format, k: int, report: Array, work: 
     return (positions[:chosen], kept[:chosen]), reported
 
 
-def _compacting(size: int, bits: Array) -> tuple[int, int]:
-    """Return the sizes of the ticket and the states of `_compact`, which have to be zero before it begins."""
+def compacting(size: int, bits: Array) -> tuple[int, int]:
+    """Return the sizes of the ticket and the states of `compact`, which have to be zero before it begins."""
     return 1, in_tiles(size, _TILES[bits.itemsize])
 
 
-def _selecting(size: int, bits: Array) -> tuple[int, int]:
-    """Return the sizes of the ticket and the states of `_select`."""
+def selecting(size: int, bits: Array) -> tuple[int, int]:
+    """Return the sizes of the ticket and the states of `select`."""
     return 1, 2 * in_tiles(size, _TILES[bits.itemsize])
 
 
@@ -249,7 +249,7 @@ def _count_digits(
         launch("digit_counts", [bits.dtype], _blocks(bits), *args)
 
 
-def _compact(
+def compact(
     bits: Array,
     form: Format,
     floor: int,
@@ -283,7 +283,7 @@ def _compact(
     launch("add_compact" if summands else "compact", [bits.dtype], states.size, *args)
 
 
-def _select(
+def select(
     bits: Array,
     counted: Array | None,
     mask: int,

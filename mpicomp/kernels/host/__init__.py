@@ -10,7 +10,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 ``selection``     the largest magnitudes, and those above a threshold
 ``segments``      the largest magnitudes of each segment of a vector, or of chunks of it
 ``statistics``    sums over a gradient, in one read
-``surveying``     sums in one fast read, and the values that the next steps are expected to need
+``fitting``       thresholds of fitted distributions: sums, and what exceeds them
 ``merging``       sums of sparse vectors, and copies between sparse and dense
 ``streaming``     passes over dense vectors that are longer than the cache
 ``fused``         a sum, and in the same pass its largest magnitudes
@@ -24,6 +24,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.few_bits import add_quantised, dequantise, quantise
+from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, excess, sample
 from mpicomp.kernels.host.fused import add_above, add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
@@ -54,14 +55,12 @@ from mpicomp.kernels.host.statistics import (
     with_magnitudes,
 )
 from mpicomp.kernels.host.streaming import add, add_parts, clear
-from mpicomp.kernels.host.surveying import Sums, Survey, sample, survey
 from mpicomp.kernels.host.transforms import hadamard, signs
 
 __all__ = [
+    "PLAN",
     "Moments",
     "Sides",
-    "Sums",
-    "Survey",
     "above",
     "accumulate",
     "add",
@@ -69,12 +68,15 @@ __all__ = [
     "add_largest",
     "add_parts",
     "add_quantised",
+    "begin_fits",
     "clear",
     "consecutive",
     "dequantise",
     "divide",
     "divide_largest",
+    "end_fits",
     "exceeding",
+    "excess",
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",
@@ -95,7 +97,6 @@ __all__ = [
     "scatter_add",
     "sides",
     "signs",
-    "survey",
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",

@@ -56,7 +56,7 @@ def largest_in_segments(
     lengths = edges[1:] - edges[:-1]
     counts = np.append(0, np.cumsum(lengths // chunk * k + last))  # at most so many, segment by segment
     segments, longest = _segments(edges, k, chunk, last, summands), int(np.minimum(chunk, lengths).max(initial=1))
-    vector = _vector(values, form, summands)
+    vector = as_vector(values, form, summands)
     slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # a quarter of a power of two
 
     def selected(start: int, end: int) -> Found:
@@ -107,7 +107,8 @@ def _segments(bounds: Array, k: Any, chunk: Any, last: Any, summands: Summands |
     return segments
 
 
-def _vector(values: Array, form: Format, summands: Summands | None) -> _Vector:
+def as_vector(values: Array, form: Format, summands: Summands | None) -> _Vector:
+    """Return the arguments of a kernel that reads values, or a sum that it writes first."""
     bits = as_writable(values).view(form.signed)
     if summands is not None:
         a, scale, _ = summands

@@ -155,14 +155,19 @@ def _found(values: Array, floor: int, threads: int | None) -> Found:
     return collect(compacted, bits.size, threads)
 
 
-def collect(compacted: Callable[[int, int, int], tuple[Array, Array, int]], size: int, threads: int | None) -> Found:
+def collect(
+    compacted: Callable[[int, int, int], tuple[Array, Array, int]],
+    size: int,
+    threads: int | None,
+    expected: int = 0,
+) -> Found:
     """Return all that a compaction of ``[0, size)`` finds, in pieces, repeated while the room was too small.
 
-    compacted: called with start, end and room; returns as `_compacted` does.
+    compacted: called with start, end and room; returns as `_compacted` does. expected: as many as are found, if known.
     """
 
     def collected(start: int, end: int) -> Found:
-        rest, room, parts = end - start, (end - start) // 64, list[Found]()
+        rest, room, parts = end - start, expected or (end - start) // 64, list[Found]()
         while rest or not parts:
             positions, found, rest = compacted(end - rest, end, room)
             parts.append((positions, found))

@@ -1,0 +1,111 @@
+"""Thresholds of fitted distributions: the last stage on the device, the others on a sample in host memory."""
+
+from itertools import chain, pairwise
+from typing import Any
+
+import cupy
+import numpy as np
+
+from mpicomp.kernels.device.compiling import Array, in_tiles, launch, zeros
+from mpicomp.kernels.device.merging import add_parts
+from mpicomp.kernels.device.selection import Found, compact, compacting, largest, select, selecting
+from mpicomp.kernels.host.bits import FORMATS
+from mpicomp.kernels.host.fitting import keys_above
+from mpicomp.kernels.host.segments import Summands
+
+_BLOCK, _THREADS = 16384, 256
+_REPORT = 7  # words: the sums of the excess, the threshold, and how many were found above `start` and above it
+
+
+def excess(values: Array, threshold: float = 0.0) -> tuple[float, float, float]:
+    """Return the sums of the excess over a threshold, as `mpicomp.kernels.host.excess` does: the same bits."""
+    found, done = zeros(4, 1)
+    _fit_excess(values, None, (threshold, 0.0, 1.0), False, done, found, None)
+    entries, total, squares, _ = found.get().view(np.float64).tolist()
+    return entries, total, squares
+
+
+def sample(values: Array, bounds: Any, counts: Any, *, summands: Summands | None = None) -> np.ndarray[Any, Any]:
+    """Return some values of each segment in host memory, as `mpicomp.kernels.host.sample` does."""
+    wide = np.promote_types(values.dtype, np.float32)
+    taken = cupy.empty(int(counts.sum()), wide)
+    a, scale, parts = (values, 1.0, []) if summands is None else summands
+    factor, end = int(np.array([scale], wide).view(FORMATS[wide].keys)[0]), 0
+    for row, (first, close) in enumerate(pairwise(bounds)):
+        count = int(counts[row])
+        if count:
+            given = (
+                a[first:close],
+                factor,
+                parts[row] if parts else None,
+                close - first,
+                count,
+                taken[end : end + count],
+            )
+            launch("take_sample", [values.dtype], in_tiles(count, _THREADS), *given)
+        end += count
+    return taken.get()  # type: ignore[no-any-return]
+
+
+def end_fits(
+    values: Array,
+    bounds: Any,
+    plans: Any,
+    *,
+    pareto: bool,
+    summands: Summands | None = None,
+    threads: int | None = None,
+) -> Found:
+    """Return what exceeds the last threshold of each segment, as `mpicomp.kernels.host.end_fits` does.
+
+    threads: ignored. Three launches for each segment, and one wait for all of them.
+    """
+    together: tuple[Array, ...] = ()
+    if summands is not None and summands[1] == 1 and len(summands[2]) == 1:
+        together = summands[0], summands[2][0]
+    elif summands is not None:
+        add_parts(*summands, values)
+    form, rooms = FORMATS[values.dtype], np.maximum(1, plans["room"]).tolist()
+    bits, summed = values.view(form.keys), tuple(each.view(form.keys) for each in together)
+    sizes = zip(plans["size"].tolist(), rooms, strict=True)
+    needed = [(1, 2, *compacting(size, bits), *selecting(room, bits)) for size, room in sizes]
+    reports, *work = zeros(_REPORT * len(plans), *chain.from_iterable(needed))
+    parts, floors = [], keys_above(plans["start"], values.dtype).tolist()
+    for row, (first, end) in enumerate(pairwise(bounds)):
+        report, (done, search, *rest) = reports[_REPORT * row : _REPORT * (row + 1)], work[6 * row : 6 * (row + 1)]
+        some, kept = (_empty(rooms[row], bits) for _ in range(2))
+        parts.append(kept)
+        if first < end:
+            compact(bits[first:end], form, floors[row], None, *some, report[:1], rest[:2], summed)
+            fit = plans[row][["start", "wanted", "share"]].item()
+            _fit_excess(some[1].view(values.dtype), report[:1], fit, pareto, done, report[1:5], search)
+            select(some[1], report[:1], form.mask, search, some[0], *kept, report[5:], rest[2:])
+    return _collected(values, bounds, plans, parts, reports.get().reshape(-1, _REPORT))
+
+
+def _empty(room: int, bits: Array) -> Found:
+    return cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
+
+
+def _collected(values: Array, bounds: Any, plans: Any, parts: list[Found], reports: np.ndarray[Any, Any]) -> Found:
+    """Set the last fields of the plans; return the entries of all segments, of one without any the largest."""
+    plans["above"], plans["kept"] = reports[:, 0], reports[:, 5]
+    plans["total"], plans["threshold"] = reports[:, [2, 4]].T.copy().view(np.float64)
+    plans["threshold"][np.isnan(plans["start"])] = np.nan  # of an empty segment nothing was launched
+    found = []
+    for plan, (positions, kept), (first, end) in zip(plans, parts, pairwise(bounds), strict=True):
+        part = positions[: plan["kept"]], kept[: plan["kept"]].view(values.dtype)
+        if not plan["kept"]:
+            part = largest(values[first:end], 1)
+            plan["kept"] = part[0].size
+        found.append((part[0] + first if first else part[0], part[1]))
+    return found[0] if len(found) == 1 else tuple(map(cupy.concatenate, zip(*found, strict=True)))
+
+
+def _fit_excess(
+    values: Array, counted: Array | None, fit: Any, pareto: bool, done: Array, found: Array, search: Array | None
+) -> None:
+    """Write the sums of the excess and the last threshold of a fit. fit: a threshold, wanted and share of `PLAN`."""
+    blocks, numbers = max(1, in_tiles(values.size, _BLOCK)), np.array(fit, np.float64).view(np.uint64).tolist()
+    given = values, values.size, counted, *numbers, int(pareto), cupy.empty(3 * blocks), done, found, search
+    launch("fit_excess", [values.dtype], blocks, *given)
