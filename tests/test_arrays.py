@@ -107,47 +107,11 @@ def test_what_is_no_array_is_refused(what):
         to_array(what)
 
 
-def test_torch_tensors_and_a_gradient_that_requires_grad():
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(4.0, requires_grad=True)
-    assert to_array(tensor).tolist() == [0, 1, 2, 3]
-    back = like(np.arange(3.0), tensor)
-    assert isinstance(back, torch.Tensor)
-    assert back.tolist() == [0, 1, 2]
-
-
-def test_jax_arrays():
-    jax = pytest.importorskip("jax")
-    array = jax.numpy.arange(4.0)
-    assert to_array(array).tolist() == [0, 1, 2, 3]
-    assert isinstance(like(np.arange(3.0, dtype=np.float32), array), jax.Array)
-
-
-def test_bfloat16_comes_in_as_float32_and_goes_back_rounded():
-    torch = pytest.importorskip("torch")
-    tensor = torch.tensor([1.0, 2.5, -3.0], dtype=torch.bfloat16, requires_grad=True)
-    host = to_array(tensor)
-    assert (host.dtype, host.tolist()) == (np.float32, [1, 2.5, -3])
-    back = like(np.array([1.0, 1 + 2**-10], np.float32), tensor)
-    assert (back.dtype, back.tolist()) == (torch.bfloat16, [1, 1])
-
-
 def test_bfloat16_of_numpy():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     array = np.array([1.0, 2.5], bfloat16)
     assert to_array(array).dtype == np.float32
     assert like(to_array(array), array).dtype == bfloat16
-
-
-def test_writable_vector_a_torch_tensor_is_its_memory():
-    torch = pytest.importorskip("torch")
-    tensor = torch.zeros(2, 3)
-    writable_vector(tensor)[:] = 1
-    assert tensor.sum() == 6
-    with pytest.raises(TypeError, match="bfloat16"):
-        writable_vector(tensor.bfloat16())
-    with pytest.raises(ValueError, match="not C-contiguous"):
-        writable_vector(tensor.T)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

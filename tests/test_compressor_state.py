@@ -1,7 +1,6 @@
 """The contract of a compressor: state that is loaded, snapshots, sums, wrappers, and what is no compressor."""
 
 import copy
-import pathlib
 import re
 import sys
 from functools import cache, partial
@@ -14,7 +13,6 @@ import mpicomp
 from mpicomp import (
     AggregationAware,
     Compressor,
-    ErrorFeedback,
     Quantised,
     SIDCo,
     SparseVector,
@@ -270,28 +268,6 @@ def test_a_compressor_of_ones_own():
     assert repr(own) == "Quantised(compressor=Decaying(threshold=0.25), form='float16')"
     with pytest.raises(NotImplementedError, match=r"Compressor has no compress\(corrected"):
         Compressor().compress(np.ones(3))
-
-
-def test_the_example_of_the_documentation_works():
-    text = (pathlib.Path(__file__).parent.parent / "docs" / "own_compressor.md").read_text()
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1), names)
-    example = names["EveryOther"](4)
-    feedback = ErrorFeedback()
-    for step in range(5):
-        corrected = feedback.correct(np.arange(1.0, 9.0))
-        sent = compressed_sum(example, corrected, np.zeros(8), np.empty(8))
-        assert sent.indices.tolist() == [step % 4, step % 4 + 4]
-        feedback.settle(corrected, sent)
-        feedback.commit()
-    twin = names["EveryOther"](4)
-    twin.load_state_dict(example.state_dict())
-    assert (twin.step, repr(twin)) == (5, "EveryOther(stride=4)")
-    with pytest.raises(ValueError, match=r"values\[0\] is nan"):
-        twin.compress(np.full(8, np.nan))
-    assert twin.step == 5
-    with pytest.raises(ValueError, match=r"as 0\.step: expected an integer from 0"):
-        twin.load_state_dict({"0.step": np.array(-1)})
 
 
 @pytest.mark.parametrize(

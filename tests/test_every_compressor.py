@@ -248,8 +248,8 @@ def test_adacomp_sends_nothing_of_bins_of_zeros_which_count_in_the_mean():
 
 
 def union_of_16_ranks(make):
-    """Return the union over k, the mean of rounds 31 to 40: 50,000 values, k = 500."""
-    size, length, k, unions = 16, 50_000, 500, []
+    """Return the union over k, the mean of rounds 31 to 40: 20,000 values, k = 200."""
+    size, length, k, unions = 16, 20_000, 200, []
     ranks = [(make(k), ErrorFeedback(), noisy_gradients(rank, length)) for rank in range(size)]
     for _ in range(40):
         total, votes = np.zeros(length), np.zeros(length)

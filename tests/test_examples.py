@@ -188,14 +188,3 @@ def test_saving_on_sigterm_and_on_nothing_else(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
     assert (caught.value.code, saved) == (143, [caught.value])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@pytest.mark.parametrize(
-    ("example", "option"),
-    [("numpy_digits.py", "--steps"), ("checkpointed_training.py", "--every"), ("step_ahead.py", "--steps")],
-)
-def test_a_number_that_cannot_be_is_an_error_in_words(example, option):
-    done = python(ROOT / "examples" / example, option, "0")
-    assert done.returncode == 2
-    assert f"{option} 0" in done.stderr
-    assert "expected at least 1" in done.stderr

@@ -51,14 +51,6 @@ def test_a_decay_out_of_range_or_in_place_is_refused():
     assert ErrorFeedback(in_place=True, decay=1).in_place
 
 
-def test_no_feedback_keeps_nothing():
-    exchange = GradientExchange(World, TopK(k=1), NoFeedback(), alone)
-    gradient = np.array([1.0, 3.0, 2.0])
-    for _ in range(2):
-        assert exchange(gradient).tolist() == [0, 3, 0]
-    assert gradient.tolist() == [1, 3, 2]
-
-
 def test_a_failed_call_leaves_the_residual_and_reports_the_error_to_the_collective():
     reported = []
 
@@ -146,15 +138,6 @@ def test_a_collective_that_returns_another_length_is_named():
     with pytest.raises(ValueError, match="expected a sum of length 2"):
         exchange(np.ones(2))
     assert exchange.feedback.residual is None
-
-
-def test_an_object_with_nothing_but_the_array_interface():
-    class Bare:
-        def __init__(self, array):
-            self.array, self.__array_interface__ = array, array.__array_interface__
-
-    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), alone)
-    assert exchange(Bare(np.array([[1.0, 3.0]]))).tolist() == [[0, 3]]
 
 
 class Parameter:

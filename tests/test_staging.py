@@ -79,8 +79,7 @@ def child(prepare, *, size=2, program=CHILD, **environment):
 
 
 @ON_THE_STAND_IN
-@pytest.mark.parametrize("aware", [False, True])
-@pytest.mark.parametrize("long", ["", LONG], ids=["short", "long"])
+@pytest.mark.parametrize(("aware", "long"), [(False, LONG), (True, "")], ids=["long, staged", "short, direct"])
 def test_messages_arrive_staged_or_by_the_pointer_and_long_ones_in_pieces(aware, long):
     settings = {"MPICOMP_CUDA_AWARE": "1", "MPICOMP_FAKE_VISIBLE": "1"} if aware else {}
     done = child(long + CLAIM * aware, **settings)

@@ -3,7 +3,6 @@ import re
 import numpy as np
 import pytest
 import scipy.sparse
-from devices import cupy_for_tests, there
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
@@ -245,15 +244,6 @@ def test_add_to_takes_any_shape_and_updates_parameters():
     assert half.tolist() == [2050]
 
 
-def test_add_to_a_torch_tensor_changes_the_tensor():
-    torch = pytest.importorskip("torch")
-    tensor = torch.zeros(2, 3, requires_grad=True)
-    SparseVector([1, 5], [2.0, 4.0], 6).add_to(tensor, scale=0.5)
-    assert tensor.tolist() == [[0, 1, 0], [0, 0, 2]]
-    with pytest.raises(TypeError, match="bfloat16"):
-        SparseVector([1], [2.0], 6).add_to(tensor.bfloat16())
-
-
 def read_only_array():
     array = np.zeros(6)
     array.flags.writeable = False
@@ -286,17 +276,6 @@ def test_add_to_wants_an_array_of_rows_and_indices_in_order():
     with pytest.raises(ValueError, match=r"indices\[2\] is 2 and follows 3"):
         SparseVector(np.array([1, 3, 2, 4], np.int32), np.ones(4), 9).add_to(array)
     assert not array.any()
-
-
-def test_add_to_on_a_device():
-    cupy = cupy_for_tests()
-    vector, array = SparseVector([1, 5], np.array([2, 4], np.float32), 6), cupy.zeros((2, 3), np.float32)
-    there(vector, cupy).add_to(array, scale=0.5)
-    assert array.get().tolist() == [[0, 1, 0], [0, 0, 2]]
-    with pytest.raises(TypeError, match="the array is on a device and the vector in host memory: expected both on one"):
-        vector.add_to(array)
-    with pytest.raises(TypeError, match="the array is in host memory and the vector on a device"):
-        there(vector, cupy).add_to(np.zeros(6, np.float32))
 
 
 def test_sparse_matrices_are_refused_with_the_remedy():

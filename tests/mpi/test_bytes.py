@@ -43,49 +43,13 @@ def sent_by_all(comm, call):
     return comm.allgather(traffic(comm).nbytes - before)
 
 
-def supports(size):
-    masks = np.zeros((size, LENGTH), bool)
-    for rank in range(size):
-        masks[rank, spread(rank).indices] = True
-    return masks
-
-
-def core_of(size):
-    return 1 << (size.bit_length() - 1)
-
-
-def folded(masks):
-    """Return the supports of the core ranks after the fold, and the entries that fold and unfold send."""
-    size, core = len(masks), core_of(len(masks))
-    union = masks.any(axis=0).sum()
-    held = masks[:core].copy()
-    held[: size - core] |= masks[core:]
-    return held, (size - core) * (K + union)
-
-
-def doubled(held):
-    """Return the entries that all ranks send while they double, starting from these supports."""
-    sent, distance, ranks = 0, 1, np.arange(len(held))
-    while distance < len(held):
-        sent += held.sum()
-        held = held | held[ranks ^ distance]
-        distance *= 2
-    return sent
-
-
-def recursive_doubling(size):
-    held, sent = folded(supports(size))
-    return sent + doubled(held)
-
-
 def union(size):
-    return supports(size).any(axis=0).sum()
+    return len({index for rank in range(size) for index in spread(rank).indices})
 
 
-# Entries that all ranks together send, and the call. f P = P - 1.
+# Entries that all ranks together send; tests/test_choice.py counts those of butterflies.
 EXACT_SUMS = {
     "allgather": lambda size: size * (size - 1) * K,
-    "recursive_doubling": recursive_doubling,
     "split_allgather": lambda size: (size - 1) * (K + union(size)),
     "dense_mpi": lambda size: 2 * (size - 1) * LENGTH * VALUE / ENTRY,
 }

@@ -260,7 +260,6 @@ def _flip(place, buffer):
     return buffer
 
 
-@pytest.mark.exactly(2)
 @pytest.mark.exactly(3)
 @pytest.mark.parametrize("name", ["sparse_allreduce", "split_allgather", "gtopk_allreduce"])
 def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
