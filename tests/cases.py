@@ -62,7 +62,22 @@ def _blocks(rng, rank, size):
     return np.arange(LENGTH * rank // size, LENGTH * (rank + 1) // size), None
 
 
-PATTERNS = {name[1:]: each for name, each in [*vars().items()] if name[0] == "_" != name[1]}
+PATTERNS = {
+    pattern.__name__[1:]: pattern
+    for pattern in (
+        _random,
+        _unequal,
+        _empty,
+        _one_holds_all,
+        _identical,
+        _same_support,
+        _disjoint,
+        _nested,
+        _cancelling,
+        _ties,
+        _blocks,
+    )
+}
 
 
 def for_each(**choices):

@@ -12,8 +12,18 @@ from collections import Counter
 
 import numpy as np
 
-from mpicomp import CodecError, SparseVector, codec
-from mpicomp.codec import FEW_BITS, HEADER_NBYTES, KIND_AT, Coding, decode, decode_few_bits, encode, plain
+from mpicomp import CodecError, SparseVector
+from mpicomp.codec import (
+    FEW_BITS,
+    HEADER_NBYTES,
+    KIND_AT,
+    Coding,
+    decode,
+    decode_few_bits,
+    encode,
+    encode_few_bits,
+    plain,
+)
 from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 from mpicomp.few_bits import BITS, as_they_are, quantise
@@ -45,7 +55,7 @@ def sound_few_bits(rng):
     values = rng.standard_normal(int(rng.integers(0, 200))).astype(rng.choice(["f4", "f8"]))
     bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
     coded = quantise(values, values.copy(), bits, block) if bits else as_they_are(values, block)
-    return codec.encode_few_bits(coded)
+    return encode_few_bits(coded)
 
 
 def mutate(message, rng):

@@ -19,8 +19,14 @@ import numpy as np
 from jobs import parser
 from mpi4py import MPI
 
-import collectives
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+    traffic,
+)
 from collectives.runtime.engine import _engine
 from mpicomp import CollectiveError, ErrorFeedback, TopK
 
@@ -102,7 +108,7 @@ def main():
             said = f"rank {rank}: resident memory {first / 2**20:.2f} MiB, then {last / 2**20:.2f} MiB"
             print(f"{said} ({100 * (last / first - 1):+.2f} %), grown: {', '.join(mine) or 'nothing'}")
     if comm.rank == 0:
-        sent = collectives.traffic(comm)
+        sent = traffic(comm)
         print(f"{asked.exchanges} exchanges in {MPI.Wtime() - began:.0f} s, {sent.messages} messages of rank 0")
     sys.exit(bool(comm.allreduce(len(faults))))
 

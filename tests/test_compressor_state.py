@@ -10,7 +10,16 @@ import pytest
 import test_every_compressor
 
 import mpicomp
-from mpicomp import AggregationAware, Compressor, Quantised, SIDCo, SparseVector, TopK, WarmUp, Wrapper
+from mpicomp import (
+    AggregationAware,
+    Compressor,
+    Quantised,
+    SIDCo,
+    SparseVector,
+    TopK,
+    WarmUp,
+    Wrapper,
+)
 from mpicomp.compressors import check_compressor, expect_number
 from mpicomp.compressors.base import restore
 

@@ -6,19 +6,30 @@ import numpy as np
 import pytest
 from cases import noisy_gradients
 
-import mpicomp
-from mpicomp import AdaComp, AggregationAware, ErrorFeedback, Quantised, SparseVector, TopK, quantise
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    ChunkedTopK,
+    Dense,
+    ErrorFeedback,
+    Quantised,
+    SIDCo,
+    SparseVector,
+    TopK,
+    WarmUp,
+    quantise,
+)
 from mpicomp.codec import CODECS, encode
 
 EVERY = {
     "TopK": lambda density: TopK(density),
-    "ChunkedTopK": lambda density: mpicomp.ChunkedTopK(max(1, round(64 * density)), 64),
-    "Dense": lambda density: mpicomp.Dense(),
-    "WarmUp": lambda density: mpicomp.WarmUp(TopK(density), [1.0, density]),
+    "ChunkedTopK": lambda density: ChunkedTopK(max(1, round(64 * density)), 64),
+    "Dense": lambda density: Dense(),
+    "WarmUp": lambda density: WarmUp(TopK(density), [1.0, density]),
     "AdaComp": lambda density: AdaComp(50),
     **{f"AggregationAware {m}": (lambda d, m=m: AggregationAware(d, metric=m)) for m in ("support", "quota")},
-    "SIDCo": lambda density: mpicomp.SIDCo(density),
-    "SIDCo pareto": lambda density: mpicomp.SIDCo(density, "pareto", 3),
+    "SIDCo": lambda density: SIDCo(density),
+    "SIDCo pareto": lambda density: SIDCo(density, "pareto", 3),
     "Quantised": lambda density: Quantised(TopK(density), "bfloat16"),
     "Quantised two_bit": lambda density: Quantised(TopK(density), "two_bit"),
 }
@@ -282,10 +293,10 @@ def test_a_magnitude_metric_prefers_what_was_large():
         (lambda: AggregationAware(0.1, metric="age"), "metric is 'age': expected one of"),
         (lambda: AggregationAware(0.1, decay=2), "decay is 2: expected 0 <= decay <= 1"),
         (lambda: TopK(k=2**63), "k is 9223372036854775808: expected an integer of at least 1, below 2^63"),
-        (lambda: mpicomp.WarmUp(TopK(k=3)), "expected at least one density, and a compressor made with density="),
-        (lambda: mpicomp.WarmUp(TopK(0.1), []), "expected at least one density"),
-        (lambda: mpicomp.WarmUp(TopK(0.1), [5.0]), "density is 5.0: expected 0 < density <= 1"),
-        (lambda: mpicomp.WarmUp(TopK(0.1), calls=0), "calls is 0"),
+        (lambda: WarmUp(TopK(k=3)), "expected at least one density, and a compressor made with density="),
+        (lambda: WarmUp(TopK(0.1), []), "expected at least one density"),
+        (lambda: WarmUp(TopK(0.1), [5.0]), "density is 5.0: expected 0 < density <= 1"),
+        (lambda: WarmUp(TopK(0.1), calls=0), "calls is 0"),
         (lambda: TopK(), "got density=None and k=None: expected exactly one of them"),
     ],
 )

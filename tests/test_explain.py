@@ -46,12 +46,14 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
     known |= {("GradientExchange", name) for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")}
     known |= {("step of 0.2 s", by) for by in ("by sparse_allreduce", "by gtopk_allreduce", "dense", "dense, 16 bits")}
     assert known <= set(rows)
-    names = (
-        ("gtopk_allreduce", "auto"),
-        ("GradientExchange", "gtopk_allreduce"),
-        ("step of 0.2 s", "by gtopk_allreduce"),
+    collective, exchange, step = (
+        rows[name]["speedup"]
+        for name in (
+            ("gtopk_allreduce", "auto"),
+            ("GradientExchange", "gtopk_allreduce"),
+            ("step of 0.2 s", "by gtopk_allreduce"),
+        )
     )
-    collective, exchange, step = (rows[name]["speedup"] for name in names)
     assert collective > exchange > step > 1
     assert main(SOME) == 0
     table = capsys.readouterr().out

@@ -180,7 +180,17 @@ def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
     monkeypatch.delenv("PYTHONPATH", raising=False)  # else the source tree is imported
     venv.create(tmp_path / "venv")
     executable = str(tmp_path / "venv" / "bin" / "python")
-    install = [sys.executable, "-m", "pip", "--python", executable, "install", "-q", "--no-compile", f"{wheel}[mpi]"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        executable,
+        "install",
+        "--quiet",
+        "--no-compile",
+        f"{wheel}[mpi]",
+    ]
     done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     (tmp_path / "elsewhere").mkdir()

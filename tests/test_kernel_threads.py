@@ -98,8 +98,10 @@ def sparse_calls(values, number):
 
 
 def as_bytes(results):
-    parts = [one if isinstance(one, tuple) else [one] for one in results]
-    return [[each.tobytes() if isinstance(each, np.ndarray) else each for each in one] for one in parts]
+    return [
+        [each.tobytes() if isinstance(each, np.ndarray) else each for each in (it if isinstance(it, tuple) else [it])]
+        for it in results
+    ]
 
 
 @pytest.mark.usefixtures("short_pieces")

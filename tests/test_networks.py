@@ -11,14 +11,17 @@ from tasks import of_images, of_plays
 
 RNG = np.random.default_rng(0)
 CONVOLUTIONS = [Convolution("one", 2, 3, 3), Pool(), Relu(), Convolution("two", 3, 2, 2)]
-draw, labels_below = RNG.standard_normal, RNG.integers
 NETWORKS = {
-    "perceptron": (perceptron(5, 7, 3), draw((20, 5)), labels_below(3, size=20)),
-    "convolutional": ([*CONVOLUTIONS, Flatten(), Affine("out", 8, 4)], draw((2, 8, 8, 3)), labels_below(4, size=3)),
+    "perceptron": (perceptron(5, 7, 3), RNG.standard_normal((20, 5)), RNG.integers(3, size=20)),
+    "convolutional": (
+        [*CONVOLUTIONS, Flatten(), Affine("out", 8, 4)],
+        RNG.standard_normal((2, 8, 8, 3)),
+        RNG.integers(4, size=3),
+    ),
     "recurrent": (
         [LSTM("lstm", 3, 4), LSTM("above", 4, 4), Affine("out", 4, 5)],
-        draw((2, 6, 3)),
-        labels_below(5, size=(2, 6)),
+        RNG.standard_normal((2, 6, 3)),
+        RNG.integers(5, size=(2, 6)),
     ),
 }
 

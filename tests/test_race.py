@@ -27,8 +27,17 @@ def trained(tmp_path, *arguments):
 def test_the_gpt_of_torch_is_trained(tmp_path):
     pytest.importorskip("torch")
     sizes = "--layers=1", "--width=32", "--heads=2", "--context=16", "--steps=60"
-    methods = "fp16", "powersgd-2", "topk-0.05", "few-bits-4", "in-basis-8", "in-basis-two-bit-8"
-    methods += "lion", "local-sparse-7", "local-few-bits-7"
+    methods = (
+        "fp16",
+        "powersgd-2",
+        "topk-0.05",
+        "few-bits-4",
+        "in-basis-8",
+        "in-basis-two-bit-8",
+        "lion",
+        "local-sparse-7",
+        "local-few-bits-7",
+    )
     curves = trained(tmp_path, *sizes, "--methods", *methods)
     assert tuple(curves) == methods
     for method, (_, steps, _, losses) in curves.items():

@@ -9,8 +9,18 @@ import math
 import numpy as np
 import pytest
 
-from collectives import schedule
-from collectives.schedule import butterfly, core_size, dissemination, groups, hearing, rotation
+from collectives.schedule import (
+    butterfly,
+    core_size,
+    dissemination,
+    fold_partner,
+    group_sizes,
+    groups,
+    hearing,
+    rotation,
+    tree_children,
+    tree_parent,
+)
 
 SIZES = range(1, 1025)
 
@@ -42,7 +52,7 @@ def test_butterfly_partners_agree_and_every_contribution_arrives_once():
 def test_fold_partners_are_pairs_and_no_rank_beyond_the_core_is_left_out():
     for size in SIZES:
         core = core_size(size)
-        partners = [schedule.fold_partner(rank, size) for rank in range(size)]
+        partners = [fold_partner(rank, size) for rank in range(size)]
         assert all(partners[rank] is not None for rank in range(core, size))
         assert all(partner is None or partners[partner] == rank for rank, partner in enumerate(partners))
         assert sum(partner is not None for partner in partners) == 2 * (size - core)
@@ -65,8 +75,8 @@ def test_dissemination_brings_every_block_to_every_rank_once_and_in_order():
 def test_the_tree_reaches_every_rank_once_from_any_root(place):
     for size in SIZES:
         root = {"first": 0, "middle": size // 2, "last": size - 1}[place]
-        parents = [schedule.tree_parent(rank, size, root) for rank in range(size)]
-        children = [list(schedule.tree_children(rank, size, root)) for rank in range(size)]
+        parents = [tree_parent(rank, size, root) for rank in range(size)]
+        children = [list(tree_children(rank, size, root)) for rank in range(size)]
         assert parents[root] is None
         assert sorted(child for mine in children for child in mine) == [rank for rank in range(size) if rank != root]
         assert all(parents[child] == rank for rank, mine in enumerate(children) for child in mine)
@@ -105,5 +115,5 @@ def test_every_rank_is_heard_once_and_those_of_recursive_doubling_first():
 
 def test_groups_keep_the_order_of_the_ranks():
     marks = 0, 0, 2, 0, 2, 5
-    assert (groups(marks), schedule.group_sizes(marks)) == (((0, 1, 3), (2, 4), (5,)), (3, 2, 1))
-    assert (groups(()), schedule.group_sizes(())) == ((), ())
+    assert (groups(marks), group_sizes(marks)) == (((0, 1, 3), (2, 4), (5,)), (3, 2, 1))
+    assert (groups(()), group_sizes(())) == ((), ())

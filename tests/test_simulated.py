@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from cases import select
 
-import collectives
 from collectives import (
     allgather,
     allreduce,
+    compressed_allreduce,
     gtopk,
     gtopk_allreduce,
     quantised_allreduce,
     reduce_scatter,
+    rooted,
     sparse_allreduce,
 )
 from collectives.faults.notification import run_or_notify
@@ -244,10 +245,10 @@ def test_the_others(size):
     shares, rounds = over(Network(size), partial(reduce_scatter.split, partition="equal"))
     assert rounds == (size > 1)
     np.testing.assert_array_equal(sum(share.to_dense() for share in shares), dense_sum(size))
-    totals, rounds = over(Network(size), partial(collectives.rooted.tree, root=root), root=root)
+    totals, rounds = over(Network(size), partial(rooted.tree, root=root), root=root)
     assert rounds <= 2 * upper(size)  # the terms, and the tree
     np.testing.assert_array_equal(totals[root].to_dense(), dense_sum(size))
-    steps = partial(collectives.rooted.bcast, root=root)
+    steps = partial(rooted.bcast, root=root)
     handed, rounds = over(
         Network(size), lambda vector, group: steps(vector if group.rank == root else group.nothing, group), root=root
     )
@@ -325,8 +326,7 @@ NAMED = {
     },
     "gtopk_allreduce": {"auto": gtopk_allreduce.automatic, **gtopk_allreduce.algorithms},
     "compressed_allreduce": {
-        name: partial(steps, compressor="", second=TopK(k=2))
-        for name, steps in collectives.compressed_allreduce.algorithms.items()
+        name: partial(steps, compressor="", second=TopK(k=2)) for name, steps in compressed_allreduce.algorithms.items()
     },
     "quantised_allreduce": {
         name: partial(steps, bits=4, block=32, array=np.ones(100), out=(np.empty(100), np.empty(100)))

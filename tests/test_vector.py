@@ -175,10 +175,15 @@ def test_add_up_is_the_dense_sum_and_join_undoes_a_cut(data):
 
 def test_add_up_adds_in_the_order_of_the_vectors_whatever_they_have_elsewhere():
     big, one = np.array([1e8], np.float32), np.array([1], np.float32)
-    some = [SparseVector([5], big, 10), SparseVector.empty(10), SparseVector([5], one, 10), SparseVector([5], -big, 10)]
-    assert add_up(some).values.tolist() == [0]  # (1e8 + 1) - 1e8: the one is lost
-    assert add_up([some[0], some[3], some[2]]).values.tolist() == [1]
-    more = [SparseVector([3, 5, 7], np.r_[one, each.values, one], 10) for each in some if each.nnz]
+    vectors = [
+        SparseVector([5], big, 10),
+        SparseVector.empty(10),
+        SparseVector([5], one, 10),
+        SparseVector([5], -big, 10),
+    ]
+    assert add_up(vectors).values.tolist() == [0]  # (1e8 + 1) - 1e8: the one is lost
+    assert add_up([vectors[0], vectors[3], vectors[2]]).values.tolist() == [1]
+    more = [SparseVector([3, 5, 7], np.r_[one, each.values, one], 10) for each in vectors if each.nnz]
     assert add_up(more).values.tolist() == [3, 0, 3]
     assert add_up([SparseVector.empty(10)] * 3).nnz == 0
 

@@ -7,10 +7,26 @@ import numpy as np
 import pytest
 from cases import compressed_sum, integers
 
-import collectives
-import mpicomp
-from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
-from mpicomp import ChunkedTopK, CollectiveError, Dense, ErrorFeedback, Hadamard, NoFeedback, Quantised, StepAhead, TopK
+from collectives import (
+    GradientExchange,
+    OuterLoop,
+    dense_allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
+from mpicomp import (
+    ChunkedTopK,
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    Hadamard,
+    MomentumCorrection,
+    NoFeedback,
+    Quantised,
+    StepAhead,
+    TopK,
+)
 
 SHAPES = {"w": (20, 16), "b": (48,), "v": (4, 4, 5), "s": (16,)}  # in chunks of 16: whole, but for none
 COLLECTIVES = [sparse_allreduce, sparse_allgather, gtopk_allreduce]
@@ -101,7 +117,7 @@ def test_the_sign_of_a_mean_of_values(comm, small):
         np.testing.assert_array_equal(vector.to_dense(), np.sign(means[name]).reshape(-1))
 
 
-@pytest.mark.parametrize("feedback", [NoFeedback, mpicomp.MomentumCorrection, lambda: ErrorFeedback(decay=0.5)])
+@pytest.mark.parametrize("feedback", [NoFeedback, MomentumCorrection, lambda: ErrorFeedback(decay=0.5)])
 @pytest.mark.parametrize("average", [True, "sign"])
 def test_feedback_methods_work_on_coefficients(comm, feedback, average):
     """A dense simulation in the basis: the same method on transformed gradients, its result transformed back."""
@@ -157,7 +173,7 @@ def test_what_cannot_be_in_a_basis_is_refused_where_the_exchange_is_made(comm):
         exchange(np.ones(300, np.float32), sparse=True)
     for settings in ({"basis": Hadamard()}, {"average": "sign"}):
         with pytest.raises(ValueError, match="expected no basis, and a mean") as caught:
-            collectives.OuterLoop(GradientExchange(comm, TopK(0.1), **settings), np.zeros(9))
+            OuterLoop(GradientExchange(comm, TopK(0.1), **settings), np.zeros(9))
         assert "has been measured" in str(caught.value)
 
 
@@ -183,7 +199,7 @@ def test_a_value_that_is_not_finite_is_named_by_tensor_and_index_and_nothing_cha
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("feedback", [ErrorFeedback, NoFeedback, mpicomp.MomentumCorrection])
+@pytest.mark.parametrize("feedback", [ErrorFeedback, NoFeedback, MomentumCorrection])
 def test_dense_arrays_are_exchanged_as_all_values_of_vectors_are(comm, feedback):
     """With the feedback's memory of them; also written over the gradients, and in the gradients' own arrays."""
     dense, sparse = (

@@ -8,18 +8,36 @@ import pytest
 from cases import LENGTH, bits, compressed_sum, contribution, contributions, window
 from disorder import Damaging, over
 
-import collectives
-import mpicomp
 from collectives import (
     GradientExchange,
+    SupportPlan,
+    allreduce,
+    compressed_allreduce,
     dense_allreduce,
+    dense_iallreduce,
     gtopk_allreduce,
     quantised_allreduce,
     sparse_allgather,
     sparse_allreduce,
+    sparse_bcast,
+    sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
     traffic,
 )
-from mpicomp import CheckError, CollectiveError, Compressor, ErrorFeedback, SparseVector, TopK
+from mpicomp import (
+    CheckError,
+    CollectiveError,
+    Compressor,
+    DamagedMessageError,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    Quantised,
+    SparseVector,
+    StepAhead,
+    TopK,
+)
 
 pytestmark = pytest.mark.small_groups
 
@@ -40,7 +58,7 @@ def watched(comm, monkeypatch):
 @pytest.mark.parametrize("pattern", ["random", "unequal"])
 def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
     vector, total = (contribution(pattern, comm.rank, comm.size), sum(map(window, contributions(pattern, comm.size))))
-    for name in ("auto", *collectives.allreduce.ALGORITHMS):
+    for name in ("auto", *allreduce.ALGORITHMS):
         checked = sparse_allreduce(vector, watched, algorithm=name)
         assert bits(checked) == bits(sparse_allreduce(vector, comm, algorithm=name))
         np.testing.assert_array_equal(window(checked), total)
@@ -48,21 +66,21 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
         assert bits(gtopk_allreduce(vector, watched, 7, algorithm=name)[0]) == bits(
             gtopk_allreduce(vector, comm, 7, algorithm=name)[0]
         )
-    parts = (collectives.compressed_allreduce(vector, each, TopK(k=3)) for each in (watched, comm))
+    parts = (compressed_allreduce(vector, each, TopK(k=3)) for each in (watched, comm))
     assert [bits(part) for part in next(parts)] == [bits(part) for part in next(parts)]
     assert sparse_allreduce(vector, watched, votes=True)[1].max(initial=0) <= comm.size
     assert len(sparse_allgather(vector, watched)) == comm.size
-    collectives.sparse_reduce_scatter(vector, watched)
+    sparse_reduce_scatter(vector, watched)
     root = comm.size - 1
-    assert (collectives.sparse_reduce(vector, watched, root) is not None) == (comm.rank == root)
-    assert bits(collectives.sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(
+    assert (sparse_reduce(vector, watched, root) is not None) == (comm.rank == root)
+    assert bits(sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(
         contribution(pattern, root, root + 1)
     )
     np.testing.assert_array_equal(dense_allreduce(window(vector), watched), total)
     for name in quantised_allreduce.algorithms:
         checked, own = (quantised_allreduce(window(vector), each, 2, algorithm=name) for each in (watched, comm))
         assert [part.tobytes() for part in checked] == [part.tobytes() for part in own]
-    plan = collectives.SupportPlan.union(vector, watched)
+    plan = SupportPlan.union(vector, watched)
     np.testing.assert_array_equal(plan.allreduce(window(vector)[plan.indices]), total[plan.indices])
 
 
@@ -84,8 +102,8 @@ def test_ranks_that_call_different_operations_are_told_who_called_what_from_wher
 
 def test_several_in_flight_keep_the_order_in_which_mpi_is_called(comm, watched):
     """The rounds of the debug mode end in any order; MPI's own sums have to start in one."""
-    requests = [collectives.dense_iallreduce(np.full(3, float(turn)), watched) for turn in range(6)]
-    sums = [collectives.sparse_iallreduce(contribution("random", comm.rank, comm.size), watched)]
+    requests = [dense_iallreduce(np.full(3, float(turn)), watched) for turn in range(6)]
+    sums = [sparse_iallreduce(contribution("random", comm.rank, comm.size), watched)]
     order = [(place * 5 + comm.rank) % 6 for place in range(6)]
     for place in order:
         assert requests[place].wait().tolist() == [place * comm.size] * 3
@@ -112,7 +130,7 @@ def _disordered(vector, group, metadata):
     return SparseVector(total.indices[[0, 2, 1, 3]], total.values[:4], total.length)
 
 
-_sound = collectives.allreduce.allgather
+_sound = allreduce.allgather
 
 
 @pytest.mark.at_least(2)
@@ -126,7 +144,7 @@ _sound = collectives.allreduce.allgather
     ],
 )
 def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watched, monkeypatch, broken, said):
-    monkeypatch.setitem(collectives.allreduce.ALGORITHMS, "split_allgather", broken)
+    monkeypatch.setitem(allreduce.ALGORITHMS, "split_allgather", broken)
     vector = SparseVector([2, 4, 6, 8, 9], [1.0, -1.0, 5.0, 2.0, 3.0], 12)
     with pytest.raises(CheckError, match=said):
         sparse_allreduce(vector, watched, algorithm="split_allgather")
@@ -159,9 +177,9 @@ METHODS = {
     "error feedback": ErrorFeedback,
     "decay": partial(ErrorFeedback, decay=0.9),
     "in place": partial(ErrorFeedback, in_place=True),
-    "none": mpicomp.NoFeedback,
-    "momentum": partial(mpicomp.MomentumCorrection, 0.9),
-    "ahead": partial(mpicomp.StepAhead, 0.1, 0.9),
+    "none": NoFeedback,
+    "momentum": partial(MomentumCorrection, 0.9),
+    "ahead": partial(StepAhead, 0.1, 0.9),
 }
 
 
@@ -173,8 +191,8 @@ def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtyp
     def gradient(step, size=60):
         return np.random.default_rng([step, comm.rank]).standard_normal(size).astype(dtype)
 
-    compressor = mpicomp.Quantised(TopK(k=6), "bfloat16") if dtype == np.float32 else TopK(k=6)
-    for collective in (gtopk_allreduce, sparse_allgather, collectives.sparse_iallreduce):
+    compressor = Quantised(TopK(k=6), "bfloat16") if dtype == np.float32 else TopK(k=6)
+    for collective in (gtopk_allreduce, sparse_allgather, sparse_iallreduce):
         one = GradientExchange(watched, compressor, METHODS[method](), collective)
         named = GradientExchange(watched, compressor, METHODS[method](), collective, small=50)
         for step in range(4):
@@ -219,7 +237,7 @@ def test_a_compressor_that_writes_through_an_alias_of_what_it_was_given_is_found
             ctypes.c_double.from_address(corrected.ctypes.data + 3 * corrected.itemsize).value += 1
             return vector
 
-    for feedback in (ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(mpicomp.MomentumCorrection, 0.5)):
+    for feedback in (ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(MomentumCorrection, 0.5)):
         exchange = GradientExchange(watched, Writing() if comm.rank == 1 else TopK(k=2), feedback())
         said = r"changed 1 values of its input array, the first at 3"
         with pytest.raises(CheckError if comm.rank == 1 else CollectiveError, match=said):
@@ -261,7 +279,7 @@ def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
         with over(Damaging, comm, culprit=comm.size - 1, which=which, change=spoil) as own:
             try:
                 run(vector, own)
-            except mpicomp.DamagedMessageError as error:
+            except DamagedMessageError as error:
                 heard = "received a damaged message" in str(error)
             else:
                 heard = False

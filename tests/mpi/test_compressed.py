@@ -1,13 +1,33 @@
 """Compressed allreduce: each owner compresses its share of the sum; and exchanges by it."""
 
-import cases
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, RandomK, bits, compressed_sum, contribution, contributions, for_each, window
+from cases import (
+    LENGTH,
+    PATTERNS,
+    RandomK,
+    assert_equal,
+    assert_same_bits,
+    bits,
+    compressed_sum,
+    contribution,
+    contributions,
+    for_each,
+    window,
+)
 from cases import select as largest
 
 from collectives import GradientExchange, compressed_allreduce, compressed_iallreduce, traffic
-from mpicomp import AggregationAware, ChunkedTopK, CollectiveError, Dense, Quantised, SIDCo, SparseVector, TopK
+from mpicomp import (
+    AggregationAware,
+    ChunkedTopK,
+    CollectiveError,
+    Dense,
+    Quantised,
+    SIDCo,
+    SparseVector,
+    TopK,
+)
 
 
 def shares(length, size):
@@ -27,8 +47,8 @@ def test_the_sum_is_compressed_conserved_and_the_same_everywhere(comm, pattern, 
     before = bits(mine)
     result, rejected = compressed_allreduce(mine, comm, TopK(k=k))
     assert bits(mine) == before
-    cases.assert_same_bits(comm, result)
-    cases.assert_equal(result, oracle(dense, k))
+    assert_same_bits(comm, result)
+    assert_equal(result, oracle(dense, k))
     rejected.validate()
     own = window(rejected)
     np.testing.assert_array_equal(window(result) + sum(comm.allgather(own)), sum(dense))
@@ -44,7 +64,7 @@ def test_every_dtype_and_kind_of_compressor(comm, dtype, compressor):
     mine = contribution("random", comm.rank, comm.size, dtype=dtype)
     result, rejected = compressed_allreduce(mine, comm, compressor)
     assert result.dtype == rejected.dtype == dtype
-    cases.assert_same_bits(comm, result)
+    assert_same_bits(comm, result)
     np.testing.assert_array_equal(result.to_dense(), expected)
     share = shares(LENGTH, comm.size)[comm.rank]
     np.testing.assert_array_equal(rejected.to_dense()[share], (total - expected.astype(dtype))[share])

@@ -13,9 +13,21 @@ import pytest
 from cases import RandomK, compressed_sum
 from mpi4py import MPI
 
-import mpicomp
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
-from mpicomp import AdaComp, CollectiveError, ErrorFeedback, MomentumCorrection, StepAhead, TopK
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    ChunkedTopK,
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    Quantised,
+    SIDCo,
+    StepAhead,
+    TopK,
+    WarmUp,
+)
 
 LENGTH = 97
 COLLECTIVES = {
@@ -28,14 +40,14 @@ COLLECTIVES = {
 }
 COMPRESSORS = {
     "top-k": lambda comm: TopK(k=9),
-    "SIDCo": lambda comm: mpicomp.SIDCo(0.1),
+    "SIDCo": lambda comm: SIDCo(0.1),
     "AdaComp": lambda comm: AdaComp(16),
-    "quantised": lambda comm: mpicomp.Quantised(TopK(k=9), "bfloat16"),
-    "chunks": lambda comm: mpicomp.ChunkedTopK(2, 20),
+    "quantised": lambda comm: Quantised(TopK(k=9), "bfloat16"),
+    "chunks": lambda comm: ChunkedTopK(2, 20),
     "random-k": lambda comm: RandomK(k=9),
-    "dense": lambda comm: mpicomp.Dense(),
-    "warm-up": lambda comm: mpicomp.WarmUp(TopK(0.1), [1.0, 0.1]),
-    "support": lambda comm: mpicomp.AggregationAware(0.1, metric="support"),
+    "dense": lambda comm: Dense(),
+    "warm-up": lambda comm: WarmUp(TopK(0.1), [1.0, 0.1]),
+    "support": lambda comm: AggregationAware(0.1, metric="support"),
 }
 FEEDBACKS = {
     "error feedback": ErrorFeedback,
@@ -217,7 +229,7 @@ def test_the_velocity_is_cleared_where_an_entry_left_for_good(comm, collective):
         np.testing.assert_array_equal(feedback.velocity, before if feedback.residual.any() else 0.5 * before + g)
 
 
-@pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: mpicomp.Quantised(RandomK(k=6), "float16")])
+@pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
 def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(comm, compressor):
     rate, momentum = 0.05, 0.9
     exchange = GradientExchange(comm, compressor(), StepAhead(rate, momentum), sparse_allreduce)

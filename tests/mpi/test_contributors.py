@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from cases import compressed_sum
 
-import collectives
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+    sparse_reduce,
+)
 from mpicomp import Compressor, Dense, ErrorFeedback, NoFeedback, Quantised, SparseVector, TopK
 
 LENGTH = 60
@@ -113,7 +119,7 @@ def test_what_is_sent_and_kept_is_what_arrives_before_the_division(comm):
 @pytest.mark.exactly(2)
 def test_what_gives_no_votes_is_refused(comm):
     compressed = compressed_sum(TopK(k=3))
-    for collective in (gtopk_allreduce, partial(gtopk_allreduce, k=3), compressed, collectives.sparse_reduce):
+    for collective in (gtopk_allreduce, partial(gtopk_allreduce, k=3), compressed, sparse_reduce):
         with pytest.raises(ValueError, match=r"reduce does not count .*: expected sparse_allreduce or sparse_allg"):
             GradientExchange(comm, TopK(k=1), collective=collective, average="contributors")
     with pytest.raises(ValueError, match="average is 'contributor': expected one of"):

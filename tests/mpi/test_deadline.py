@@ -9,14 +9,20 @@ import pytest
 from cases import assert_equal, contribution, contributions, window
 from mpi4py import MPI
 
-import collectives
 from collectives import (
     GradientExchange,
+    compressed_allreduce,
     configure,
+    dense_allreduce,
     gtopk_allreduce,
+    gtopk_iallreduce,
+    quantised_allreduce,
     sparse_allgather,
     sparse_allreduce,
+    sparse_bcast,
     sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
 )
 from collectives.collective import Call, collective
 from collectives.faults import deadline
@@ -27,14 +33,14 @@ COLLECTIVES = {
     "sparse_allgather": sparse_allgather,
     "sparse_allreduce": sparse_allreduce,
     "split_allgather": lambda vector, comm: sparse_allreduce(vector, comm, algorithm="split_allgather"),
-    "sparse_reduce_scatter": collectives.sparse_reduce_scatter,
+    "sparse_reduce_scatter": sparse_reduce_scatter,
     "gtopk_allreduce": gtopk_allreduce,
-    "compressed_allreduce": lambda vector, comm: collectives.compressed_allreduce(vector, comm, TopK(k=1)),
+    "compressed_allreduce": lambda vector, comm: compressed_allreduce(vector, comm, TopK(k=1)),
     "exact": lambda vector, comm: gtopk_allreduce(vector, comm, algorithm="exact"),
-    "sparse_reduce": collectives.sparse_reduce,
-    "sparse_bcast": collectives.sparse_bcast,
-    "dense_allreduce": lambda vector, comm: collectives.dense_allreduce(np.ones(4), comm),
-    "quantised_allreduce": lambda vector, comm: collectives.quantised_allreduce(np.ones(4), comm),
+    "sparse_reduce": sparse_reduce,
+    "sparse_bcast": sparse_bcast,
+    "dense_allreduce": lambda vector, comm: dense_allreduce(np.ones(4), comm),
+    "quantised_allreduce": lambda vector, comm: quantised_allreduce(np.ones(4), comm),
 }
 
 
@@ -112,7 +118,7 @@ def test_a_rank_that_is_merely_slow_is_waited_for(comm, own, pause):
 def test_all_that_is_in_flight_on_the_communicator_ends(comm, own):
     vector = contribution("random", comm.rank, comm.size)
     if comm.rank < 2:
-        requests = [sparse_iallreduce(vector, own), collectives.gtopk_iallreduce(vector, own)]
+        requests = [sparse_iallreduce(vector, own), gtopk_iallreduce(vector, own)]
         for request in requests:
             with pytest.raises(CollectiveTimeoutError, match="rank 2 did not respond"):
                 request.wait()

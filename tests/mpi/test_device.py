@@ -10,12 +10,25 @@ from devices import assert_same, back, cupy_for_tests, there
 from mpi4py import MPI
 
 import collectives
-from collectives import dense_allreduce, gtopk_allreduce, quantised_allreduce, sparse_allgather, sparse_allreduce
+from collectives import (
+    SupportPlan,
+    allreduce,
+    dense_allreduce,
+    gtopk_allreduce,
+    gtopk_iallreduce,
+    quantised_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
 from collectives.runtime import messages
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.codec import CODECS
 
-SUMS = "auto", *collectives.allreduce.ALGORITHMS
+SUMS = "auto", *allreduce.ALGORITHMS
 SOME = "random", "empty", "one_holds_all", "unequal"
 
 
@@ -53,20 +66,12 @@ def test_the_others(comm, cupy):
     mine = contribution("random", comm.rank, comm.size)
     for part, expected in zip(sparse_allgather(there(mine, cupy), comm), sparse_allgather(mine, comm), strict=True):
         assert_same(part, expected)
-    assert_same(
-        collectives.sparse_reduce_scatter(there(mine, cupy), comm), collectives.sparse_reduce_scatter(mine, comm)
-    )
-    total, expected = (
-        collectives.sparse_reduce(there(mine, cupy), comm, root=0),
-        collectives.sparse_reduce(mine, comm, root=0),
-    )
+    assert_same(sparse_reduce_scatter(there(mine, cupy), comm), sparse_reduce_scatter(mine, comm))
+    total, expected = sparse_reduce(there(mine, cupy), comm, root=0), sparse_reduce(mine, comm, root=0)
     assert (total is None) == (comm.rank > 0)
     if comm.rank == 0:
         assert_same(total, expected)
-    assert_same(
-        collectives.sparse_bcast(there(mine, cupy), comm, root=comm.size - 1),
-        collectives.sparse_bcast(mine, comm, comm.size - 1),
-    )
+    assert_same(sparse_bcast(there(mine, cupy), comm, root=comm.size - 1), sparse_bcast(mine, comm, comm.size - 1))
 
 
 def test_rows_and_votes(comm, cupy):
@@ -81,11 +86,9 @@ def test_rows_and_votes(comm, cupy):
 
 def test_plans(comm, cupy):
     mine = contribution("same_support", comm.rank, comm.size)
-    plan = collectives.SupportPlan.union(there(mine, cupy), comm)
+    plan = SupportPlan.union(there(mine, cupy), comm)
     values = cupy.asarray(mine.values)
-    np.testing.assert_array_equal(
-        plan.allreduce(values).get(), collectives.SupportPlan.union(mine, comm).allreduce(mine.values)
-    )
+    np.testing.assert_array_equal(plan.allreduce(values).get(), SupportPlan.union(mine, comm).allreduce(mine.values))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -128,7 +131,7 @@ def test_some_ranks_on_a_device_and_some_not(comm, cupy):
     assert total.values.tobytes() == expected.values.tobytes()
 
 
-@pytest.mark.parametrize("start", [collectives.sparse_iallreduce, collectives.gtopk_iallreduce])
+@pytest.mark.parametrize("start", [sparse_iallreduce, gtopk_iallreduce])
 def test_several_in_flight(comm, cupy, start):
     mine = [contribution(pattern, comm.rank, comm.size) for pattern in ("random", "ties", "unequal")]
     requests = [start(there(vector, cupy), comm) for vector in mine]
@@ -143,7 +146,7 @@ def test_a_long_message_comes_in_pieces(comm, cupy, pieces, monkeypatch):
     mine = contribution("one_holds_all", comm.rank, comm.size)
     before = collectives.traffic(comm)
     assert_same(sparse_allreduce(there(mine, cupy), comm), sparse_allreduce(mine, comm))
-    requests = [collectives.sparse_iallreduce(there(mine, cupy), comm, algorithm=name) for name in SUMS[1:3]]
+    requests = [sparse_iallreduce(there(mine, cupy), comm, algorithm=name) for name in SUMS[1:3]]
     total = sparse_allreduce(mine, comm)
     for request in requests:
         assert_same(request.wait(), total)

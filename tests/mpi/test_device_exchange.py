@@ -7,7 +7,6 @@ import pytest
 from cases import compressed_sum
 from devices import assert_same, counted, cupy_for_tests, real_cupy
 
-import mpicomp
 from collectives import (
     GradientExchange,
     OuterLoop,
@@ -17,7 +16,17 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from mpicomp import AggregationAware, ChunkedTopK, CollectiveError, ErrorFeedback, Quantised, SIDCo, StepAhead, TopK
+from mpicomp import (
+    AggregationAware,
+    ChunkedTopK,
+    CollectiveError,
+    ErrorFeedback,
+    MomentumCorrection,
+    Quantised,
+    SIDCo,
+    StepAhead,
+    TopK,
+)
 
 pytestmark = pytest.mark.small_groups
 
@@ -25,7 +34,7 @@ WAYS = {
     "top-k, gTop-k": lambda comm: (TopK(k=40), ErrorFeedback(), gtopk_allreduce, {}),
     "top-k, exact gTop-k": lambda comm: (
         TopK(k=40),
-        mpicomp.MomentumCorrection(0.9, clip=5.0, ranks=comm.size),
+        MomentumCorrection(0.9, clip=5.0, ranks=comm.size),
         partial(gtopk_allreduce, algorithm="exact"),
         {},
     ),

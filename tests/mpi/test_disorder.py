@@ -7,15 +7,22 @@ import pytest
 from cases import assert_equal, bits, butterfly_sum, contribution, contributions, select, window
 from disorder import Disordered, over
 
-import collectives
 from collectives import (
     GradientExchange,
+    SupportPlan,
     allreduce,
+    configure,
+    dense_allreduce,
+    dense_iallreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
     sparse_allgather,
     sparse_allreduce,
+    sparse_bcast,
+    sparse_iallgather,
     sparse_iallreduce,
+    sparse_reduce,
+    sparse_reduce_scatter,
 )
 from collectives.runtime.link import link_if_any
 from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
@@ -35,15 +42,15 @@ def test_every_sum_is_that_of_the_oracle(comm, pattern):
         for name in ALGORITHMS:
             assert_equal(sparse_allreduce(vector, rough, algorithm=name), total)
         assert [bits(part) for part in sparse_allgather(vector, rough)] == [bits(each) for each in every]
-        share = collectives.sparse_reduce_scatter(vector, rough)
+        share = sparse_reduce_scatter(vector, rough)
         np.testing.assert_array_equal(sum(comm.allgather(window(share))), total)
-        reduced = collectives.sparse_reduce(vector, rough, root)
+        reduced = sparse_reduce(vector, rough, root)
         if comm.rank == root:
             assert_equal(reduced, total)
-        assert_equal(collectives.sparse_bcast(reduced, rough, root), total)
-        plan = collectives.SupportPlan.union(vector, rough)
+        assert_equal(sparse_bcast(reduced, rough, root), total)
+        plan = SupportPlan.union(vector, rough)
         np.testing.assert_array_equal(plan.allreduce(window(vector)[plan.indices]), total[plan.indices])
-        np.testing.assert_array_equal(collectives.dense_allreduce(window(vector), rough), total)
+        np.testing.assert_array_equal(dense_allreduce(window(vector), rough), total)
 
 
 @pytest.mark.parametrize("pattern", ["random", "ties"])
@@ -68,9 +75,9 @@ def test_several_in_flight_overtake_each_other(comm):
         for turn in range(2):
             starts = [
                 *(partial(sparse_iallreduce, algorithm=name) for name in ALGORITHMS[turn::2]),
-                collectives.sparse_iallgather,
+                sparse_iallgather,
                 partial(gtopk_iallreduce, k=K),
-                lambda vector, comm: collectives.dense_iallreduce(window(vector), comm),
+                lambda vector, comm: dense_iallreduce(window(vector), comm),
             ]
             requests = [start(vector, rough) for start in starts]
             for place in np.random.default_rng([turn, comm.rank]).permutation(len(requests)):
@@ -104,8 +111,8 @@ def test_bad_arguments_and_deadlines_work_in_disorder(comm):
             bad = SparseVector([1, 2], [1.0, np.nan], 240)
             with pytest.raises(ValueError if comm.rank == 0 else CollectiveError, match="is nan"):
                 sparse_allreduce(bad if comm.rank == 0 else vector.__class__([1], [1.0], 240), rough, algorithm=name)
-        collectives.configure(timeout=20)
+        configure(timeout=20)
         try:
             assert sparse_allreduce(vector, rough).nnz
         finally:
-            collectives.configure(timeout=None)
+            configure(timeout=None)

@@ -11,14 +11,18 @@ import pytest
 from cases import LENGTH, assert_equal, assert_same_bits, bits, contribution, contributions, window
 from mpi4py import MPI
 
-import collectives
 from collectives import (
+    allreduce,
     dense_allreduce,
+    dense_iallreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
     sparse_allgather,
     sparse_iallgather,
     sparse_iallreduce,
+    sparse_ibcast,
+    sparse_ireduce,
+    sparse_ireduce_scatter,
 )
 from collectives.first_call import link_of
 from collectives.runtime.engine import _engine
@@ -39,21 +43,18 @@ def start_all(comm):
 
     starts = [
         (gtopk_iallreduce, "random", {"k": LENGTH}),
-        (collectives.dense_iallreduce, "ties", {}),
+        (dense_iallreduce, "ties", {}),
         (sparse_iallgather, "unequal", {}),
         (sparse_iallreduce, "random", {}),
         (gtopk_iallreduce, "random", {"k": LENGTH, "algorithm": "exact"}),
         (sparse_iallreduce, "ties", {"algorithm": "split_allgather"}),
         (sparse_iallreduce, "ties", {"algorithm": "dense_mpi"}),
         (gtopk_iallreduce, "ties", {"k": LENGTH}),
-        (collectives.dense_iallreduce, "random", {}),
+        (dense_iallreduce, "random", {}),
     ]
     mine = {name: every[comm.rank] for name, every in vectors.items()}
     return [
-        (
-            start(window(mine[name]) if start is collectives.dense_iallreduce else mine[name], comm, **more),
-            partial(check, name),
-        )
+        (start(window(mine[name]) if start is dense_iallreduce else mine[name], comm, **more), partial(check, name))
         for start, name, more in starts
     ]
 
@@ -95,7 +96,7 @@ def test_wait_may_be_called_again(comm):
 def test_a_failed_operation_between_sound_ones(comm):
     first = gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, LENGTH)
     bad = gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, k=1 + comm.rank)
-    dense = collectives.dense_iallreduce(np.ones(3 + comm.rank), comm)
+    dense = dense_iallreduce(np.ones(3 + comm.rank), comm)
     last = sparse_iallgather(contribution("random", comm.rank, comm.size), comm)
     assert len(last.wait()) == comm.size
     if comm.size > 1:
@@ -168,7 +169,7 @@ def test_a_second_thread_is_refused_on_one_rank_before_it_is_counted(comm, known
         link_of(fresh)
     if comm.rank == 0:
         with _engine(), ThreadPoolExecutor(1) as pool:
-            for call in partial(gtopk_iallreduce, vector), partial(collectives.dense_iallreduce, np.ones(3)):
+            for call in partial(gtopk_iallreduce, vector), partial(dense_iallreduce, np.ones(3)):
                 with pytest.raises(RuntimeError, match="two threads are inside the library"):
                     pool.submit(call, fresh).result()
     assert_same_bits(comm, gtopk_allreduce(vector, fresh)[0])
@@ -189,11 +190,8 @@ def test_traffic_of_the_user_on_the_same_communicator_is_not_touched(comm):
 def test_the_rooted_twins(comm):
     vector = contribution("random", comm.rank, comm.size)
     total = sum(window(each) for each in contributions("random", comm.size))
-    reduced, share = (
-        collectives.sparse_ireduce(vector, comm, root=comm.size - 1),
-        collectives.sparse_ireduce_scatter(vector, comm),
-    )
-    handed = collectives.sparse_ibcast(vector, comm)
+    reduced, share = sparse_ireduce(vector, comm, root=comm.size - 1), sparse_ireduce_scatter(vector, comm)
+    handed = sparse_ibcast(vector, comm)
     assert bits(handed.wait()) == bits(contribution("random", 0, comm.size))
     np.testing.assert_array_equal(sum(comm.allgather(window(share.wait()))), total)
     if comm.rank == comm.size - 1:
@@ -226,14 +224,14 @@ def test_an_interrupt_between_two_rounds_leaves_the_operations_as_they_were(comm
 @pytest.mark.at_least(2)
 def test_an_operation_that_an_interrupt_ended_says_so_and_later_ones_go_on(comm, monkeypatch):
     vectors = contributions("random", comm.size)
-    add_up, culprit = collectives.allreduce.add_up, comm.rank == 0
+    add_up, culprit = allreduce.add_up, comm.rank == 0
 
     def interrupted(parts):
-        monkeypatch.setattr(collectives.allreduce, "add_up", add_up)
+        monkeypatch.setattr(allreduce, "add_up", add_up)
         raise KeyboardInterrupt
 
     if culprit:
-        monkeypatch.setattr(collectives.allreduce, "add_up", interrupted)
+        monkeypatch.setattr(allreduce, "add_up", interrupted)
     request = sparse_iallreduce(vectors[comm.rank], comm, algorithm="allgather")
     if culprit:
         with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,19 @@
-import cases
 import numpy as np
 import pytest
-from cases import assert_equal, assert_same_bits, bits, contribution, contributions, window
+from cases import (
+    LENGTH,
+    PATTERNS,
+    assert_equal,
+    assert_same_bits,
+    bits,
+    butterfly_sum,
+    combine,
+    contribution,
+    contributions,
+    for_each,
+    select,
+    window,
+)
 from mpi4py import MPI
 
 from collectives import gtopk_allreduce, traffic
@@ -12,20 +24,20 @@ from mpicomp_bench.bench.collective import by_allgather
 
 def tree_sum(dense, counts):
     """Return what the tree gives: sums of neighbours at doubling distances, towards rank 0."""
-    held = [(cases.select(vector, k), k) for vector, k in zip(dense, counts, strict=True)]
+    held = [(select(vector, k), k) for vector, k in zip(dense, counts, strict=True)]
     distance = 1
     while distance < len(held):
         for rank in range(0, len(held) - distance, 2 * distance):
-            held[rank] = cases.combine(held[rank], held[rank + distance])
+            held[rank] = combine(held[rank], held[rank + distance])
         distance *= 2
     return held[0][0]
 
 
 def exact_sum(dense, counts):
-    return cases.select(sum(dense), max(counts))
+    return select(sum(dense), max(counts))
 
 
-ORACLES = {"recursive_doubling": cases.butterfly_sum, "tree": tree_sum, "exact": exact_sum, "node_leaders": exact_sum}
+ORACLES = {"recursive_doubling": butterfly_sum, "tree": tree_sum, "exact": exact_sum, "node_leaders": exact_sum}
 EVERY = pytest.mark.parametrize("algorithm", ORACLES)
 
 
@@ -35,7 +47,7 @@ def check(comm, mine, k, dense, offset=0, algorithm="auto"):
     counts = [np.count_nonzero(vector) if k is None else k for vector in dense]
     assert result.nnz <= max(counts)
     assert_same_bits(comm, result)
-    assert_equal(result, ORACLES.get(algorithm, cases.butterfly_sum)(dense, counts), offset)
+    assert_equal(result, ORACLES.get(algorithm, butterfly_sum)(dense, counts), offset)
     rejected.validate()
     kept = comm.allgather(window(rejected, offset))
     np.testing.assert_array_equal(window(result, offset) + sum(kept), sum(dense))  # nothing is lost
@@ -43,7 +55,7 @@ def check(comm, mine, k, dense, offset=0, algorithm="auto"):
 
 
 @EVERY
-@cases.for_each(pattern=cases.PATTERNS, k=[None, 1, 10, cases.LENGTH])
+@for_each(pattern=PATTERNS, k=[None, 1, 10, LENGTH])
 def test_the_sum_is_conserved_and_the_same_everywhere(comm, algorithm, pattern, k):
     dense = [window(vector) for vector in contributions(pattern, comm.size)]
     check(comm, contribution(pattern, comm.rank, comm.size), k, dense, algorithm=algorithm)
@@ -60,8 +72,8 @@ def test_a_k_of_zero_is_refused_on_all_ranks_before_a_vector_is_sent(comm, algor
 
 @EVERY
 def test_two_runs_give_the_same_bits_on_real_numbers(comm, algorithm):
-    values = np.random.default_rng(comm.rank).standard_normal(cases.LENGTH)
-    vector = SparseVector(np.arange(cases.LENGTH), values, cases.LENGTH)
+    values = np.random.default_rng(comm.rank).standard_normal(LENGTH)
+    vector = SparseVector(np.arange(LENGTH), values, LENGTH)
     first, second = (gtopk_allreduce(vector, comm, 20, algorithm=algorithm) for _ in range(2))
     assert bits(first[0]) == bits(second[0])
     assert bits(first[1]) == bits(second[1])

@@ -1,11 +1,27 @@
 """Shares that are not equal ranges, and sums with the nodes in mind."""
 
-import cases
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, assert_same_bits, contribution, contributions, for_each, window
+from cases import (
+    LENGTH,
+    PATTERNS,
+    assert_equal,
+    assert_same_bits,
+    contribution,
+    contributions,
+    for_each,
+    select,
+    window,
+)
 
-from collectives import gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_reduce_scatter, traffic
+from collectives import (
+    gtopk_allreduce,
+    reduce_scatter,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_reduce_scatter,
+    traffic,
+)
 from collectives.first_call import link_of
 from collectives.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
@@ -78,7 +94,7 @@ def test_a_hot_stretch_does_not_fall_to_one_rank(comm, monkeypatch):
         added.append(sum(vector.nnz for vector in vectors))
         return add_up(vectors)
 
-    monkeypatch.setattr("collectives.reduce_scatter.add_up", counting)
+    monkeypatch.setattr(reduce_scatter, "add_up", counting)
     vector = hot(comm.rank, 1_000_000, 20_000)
 
     def busiest(call):
@@ -131,7 +147,7 @@ def test_gtopk_over_several_nodes(comm, places, pattern, k, algorithm, names):
     result, rejected = gtopk_allreduce(vectors[comm.rank], comm, k, algorithm=algorithm)
     assert_same_bits(comm, result)
     if algorithm == "node_leaders":
-        assert_equal(result, cases.select(total, max(each.nnz for each in vectors) if k is None else k))
+        assert_equal(result, select(total, max(each.nnz for each in vectors) if k is None else k))
     np.testing.assert_array_equal(window(result) + sum(comm.allgather(window(rejected))), total)
 
 

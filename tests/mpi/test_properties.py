@@ -7,8 +7,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from strategies import DTYPES
 
-import collectives
-from collectives import allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
+from collectives import (
+    SupportPlan,
+    allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_bcast,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 
@@ -131,7 +139,7 @@ def test_a_reduce_scatter_is_a_division_of_the_sum(comm):
     @together
     @given(contributions(comm.size, rows=True))
     def holds(vectors):
-        share = collectives.sparse_reduce_scatter(vectors[comm.rank], comm)
+        share = sparse_reduce_scatter(vectors[comm.rank], comm)
         shares = comm.allgather(share)
 
         def check():
@@ -150,9 +158,9 @@ def test_gathered_reduced_handed_out_and_planned(comm):
     def holds(vectors, root):
         mine = vectors[comm.rank]
         parts = sparse_allgather(mine, comm)
-        total = collectives.sparse_reduce(mine, comm, root)
-        handed = collectives.sparse_bcast(total, comm, root)
-        plan = collectives.SupportPlan.union(mine, comm)
+        total = sparse_reduce(mine, comm, root)
+        handed = sparse_bcast(total, comm, root)
+        plan = SupportPlan.union(mine, comm)
         values = np.zeros((plan.indices.size, *mine.values.shape[1:]), mine.dtype)
         values[np.searchsorted(plan.indices, mine.indices)] = mine.values
         planned = plan.vector(plan.allreduce(values))

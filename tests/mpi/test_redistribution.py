@@ -7,9 +7,18 @@ import pytest
 from cases import RandomK, compressed_sum
 from mpi4py import MPI
 
-import mpicomp
 from collectives import GradientExchange, OuterLoop, sparse_allreduce
-from mpicomp import ChunkedTopK, CollectiveError, ErrorFeedback, Hadamard, NoFeedback, StepAhead, TopK
+from mpicomp import (
+    AggregationAware,
+    ChunkedTopK,
+    CollectiveError,
+    ErrorFeedback,
+    Hadamard,
+    MomentumCorrection,
+    NoFeedback,
+    StepAhead,
+    TopK,
+)
 from mpicomp.settings import from_table, to_table
 
 SAVED = 4  # ranks
@@ -17,7 +26,7 @@ SHAPES = {"weight": (20, 60), "bias": (7,)}  # the second one is sent dense
 FEEDBACKS = {
     "error feedback": lambda: ErrorFeedback(),
     "decay": lambda: ErrorFeedback(decay=0.5),
-    "momentum": lambda: mpicomp.MomentumCorrection(0.5),
+    "momentum": lambda: MomentumCorrection(0.5),
     "step ahead": lambda: StepAhead(0.5, 0.5),
     "none": lambda: NoFeedback(),
 }
@@ -100,7 +109,7 @@ BASIS = Hadamard(chunk=16)
 
 RUNS = {  # the compressor, and more settings
     "error feedback": lambda: (RandomK(k=9, seed=3), {}),
-    "shares of the owners": lambda: (mpicomp.AggregationAware(k=9), {"collective": compressed_sum(TopK(k=5))}),
+    "shares of the owners": lambda: (AggregationAware(k=9), {"collective": compressed_sum(TopK(k=5))}),
     "basis": lambda: (ChunkedTopK(k=2, chunk=16), {"basis": BASIS}),
     "few bits": lambda: (None, {"bits": 4}),
 }
@@ -159,11 +168,11 @@ def test_ranks_may_have_compressors_of_their_own(comm):
 
 @pytest.mark.exactly(2)
 def test_as_many_ranks_continue_bit_for_bit(comm):
-    whole = exchange_of(comm, mpicomp.MomentumCorrection(0.9))
+    whole = exchange_of(comm, MomentumCorrection(0.9))
     whole(gradients(comm.rank, 0))
     files = comm.allgather(to_file(whole.state_dict()))
     for conserve in "sum", "mean":
-        again = exchange_of(comm, mpicomp.MomentumCorrection(0.9))
+        again = exchange_of(comm, MomentumCorrection(0.9))
         again.load_state_dicts(2, loader(files), conserve=conserve)
         np.testing.assert_equal(again.state_dict(), whole.state_dict())
 
@@ -201,7 +210,7 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
     with pytest.raises(ValueError, match=r"conserve is 'all': expected one of"):
         exchange.load_state_dicts(2, state, conserve="all")
     with pytest.raises(ValueError, match=r"saved with feedback ErrorFeedback.*: expected MomentumCorrection"):
-        GradientExchange(comm, TopK(k=1), mpicomp.MomentumCorrection()).load_state_dicts(2, state)
+        GradientExchange(comm, TopK(k=1), MomentumCorrection()).load_state_dicts(2, state)
     np.testing.assert_equal(exchange.state_dict(), before)
     exchange.load_state_dicts(2, state)
     assert exchange.feedback.residual.tolist() == [2, 2, 2]

@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 from cases import RandomK, compressed_sum, normals
 
-import mpicomp
 from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
-from mpicomp import CollectiveError, Compressor, ErrorFeedback, SparseVector, TopK
+from mpicomp import (
+    ChunkedTopK,
+    CollectiveError,
+    Compressor,
+    Dense,
+    ErrorFeedback,
+    Hadamard,
+    MomentumCorrection,
+    SparseVector,
+    StepAhead,
+    TopK,
+)
 
 pytestmark = pytest.mark.small_groups
 
@@ -25,18 +35,14 @@ class First(Compressor):
 SETTINGS = {
     "default": lambda comm: {},
     "allgather, contributors": lambda comm: {"collective": sparse_allgather, "average": "contributors"},
-    "gtopk, momentum": lambda comm: {"feedback": mpicomp.MomentumCorrection(0.5), "collective": gtopk_allreduce},
+    "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
     "random, compressed sum": lambda comm: {"compressor": RandomK(k=3), "collective": compressed_sum(TopK(k=2))},
-    "step ahead": lambda comm: {"feedback": mpicomp.StepAhead(0.5)},
+    "step ahead": lambda comm: {"feedback": StepAhead(0.5)},
     "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
     "no checks": lambda comm: {"compressor": First()},
-    "basis": lambda comm: {
-        "compressor": mpicomp.ChunkedTopK(k=2, chunk=16),
-        "basis": mpicomp.Hadamard(chunk=16),
-        "average": "sign",
-    },
+    "basis": lambda comm: {"compressor": ChunkedTopK(k=2, chunk=16), "basis": Hadamard(chunk=16), "average": "sign"},
     "few bits": lambda comm: {"compressor": None, "bits": 4},
-    "dense": lambda comm: {"compressor": mpicomp.Dense(), "collective": dense_allreduce},
+    "dense": lambda comm: {"compressor": Dense(), "collective": dense_allreduce},
 }
 every_setting = pytest.mark.parametrize("name", SETTINGS)
 gradients = partial(normals, SHAPES)
