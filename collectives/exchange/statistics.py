@@ -50,7 +50,8 @@ def report(first: Statistics | None, later: Statistics | None, steps: int, skipp
     kind = "exchange" if kept == 1 else "exchanges"
     what = f"{kept} {kind} after the first" if steps > 1 else "the first exchange"
     ranks, link = comm.size, link_if_any(comm)
-    shorter = "; between nodes entries are coded in fewer" if link is not None and len({*link.nodes}) == 1 < ranks else ""
+    is_on_one_node = link is not None and len({*link.nodes}) == 1 < ranks
+    fewer = "; between nodes entries are coded in fewer" if is_on_one_node else ""
     dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
@@ -58,7 +59,8 @@ def report(first: Statistics | None, later: Statistics | None, steps: int, skipp
     return "\n".join(
         [
             f"{what}{more} on {ranks} ranks, {total.length // kept} values, density {total.density:.4g}",
-            f"bytes sent by this rank each time: {total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}{shorter}",
+            f"bytes sent by this rank each time: {total.wire_nbytes // kept}, a dense allreduce {dense // kept}"
+            f"{share}{fewer}",
             f"milliseconds each time: compress {compress}, communicate {communicate}, restore {restore}",
         ]
     )
