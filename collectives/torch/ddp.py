@@ -15,7 +15,7 @@ mean.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.agreement import gather_results
 from collectives.exchange import GradientExchange
-from collectives.torch.common import Handle, after_backward, check_exchange, check_scaler, trainable
+from collectives.torch.common import (
+    Handle,
+    ModelParameters,
+    after_backward,
+    check_exchange,
+    check_scaler,
+    named,
+    parts_of,
+    some,
+)
 from collectives.torch.start import check_launcher
 from mpicomp.settings import to_number
 
@@ -69,10 +78,15 @@ def attach(
         return None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
 
     limit = gather_results(check, exchange.comm, "attach")[exchange.comm.rank]
-    handle = DDPHandle(model, exchange, limit, scaler)
-    model.register_comm_hook(handle, DDPHandle._take)
+    (ddp,) = parts_of(model, DistributedDataParallel)
+    handle = DDPHandle(ddp, exchange, limit, scaler)
+    ddp.register_comm_hook(handle, DDPHandle._take)
+    ddp._comm_hooks[:] = [handle]  # only its class is looked at: copies of the model have no hook
+    model.register_forward_hook(handle)
     return handle
 
+
+_ANEW = "wrap it in DistributedDataParallel again, and attach with a new exchange"
 
 _Parts = list[tuple[torch.Tensor, torch.Tensor]]  # of a bucket: each parameter, and the view of its gradient
 
@@ -83,14 +97,32 @@ class DDPHandle(Handle):
     def __init__(
         self, model: DistributedDataParallel, exchange: GradientExchange, clip: float | None, scaler: Any
     ) -> None:
-        ignored = model.parameters_to_ignore
-        super().__init__(
-            exchange, {name: each for name, each in trainable(model.module) if name not in ignored}, scaler
-        )
+        inside = _reduced(model)
+        registered = {name: each for name, each in named(model.module).items() if each in inside}
+        self._ddp = model
+        super().__init__(exchange, ModelParameters(model.module, registered, "attach", _ANEW), scaler)
         self._views, self._may_skip = model.gradient_as_bucket_view, model.find_unused_parameters or model.static_graph
         self._clip = clip
         self.norm: float | None = None  # with `clip`: of this rank's last gradient, before it was clipped
         self._buckets: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]] = []  # of this step
+
+    @partial(torch.compiler.disable, reason="attach to the compiled model: attach(torch.compile(ddp), exchange)")
+    def __call__(self, *_: Any) -> None:
+        """Look at the parameters again after a forward pass whose gradients will be exchanged.
+
+        In a forward pass, and before it, an error of one rank would leave the others in sums of DDP.
+        """
+        if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
+            self._look_again()
+
+    def fail(self, error: Exception) -> NoReturn:
+        """End the step under way, or the next one, as a rank that failed: `error` is raised here.
+
+        On the other ranks CollectiveError is raised from `backward()`.
+        """
+        if self._ddp.find_unused_parameters:
+            self._ddp._match_unused_params_allreduce()
+        super().fail(error)
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
@@ -100,7 +132,7 @@ class DDPHandle(Handle):
         buffer, future = bucket.buffer(), _future(bucket.buffer())
         self._buckets.append((future, buffer, parts))
         if self._scale != 1:
-            buffer.div_(self._scale)
+            self._multiply(buffer, parts, 1 / self._scale)
         if self._clip is None:
             self._start(parts)
         if bucket.is_last():
@@ -121,10 +153,10 @@ class DDPHandle(Handle):
             failed = error
         for future, buffer, parts in buckets:
             for parameter, part in parts if means else []:
-                if part.dtype == torch.bfloat16:
+                if part.dtype == torch.bfloat16 and self._names[parameter] in means:
                     part.copy_(means[self._names[parameter]])
             if factor != 1:
-                buffer.mul_(factor)
+                self._multiply(buffer, parts, factor)
             if self._may_skip:
                 self._set_unused(parts)
             future.set_result(buffer)
@@ -136,6 +168,8 @@ class DDPHandle(Handle):
     def _set_unused(self, parts: _Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
         for parameter, part in parts:
+            if self._names[parameter] in self._held:
+                continue
             mean = _in_layout_of(parameter, part)
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
@@ -147,14 +181,20 @@ class DDPHandle(Handle):
 
         The bits do not depend on the buckets.
         """
-        found = dict(pair for _, parts in buckets for pair in parts)
-        norms = [torch.linalg.vector_norm(found[each], dtype=torch.float64) for each in self._names if each in found]
+        found = {self._names[each]: part for _, parts in buckets for each, part in parts}
+        names = [each for each in self._names.values() if each in found and each not in self._held]
+        norms = [torch.linalg.vector_norm(found[each], dtype=torch.float64) for each in names]
         self.norm = norm = math.hypot(*map(float, norms))
         limit = clip / math.sqrt(self.exchange.comm.size)
         for buffer, parts in buckets:
             if limit < norm < math.inf:  # what is not finite is left for the exchange to find
-                buffer.mul_(limit / norm)
+                self._multiply(buffer, parts, limit / norm)
             self._start(parts)
+
+    def _multiply(self, buffer: torch.Tensor, parts: _Parts, factor: float) -> None:
+        """Multiply the gradients of a bucket, except those of frozen parameters."""
+        for each in [part for each, part in parts if self._names[each] not in self._held] if self._held else [buffer]:
+            each.mul_(factor)
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -182,21 +222,38 @@ def _after_ddp(call: Callable[[], None]) -> None:
 def _check_ddp(model: Any, comm: Any) -> None:
     """Raise TypeError, ValueError or RuntimeError unless this is a DDP model of the ranks of `comm` without a hook."""
     check_launcher()
-    if not isinstance(model, DistributedDataParallel):
+    found = parts_of(model, DistributedDataParallel)
+    if len(found) != 1:
         raise TypeError(
-            f"model is {type(model).__name__}: expected DistributedDataParallel(model), after init_process_group(comm);"
-            " attach_fsdp is for FSDP2, and exchange(gradients, out=gradients) needs no wrapper"
+            f"model is {type(model).__name__} with {len(found)} modules in DistributedDataParallel: expected "
+            "DistributedDataParallel(model), after init_process_group(comm); attach_fsdp is for FSDP2, and "
+            "exchange(gradients, out=gradients) needs no wrapper"
         )
+    (model,) = found
+    if any(isinstance(each, DDPHandle) for each in model._comm_hooks):
+        raise ValueError("the model is already attached: use the handle that attach has returned")
     if model.process_group.size() != comm.size:
         raise ValueError(
             f"the model's process group has {model.process_group.size()} ranks, and the exchange's communicator "
             f"{comm.size}: start with mpirun or srun, and call collectives.torch.init_process_group(comm)"
         )
-    if model._comm_hooks:
+    inside, ignored = _reduced(model), model.parameters_to_ignore
+    parameters = [(name, each) for name, each in model.module.named_parameters() if name not in ignored]
+    if late := [name for name, each in parameters if each.requires_grad and each not in inside]:
+        raise ValueError(
+            f"{some(late)} did not require a gradient when DistributedDataParallel was made, which does not exchange "
+            "it: wrap the model after requires_grad_(True)"
+        )
+    if any(isinstance(each, tuple) for each in model._comm_hooks):
         raise ValueError(
             "the model has a communication hook, and DDP takes one only: attach to "
             "DistributedDataParallel(model.module), without mixed_precision="
         )
+
+
+def _reduced(model: DistributedDataParallel) -> set[Any]:
+    """Return the parameters whose gradients DDP reduces: those that required one when it was made."""
+    return {each for bucket in model.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()}
 
 
 def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from collectives.agreement import check_same, gather_results
 from collectives.exchange import GradientExchange
-from collectives.torch.common import Handle, after_backward, check_exchange, check_scaler, local_shard, trainable
+from collectives.torch.common import (
+    Handle,
+    ModelParameters,
+    after_backward,
+    check_exchange,
+    check_scaler,
+    local_shard,
+    trainable,
+)
 from collectives.torch.start import check_launcher
 
 
@@ -57,8 +65,9 @@ class FSDPHandle(Handle):
     """The hooks of the sharded parameters of an FSDP2 model; made by `attach_fsdp`."""
 
     def __init__(self, model: FSDPModule, exchange: GradientExchange, scaler: Any) -> None:
-        parameters = dict(trainable(model))
-        super().__init__(exchange, parameters, scaler)
+        parameters = trainable(model)
+        remedy = "call attach_fsdp again, with a new exchange"
+        super().__init__(exchange, ModelParameters(model, parameters, "attach_fsdp", remedy), scaler)
         self._completing = False  # the end of the backward pass will call `_complete`
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(self._take)
@@ -101,7 +110,7 @@ def check_fsdp(model: Any, comm: Any) -> dict[str, str]:
     check_launcher()
     if not isinstance(model, FSDPModule):
         raise TypeError(f"model is {type(model).__name__}: expected one that fully_shard(model, mesh=...) has sharded")
-    meshes = {parameter.device_mesh for _, parameter in trainable(model) if isinstance(parameter, DTensor)}
+    meshes = {parameter.device_mesh for parameter in trainable(model).values() if isinstance(parameter, DTensor)}
     if len(meshes) != 1:
         raise ValueError(f"the parameters are sharded over {len(meshes)} meshes: expected one for all of them")
     (mesh,) = meshes

@@ -28,7 +28,7 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
 
     >>> outer = outer_loop(network, exchange, every=10)
     """
-    parameters = dict(trainable(model))
+    parameters = trainable(model)
     if isinstance(model, FSDPModule):
         check_exchange(exchange)
         check = partial(check_fsdp, model, exchange.comm)
@@ -36,7 +36,7 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
         parameters = {name: local_shard(parameter.detach()) for name, parameter in parameters.items()}
     elif isinstance(model, DistributedDataParallel):
         _check_groups(model, exchange.comm)
-        parameters = dict(trainable(model.module))
+        parameters = trainable(model.module)
     return OuterLoop(exchange, parameters, **terms)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives import GradientExchange, sparse_allreduce  # noqa: E402
 from collectives.torch import attach, init_process_group, outer_loop, to_arrays, to_tensors  # noqa: E402
-from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
+from mpicomp import Dense, MomentumCorrection, NoFeedback, TopK  # noqa: E402
 from mpicomp.errors import CollectiveError  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -264,6 +264,120 @@ def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world,
     assert have_same_bits(model, world)
 
 
+METHODS = {
+    "topk": lambda comm: GradientExchange(comm, TopK(0.1), small=0),
+    "small": lambda comm: GradientExchange(comm, TopK(0.1), small=4500),
+    "bits=4": lambda comm: GradientExchange(comm, bits=4),
+    "bits=2": lambda comm: GradientExchange(comm, bits=2),
+    "momentum": lambda comm: GradientExchange(comm, TopK(0.1), MomentumCorrection(0.9)),
+    "skip": lambda comm: GradientExchange(comm, bits=4, nonfinite="skip"),
+}
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_layer_does_not_move_and_thaws(world, method, views):
+    """Its residual and its gradient stay as they are, also in a step that is skipped, and with a clip and a scaler."""
+    model = wrapped(Weighted(), find_unused_parameters=True, gradient_as_bucket_view=views)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3.0, enabled=method != "skip")
+    handle = attach(model, METHODS[method](world), clip=100.0, scaler=scaler)
+    optimizer, frozen, five = torch.optim.SGD(model.parameters(), 0.1), model.module.branch, torch.full((4000,), 5.0)
+    for step in range(9):
+        optimizer.zero_grad()
+        is_frozen, before = 2 <= step < 6, frozen.detach().clone()
+        frozen.requires_grad_(not is_frozen)
+        residual = handle.state_dict().get("branch/feedback.residual")
+        frozen.grad = five.clone() if is_frozen else None
+        scale = math.inf if method == "skip" and step == 3 and world.rank == 1 else 1
+        scaler.scale(model(inputs_of(step, world.rank)) * scale).backward()
+        if is_frozen:
+            assert torch.equal(frozen.grad, five)
+            assert torch.equal(handle.state_dict()["branch/feedback.residual"], residual)
+            frozen.grad = None  # else SGD would use it
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(frozen.detach(), before) == is_frozen
+    assert handle.exchange.steps == 9 - handle.exchange.skipped
+    assert have_same_bits(model, world)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs):
+        """Return what the inner module returns."""
+        return self.inner(inputs)
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, Wrapper, lambda module: compiled(Wrapper(module))])
+def test_wrappers_change_neither_means_nor_names(world, wrap):
+    model, plain = wrap(DistributedDataParallel(compiled(Weighted()))), wrapped(Weighted())
+    handles = [attach(each, GradientExchange(world, TopK(0.1))) for each in (model, plain)]
+    for step in range(2):
+        for each in (model, plain):
+            backward(each, world, step)
+    assert handles[0].state_dict().keys() == handles[1].state_dict().keys()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def assign(model):
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+
+
+def replace(model):
+    model.module.inner.a = nn.Parameter(torch.ones(3000))
+
+
+def replace_module(model):
+    model.module.inner = Weighted()
+
+
+def add(model):
+    model.module.inner.head = nn.Linear(2, 2)
+
+
+def thaw(model):
+    model.module.inner.bias.requires_grad_(True)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("change", [assign, replace, replace_module, add, thaw])
+def test_other_parameters_than_those_attached_raise_on_all_ranks(world, change, everywhere, unused):
+    """Before a gradient is exchanged; the model can be wrapped and attached again."""
+    module = Wrapper(Weighted())
+    module.inner.bias.requires_grad_(False)
+    model = wrapped(module, find_unused_parameters=unused)
+    handle = attach(model, GradientExchange(world, TopK(0.1)))
+    backward(model, world, 0)
+    if here := everywhere or world.rank == 1:
+        change(model)
+    name = {add: "inner.head.weight", thaw: "inner.bias"}.get(change, "inner.a")
+    with pytest.raises(ValueError if here else CollectiveError, match=f"{name}'.*: wrap it in Distributed.* again"):
+        backward(model, world, 1)
+    assert handle.exchange.steps == 1
+    if everywhere:
+        model = wrapped(module, find_unused_parameters=True)
+        attach(model, GradientExchange(world, TopK(0.1)))
+        backward(model, world, 2)
+
+
+def test_a_parameter_unfrozen_before_attach_is_refused(world):
+    module = Weighted()
+    module.bias.requires_grad_(False)
+    model = wrapped(module)
+    module.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'bias' did not require a gradient when DistributedDataParallel was made"):
+        attach(model, GradientExchange(world, TopK(0.1)))
+
+
 def saved(state):
     """Return what `torch.load` returns with its defaults."""
     file = io.BytesIO()
@@ -366,7 +480,7 @@ def test_a_bad_argument_on_one_rank_raises_on_all(world, terms, words):
 
 
 def test_what_is_no_model_of_ddp_and_no_exchange(world):
-    with pytest.raises(TypeError, match=r"model is Weighted: expected DistributedDataParallel\(model\), after init_"):
+    with pytest.raises(TypeError, match=r"Weighted with 0 modules .* expected DistributedDataParallel\(model\)"):
         attach(Weighted(), GradientExchange(world, TopK(0.1)))
     with pytest.raises(TypeError, match="exchange is TopK: expected an object such as GradientExchange"):
         attach(wrapped(Weighted()), TopK(0.1))
@@ -402,8 +516,12 @@ def test_a_store_that_cannot_listen_raises_on_all_ranks(world, monkeypatch):
 def test_a_second_hook_and_a_used_exchange_are_refused(world):
     model, handle = attached(world)
     backward(model, world, 0)
-    with pytest.raises(ValueError, match="has a communication hook, and DDP takes one only"):
+    with pytest.raises(ValueError, match="the model is already attached"):
         attach(model, GradientExchange(world, TopK(0.1)))
+    hooked = wrapped(Weighted())
+    hooked.register_comm_hook(None, lambda state, bucket: bucket)
+    with pytest.raises(ValueError, match="has a communication hook, and DDP takes one only"):
+        attach(hooked, GradientExchange(world, TopK(0.1)))
     with pytest.raises(RuntimeError, match="the exchange is in use, and attach needs a new one"):
         attach(wrapped(Weighted()), handle.exchange)
 
