@@ -107,13 +107,6 @@ def test_what_is_no_array_is_refused(what):
         to_array(what)
 
 
-def test_bfloat16_of_numpy():
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    array = np.array([1.0, 2.5], bfloat16)
-    assert to_array(array).dtype == np.float32
-    assert like(to_array(array), array).dtype == bfloat16
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_a_new_vector_begins_at_a_cache_line(dtype):
     for size in (1, 15, 1000, 100_003):

@@ -1,8 +1,6 @@
 """Kernels on several threads: the same bits on any number of them; how many there are, and what a fork leaves."""
 
-import importlib
 import os
-import pathlib
 import signal
 import threading
 from itertools import pairwise
@@ -189,9 +187,3 @@ def test_a_forked_process_starts_threads_of_its_own():
         signal.alarm(60)
         os._exit(0 if pieces() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_the_calls_of_the_benchmark_run(monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "benchmarks")
-    for call in importlib.import_module("threads").calls(5000, 0.01, 0).values():
-        call()

@@ -24,29 +24,6 @@ def trained(tmp_path, *arguments):
     return {row["method"]: [list(each) for each in zip(*row["curve"], strict=True)] for row in json.load(file.open())}
 
 
-def test_the_gpt_of_torch_is_trained(tmp_path):
-    pytest.importorskip("torch")
-    sizes = "--layers=1", "--width=32", "--heads=2", "--context=16", "--steps=60"
-    methods = (
-        "fp16",
-        "powersgd-2",
-        "topk-0.05",
-        "few-bits-4",
-        "in-basis-8",
-        "in-basis-two-bit-8",
-        "lion",
-        "local-sparse-7",
-        "local-few-bits-7",
-    )
-    curves = trained(tmp_path, *sizes, "--methods", *methods)
-    assert tuple(curves) == methods
-    for method, (_, steps, _, losses) in curves.items():
-        assert (steps[0], steps[-1]) == (0, 63 if method.startswith("local") else 60)
-        assert losses[0] == curves["fp16"][-1][0]  # the same start
-        assert losses[0] - losses[-1] > 0.3
-    assert not any(step % 7 for step in curves["local-sparse-7"][1])  # the replicas differ within a round
-
-
 @pytest.mark.slow
 def test_the_characters_are_trained(tmp_path):
     curves = trained(tmp_path, "--model=characters", "--steps=40", "--methods", "topk-0.05", "local-sparse-5")

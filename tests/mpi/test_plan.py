@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, contribution, contributions
+from cases import contribution
 
 from collectives import SupportPlan, traffic
 from mpicomp import CollectiveError, SparseVector
@@ -24,16 +24,6 @@ def check_sums(comm, plan):
         total = plan.allreduce(values_of(comm.rank, shape))
         assert (total.dtype, total.shape) == (np.float32, shape)
         np.testing.assert_array_equal(total, sum(values_of(rank, shape, np.float64) for rank in range(comm.size)))
-
-
-@pytest.mark.parametrize("case", [{}, {"dtype": np.float64, "length": 2**40, "offset": 2**39}], ids=["int32", "int64"])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_plan_of_the_union(comm, pattern, case):
-    plan = SupportPlan.union(contribution(pattern, comm.rank, comm.size, **case), comm)
-    supports = [vector.indices for vector in contributions(pattern, comm.size, **case)]
-    np.testing.assert_array_equal(plan.indices, np.unique(np.concatenate(supports)))
-    assert plan.length == case.get("length", LENGTH)
-    check_sums(comm, plan)
 
 
 def test_a_plan_of_a_dense_union_has_no_more_indices_than_the_union(comm):
