@@ -124,10 +124,10 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
             "isfinite(x).all()",
             lambda: xp.isfinite(values).all(),
         ),
-        "above, 0.27 %": (
-            partial(kernels.above, values, 3, **one),
-            "flatnonzero(abs(x) >= t)",
-            lambda: xp.flatnonzero(xp.abs(values) >= 3),
+        "exceeding, 0.27 %": (
+            partial(kernels.exceeding, values, 3, **one),
+            "flatnonzero(abs(x) > t)",
+            lambda: xp.flatnonzero(xp.abs(values) > 3),
         ),
     }
     if on_host:

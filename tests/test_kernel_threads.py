@@ -37,7 +37,6 @@ def dense_calls(values, other, number):
     with np.errstate(all="ignore"):
         yield host.largest(values, k, **options)
         yield host.largest(np.sign(values), k, **options)
-        yield host.above(values, 1.0, **options)
         yield host.exceeding(values, 0.0, **options)
         yield host.moments(values, **options)
         yield host.sides(values, 1.0, **options)
@@ -58,7 +57,6 @@ def dense_calls(values, other, number):
         yield host.add(values, other, room, long=0, **options)
         yield total.copy()
         yield host.add_largest(values, other, room, k, long=0, **options)
-        yield host.add_above(other, values, room, 1.0, long=0, **options)
         yield total.copy()
         yield selection.first_not_finite(values, number)
         for chunk in 16, 128:

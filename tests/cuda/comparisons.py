@@ -193,7 +193,6 @@ def thresholds(device, cupy):
         for family, drawn in families(dtype, 5000).items():
             values = drawn.astype(dtype)
             for threshold in (0, 0.1, 3.0, np.inf) if family in ("normal", "infinite", "negative zeros") else (1.0,):
-                compare(device, cupy, "above", values, threshold)
                 compare(device, cupy, "exceeding", values, threshold)
         compare(device, cupy, "exceeding", values[:0], 1)
 
@@ -449,13 +448,13 @@ def compare_few_bits(device, cupy, values, residual, bits, block, short):
     compare_in_place(device, cupy, "add_quantised", codes, scales, bits, block, values, written=[4])
 
 
-def compare_fused(device, cupy, a, b, *, k, threshold):
+def compare_fused(device, cupy, a, b, *, k):
     """Compare the sum, and what is found in it; the vectors may lie at any place of their memory."""
     with np.errstate(all="ignore"):
-        for (name, wanted), scale in product((("add_largest", k), ("add_above", threshold)), (1.0, 0.7)):
+        for scale in (1.0, 0.7):
             ours, expected = cupy.asarray(a * 0 - 7), np.empty_like(a)
-            found = getattr(device, name)(*(cupy.asarray(each) for each in (a, b)), ours, wanted, scale=scale)
-            assert_same(here(found), getattr(host, name)(a, b, expected, wanted, scale=scale))
+            found = device.add_largest(*(cupy.asarray(each) for each in (a, b)), ours, k, scale=scale)
+            assert_same(here(found), host.add_largest(a, b, expected, k, scale=scale))
             assert_same(ours.get(), expected)
 
 
@@ -464,10 +463,10 @@ def sums_and_the_largest_of_them(device, cupy):
         tile = TILES[dtype.itemsize]
         for size in (0, 1, 33, tile - 1, tile, tile + 1, 2 * tile + 77):
             a, b = np.random.default_rng(size).standard_normal((2, size)).astype(dtype)
-            compare_fused(device, cupy, a, b, k=size // 9 + 1, threshold=1.0)
+            compare_fused(device, cupy, a, b, k=size // 9 + 1)
         for values in families(dtype).values():
-            compare_fused(device, cupy, np.roll(values, 7).astype(dtype), values.astype(dtype), k=37, threshold=3.0)
-            compare_fused(device, cupy, values.astype(dtype), np.zeros_like(a, shape=3000), k=370, threshold=0.0)
+            compare_fused(device, cupy, np.roll(values, 7).astype(dtype), values.astype(dtype), k=37)
+            compare_fused(device, cupy, values.astype(dtype), np.zeros_like(a, shape=3000), k=370)
 
 
 def sums_sampled(device, cupy):
@@ -475,9 +474,9 @@ def sums_sampled(device, cupy):
     for dtype in DTYPES:
         for family in ("normal", "all equal", "sorted", "one non-zero") if dtype == np.float32 else ("cauchy",):
             a, b = drawn["laplace" if family == "normal" else "zeros"].astype(dtype), drawn[family].astype(dtype)
-            compare_fused(device, cupy, a, b, k=66, threshold=6.0)
-            compare_fused(device, cupy, b, a, k=6600, threshold=0.5)
-        compare_fused(device, cupy, a, b, k=66_000, threshold=0.0)
+            compare_fused(device, cupy, a, b, k=66)
+            compare_fused(device, cupy, b, a, k=6600)
+        compare_fused(device, cupy, a, b, k=66_000)
 
 
 def misaligned_sums(device, cupy):
@@ -488,8 +487,12 @@ def misaligned_sums(device, cupy):
             a, b, out = (
                 cupy.asarray(each)[at : at + size] for each, at in zip((*values, values[0] * 0), starts, strict=True)
             )
-            found, expected = device.add_above(a, b, out, 1.5), np.empty(size, dtype)
-            assert_same(here(found), host.add_above(a.get(), b.get(), expected, 1.5))
+            form, expected = device.selection.FORMATS[dtype], a.get() + b.get()
+            places = np.flatnonzero(np.abs(expected) >= 1.5)
+            keys = [each.view(form.keys) for each in (out, a, b)]
+            floor = int(device.selection.first_reaching(1.5, dtype))
+            positions, kept = device.selection._found(keys[0], form, floor, (keys[1], keys[2]))
+            assert_same(here((positions, kept.view(dtype))), (places, expected[places]))
             assert_same(out.get(), expected)
 
 

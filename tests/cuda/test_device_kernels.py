@@ -77,7 +77,7 @@ def test_the_names_are_those_of_the_host(device):
 
 def test_errors_are_those_of_the_host(cupy, device):
     with pytest.raises(ValueError, match="expected a number >= 0"):
-        device.above(cupy.asarray(np.ones(3)), -1)
+        device.exceeding(cupy.asarray(np.ones(3)), -1)
     values = np.ones((4, 5), np.float32)
     values[2, 3] = np.nan
     with pytest.raises(ValueError, match=r"values\[2, 3\] is nan: expected finite values"):

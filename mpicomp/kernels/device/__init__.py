@@ -42,8 +42,6 @@ from mpicomp.kernels.device.merging import (
 )
 from mpicomp.kernels.device.segments import largest_in_segments
 from mpicomp.kernels.device.selection import (
-    above,
-    add_above,
     add_largest,
     divide_largest,
     exceeding,
@@ -59,10 +57,8 @@ __all__ = [
     "PLAN",
     "Moments",
     "Sides",
-    "above",
     "accumulate",
     "add",
-    "add_above",
     "add_largest",
     "add_parts",
     "add_quantised",

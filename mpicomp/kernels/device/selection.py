@@ -85,32 +85,9 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, scale: float = 1.0, t
     return found[0], found[1].view(out.dtype)
 
 
-def add_above(
-    a: Array, b: Array, out: Array, threshold: float, *, scale: float = 1.0, threads: int | None = None
-) -> Found:
-    """Write ``scale * a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
-
-    The same as `mpicomp.kernels.host.add_above`. threads: ignored.
-    """
-    form = FORMATS[out.dtype]
-    floor = int(first_reaching(threshold, out.dtype))
-    summands: Summands = a.view(form.keys), b.view(form.keys)
-    if scale != 1:
-        add_parts(a, scale, [b], out)
-        summands = ()
-    positions, kept = _found(out.view(form.keys), form, floor, summands)
-    return positions, kept.view(out.dtype)
-
-
 def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
     """Return the entries with the `k` largest magnitudes, and the others, as `mpicomp.kernels.host` does."""
     return divide(indices, values, largest(values, k)[0])
-
-
-def above(values: Array, threshold: float) -> Array:
-    """Return the positions where |values| >= `threshold`, in increasing order, as `mpicomp.kernels.host.above` does."""
-    form = FORMATS[values.dtype]
-    return _found(values.view(form.keys), form, int(first_reaching(threshold, values.dtype)))[0]
 
 
 def exceeding(values: Array, threshold: float) -> Found:

@@ -25,7 +25,7 @@ from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.few_bits import add_quantised, dequantise, quantise
 from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, excess, sample
-from mpicomp.kernels.host.fused import add_above, add_largest
+from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
     consecutive,
@@ -39,7 +39,6 @@ from mpicomp.kernels.host.merging import (
 )
 from mpicomp.kernels.host.segments import largest_in_segments
 from mpicomp.kernels.host.selection import (
-    above,
     divide_largest,
     exceeding,
     largest,
@@ -61,10 +60,8 @@ __all__ = [
     "PLAN",
     "Moments",
     "Sides",
-    "above",
     "accumulate",
     "add",
-    "add_above",
     "add_largest",
     "add_parts",
     "add_quantised",

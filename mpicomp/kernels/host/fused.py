@@ -14,10 +14,7 @@ from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_togeth
 from mpicomp.kernels.host.instructions import WORD, lowest, store_sum_reaching
 from mpicomp.kernels.host.selection import (
     Found,
-    above,
-    collect,
     entries,
-    first_reaching,
     foresee,
     is_sampled,
     largest,
@@ -56,34 +53,6 @@ def add_largest(
         return largest(np.ascontiguousarray(out), k, threads=threads)
     positions, found = largest_of(parts, form, k)
     return positions, found.view(out.dtype)
-
-
-def add_above(
-    a: Array,
-    b: Array,
-    out: Array,
-    threshold: float,
-    *,
-    scale: float = 1.0,
-    threads: int | None = None,
-    long: int = LONG,
-) -> Found:
-    """Write ``scale * a + b`` to `out`, and return the positions where |sum| >= `threshold`, and the sums there.
-
-    In one pass. a, b, out, scale, threads, long: as for `add_largest`. threshold, positions: as for `above`; raises
-    ValueError before anything is written unless the threshold is >= 0.
-    """
-    floor = first_reaching(threshold, out.dtype)
-    if not is_streamed(out, long, a, b):
-        add_parts(a, scale, [b], out, threads=threads, long=long)
-        positions = above(np.ascontiguousarray(out), threshold, threads=threads)
-        return positions, out[positions]
-    a, factor, b, form = as_writable(a), out.dtype.type(scale), as_writable(b), FORMATS[out.dtype]
-
-    def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
-        return _add_compacted(a[start:end], factor, b[start:end], out[start:end], form, floor, start, room)
-
-    return collect(compacted, out.size, threads)
 
 
 def _by_sample(a: Array, factor: Any, b: Array, out: Array, k: int, threads: int | None) -> list[Found] | None:

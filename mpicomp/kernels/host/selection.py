@@ -5,7 +5,7 @@ runs at the speed of memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,24 +81,20 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
     return one[0][:chosen], kept, other[0][:rest], dropped
 
 
-def above(values: Array, threshold: float, *, threads: int | None = None) -> Array:
-    """Return the positions where |values| >= `threshold`, in increasing order, as an intp array; one read of the data.
-
-    values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is rounded to the dtype of
-    the values first, as NumPy does when it compares them with a float. At a threshold of 0 all positions are returned.
-    threads: as for `largest`.
-    """
-    return _found(values, first_reaching(threshold, values.dtype), threads)[0]
-
-
 def exceeding(values: Array, threshold: float, *, threads: int | None = None) -> Found:
-    """Return the positions where |values| > `threshold`, as `above` does, and the values there; one read of the data.
+    """Return the positions where |values| > `threshold`, in increasing order (intp), and the values there.
 
-    values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not rounded, so the
-    result is the same whether the values are compared in their dtype or in float64. Zeros never exceed it.
-    threads: as for `largest`.
+    One read of the data. values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not
+    rounded, so the result is the same whether the values are compared in their dtype or in float64. Zeros never exceed
+    it. threads: as for `largest`.
     """
-    positions, found = _found(values, first_above(threshold, values.dtype), threads)
+    form, floor = FORMATS[values.dtype], first_above(threshold, values.dtype)
+    bits = as_writable(values).view(form.signed)
+
+    def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
+        return _compacted(bits[start:end], form, floor, start, room)
+
+    positions, found = collect(compacted, bits.size, threads)
     return positions, found.view(values.dtype)
 
 
@@ -142,17 +138,6 @@ def first_not_finite(values: Array, threads: int | None = None) -> int:
         return start + place if place >= 0 else -1
 
     return next((place for place in in_pieces(first, bits.size, threads) if place >= 0), -1)
-
-
-def _found(values: Array, floor: int, threads: int | None) -> Found:
-    """Return positions and bits of all magnitudes at or above `floor`."""
-    form = FORMATS[values.dtype]
-    bits = as_writable(values).view(form.signed)
-
-    def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
-        return _compacted(bits[start:end], form, floor, start, room)
-
-    return collect(compacted, bits.size, threads)
 
 
 def collect(
