@@ -23,8 +23,7 @@ FEEDBACKS = {
     "residual": ErrorFeedback,
     "decay": lambda: ErrorFeedback(decay=0.9),
     "in place": lambda: ErrorFeedback(in_place=True),
-    "momentum": lambda: MomentumCorrection(0.9, clip=3.0, ranks=4),
-    "nesterov": lambda: MomentumCorrection(0.9, nesterov=True),
+    "momentum": lambda: MomentumCorrection(0.9),
     "step-ahead": lambda: StepAhead(0.1, 0.9),
 }
 DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

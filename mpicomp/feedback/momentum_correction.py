@@ -3,7 +3,7 @@
 Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression: reducing the communication bandwidth
 for distributed training", ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2.
 
-    u = m u + g,    v = v + u             (Nesterov: u = m (u + g), v = v + u + g)
+    u = m u + g,    v = v + u
     send C(v); subtract what was sent from v; clear u where it was sent: momentum factor masking
 
 The optimiser that applies the mean has no momentum of its own.
@@ -13,14 +13,14 @@ rejects on this rank is added to v again and keeps its momentum. If everything w
 a v of zeros afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the velocity of plain
 momentum SGD.
 
-Differences from the paper: no masking if everything was sent; the rounding error of a quantised value stays in v;
-zeros are never sent, so u is kept where v is zero. gTop-k may return an entry to another rank than its sender: the
-sender then masks u, and the other rank adds the entry to its v.
+Differences from the paper: no Nesterov momentum; gradients are not clipped (`collectives.torch.attach` clips those of a
+model); no masking if everything was sent; the rounding error of a quantised value stays in v; zeros are never sent, so
+u is kept where v is zero. gTop-k may return an entry to another rank than its sender: the sender then masks u, and the
+other rank adds the entry to its v.
 
-Invariant: v after + sent - rejected = v before + u (Nesterov: + u + g), exactly where the additions are exact.
+Invariant: v after + sent - rejected = v before + u, exactly where the additions are exact.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.feedback.base import Dtypes, Feedback, Gradient, wide
-from mpicomp.settings import to_bool, to_integer, to_number
+from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
 
 _BLOCK = 65536
@@ -38,37 +38,19 @@ _BLOCK = 65536
 class MomentumCorrection(Feedback):
     """Keep a velocity u, and the residual v.
 
-    momentum: m, 0 <= m <= 1. nesterov: use Nesterov's momentum. masking: clear u where it was sent. clip: scale the
-    gradient of a rank, each tensor by itself, down to the norm clip / sqrt(ranks) if its own norm is larger; for
-    independent gradients this bounds the norm of the mean over the ranks about as clipping the mean to `clip` would.
-    ranks: their number, for `clip`.
+    momentum: m, 0 <= m <= 1, else ValueError. masking: clear u where it was sent.
 
     v has the dtype of the gradients; so has u, but for float16 it is float32. Both are in gradient units: `rescale`
     scales v. It does not change u; the optimiser applies the new learning rate to it, as to any momentum buffer.
-
-    Raises ValueError for a setting out of range, and for `clip` without `ranks`.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), MomentumCorrection(momentum=0.9))
     >>> exchange(gradient).tolist()
     [0.0, -3.0, 0.0, 2.0]
     """
 
-    def __init__(
-        self,
-        momentum: float = 0.9,
-        *,
-        nesterov: bool = False,
-        masking: bool = True,
-        clip: float | None = None,
-        ranks: int | None = None,
-    ) -> None:
+    def __init__(self, momentum: float = 0.9, *, masking: bool = True) -> None:
         super().__init__()
-        if clip is not None and ranks is None:
-            raise ValueError("ranks is None: clip needs the number of ranks, comm.size")
-        self.momentum = to_number("momentum", momentum, least=0, most=1)
-        self.nesterov, self.masking = to_bool("nesterov", nesterov), to_bool("masking", masking)
-        self.clip = None if clip is None else to_number("clip", clip, above=0)
-        self.ranks = None if ranks is None else to_integer("ranks", ranks)
+        self.momentum, self.masking = to_number("momentum", momentum, least=0, most=1), to_bool("masking", masking)
 
     @property
     def velocity(self) -> Array | None:
@@ -81,15 +63,8 @@ class MomentumCorrection(Feedback):
         gradient = self._joined(gradient)
         before, residual = self._arrays["velocity"], self._arrays["residual"]
         velocity, corrected = self._spare("velocity"), self._spare("residual")
-        if self.clip is not None and self.ranks is not None:
-            gradient = self._clipped(gradient, self.clip / math.sqrt(self.ranks), corrected)
-        if self.nesterov:
-            np.add(before, gradient, out=velocity)
-            velocity *= self.momentum
-            residual = np.add(residual, gradient, out=corrected)
-        else:
-            np.multiply(before, self.momentum, out=velocity)
-            velocity += gradient
+        np.multiply(before, self.momentum, out=velocity)
+        velocity += gradient
         np.add(residual, velocity, out=corrected, casting="same_kind")
         return corrected
 
@@ -114,29 +89,8 @@ class MomentumCorrection(Feedback):
             if high > low or (is_partial and _has_nonzero(corrected[slice(*span)])):
                 yield sent.indices[first:end]
 
-    def _clipped(self, gradient: Array, limit: float, out: Array) -> Array:
-        """Return the gradient itself, or a copy in `out`, with a norm of at most `limit` in each segment."""
-        clipped = gradient
-        for first, end in pairwise(self._bounds):
-            norm = euclidean_norm(gradient[first:end]) if end > first else 0.0
-            if limit < norm < math.inf:  # a gradient that is not finite is left for the compressor to report
-                if clipped is gradient:
-                    np.copyto(out, gradient)
-                    clipped = out
-                clipped[first:end] *= limit / norm
-        return clipped
-
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         return {"residual": dtype, "velocity": wide(dtype)}
-
-
-def euclidean_norm(gradient: Array) -> float:
-    """Return the Euclidean norm, also if the squares overflow; NaN or infinity if a value is."""
-    _, _, squares = kernels_for(gradient).excess(gradient)
-    if squares != math.inf:
-        return math.sqrt(squares)
-    largest = float(np.abs(gradient).max())
-    return largest * math.sqrt(float(np.square(gradient / largest).sum())) if largest < math.inf else math.inf
 
 
 def _has_nonzero(values: Array) -> bool:

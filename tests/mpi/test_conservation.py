@@ -53,7 +53,6 @@ FEEDBACKS = {
     "error feedback": ErrorFeedback,
     "in place": partial(ErrorFeedback, in_place=True),
     "momentum": partial(MomentumCorrection, 0.5),
-    "nesterov": partial(MomentumCorrection, 0.5, nesterov=True),
     "step ahead": partial(StepAhead, 0.5),
     "step ahead, momentum": partial(StepAhead, 0.5, 0.5),
 }
@@ -149,7 +148,7 @@ class Case:
             if isinstance(feedback, StepAhead):
                 return feedback.rate * (feedback.momentum * before + mine)
             if isinstance(feedback, MomentumCorrection):
-                return 0.5 * (before + mine) + mine if feedback.nesterov else 0.5 * before + mine
+                return 0.5 * before + mine
             return mine
 
         return self.kept(of)

@@ -34,7 +34,7 @@ WAYS = {
     "top-k, gTop-k": lambda comm: (TopK(k=40), ErrorFeedback(), gtopk_allreduce, {}),
     "top-k, exact gTop-k": lambda comm: (
         TopK(k=40),
-        MomentumCorrection(0.9, clip=5.0, ranks=comm.size),
+        MomentumCorrection(0.9),
         partial(gtopk_allreduce, algorithm="exact"),
         {},
     ),

@@ -57,7 +57,6 @@ FEEDBACKS = [
     ErrorFeedback(decay=0.5),
     ErrorFeedback(in_place=True),
     MomentumCorrection(0.5),
-    MomentumCorrection(0.5, nesterov=True, clip=40.0, ranks=2),
     StepAhead(0.5, 0.5),
     NoFeedback(),
 ]
