@@ -32,13 +32,12 @@ from mpicomp_bench.bench.data import PATTERNS, draw_sparse
 
 RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
 FITTED = {  # by module
-    links: ("LATENCY_INSIDE", "MESSAGE", "BYTE_INSIDE", "MERGED", "SWITCH"),
-    formulas: ("SUMMED", "SELECTED", "FILLED", "ADDED"),
+    links: ("LATENCY_INSIDE", "BYTE_INSIDE", "MERGED", "SWITCH"),
+    formulas: ("SUMMED", "FILLED", "ADDED"),
 }
 NAMES = [(module, name) for module, names in FITTED.items() for name in names]
 OVERLAPS = {"independent": 0.0, "shared": 1.0, "8 bits": 0.0, "4 bits": 0.0}
 LENGTH = 200_000  # of the encoded vectors
-FRACTIONS = "FLOATS", "SUMS", "HALF_SUMS", "DISJOINT_SUMS"
 FORMS = None, "bfloat16", "sign", "two_bit"
 KEPT = 0.3  # the pull of each constant towards that of the code: of a time that is off by this factor's logarithm
 
@@ -60,7 +59,7 @@ def places() -> list[tuple[str, Case, Links, dict[str, float]]]:
 
 def fractions() -> dict[str, float]:
     """Return the bits of a value as coded over those in memory: means over ranks, densities and supports."""
-    found: dict[str, list[float]] = {name: [] for name in FRACTIONS}
+    found: dict[str, list[float]] = {"FLOATS": [], "SUMS": [], "HALF_SUMS": []}
     for ranks, density, form, pattern in product((4, 8), (0.001, 0.01, 0.1), FORMS, PATTERNS):
         vectors = []
         for rank in range(ranks):
@@ -74,8 +73,6 @@ def fractions() -> dict[str, float]:
             found["HALF_SUMS"].append(coded(add_up(vectors)))
         elif pattern != "disjoint":
             found["SUMS"].append(coded(add_up(vectors)))
-        elif form is not None:
-            found["DISJOINT_SUMS"].append(coded(add_up(vectors)))
     return {name: float(np.mean(each)) for name, each in found.items()}
 
 

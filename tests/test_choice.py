@@ -192,9 +192,9 @@ def test_the_extremes_have_an_answer():
     assert few in FORMULAS["sparse_allreduce"].keys() - {"dense_mpi"}
 
 
-@pytest.mark.parametrize(("bits", "most"), [(1, 128), (2, 128), (None, 8)])
+@pytest.mark.parametrize(("bits", "most"), [(1, 64), (2, 64)])
 def test_values_of_few_bits_are_gathered_from_many_ranks(bits, most):
-    """Sums need the bits of a float: up to some 190 ranks the vectors take fewer bytes than the shares of their sum."""
+    """Sums need the bits of a float: up to some 100 ranks the vectors take fewer bytes than the shares of their sum."""
     for ranks in 4, 8, 16, 64, 128, 256:
         case = Case(ranks, 4096 * 256, 64 * 256, bits=bits)
         assert choose("sparse_allreduce", case, NEAR) == ("allgather" if ranks <= most else "split_allgather")

@@ -6,8 +6,6 @@ constants of the links (`links`), of a node's memory and of its cores turn these
 is taken.
 """
 
-import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,23 +21,15 @@ def algorithm_for(
     """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
     per_node = -(-group.size // len(group.node_sizes))
     case = Case(group.size, vector.length, entries, per_node, value_nbytes=vector.value_nbytes, **about)
-    return choose(collective, case, group.link.choice, whole=whole)
+    return choose(collective, case.rounded(), group.link.choice, whole=whole)
 
 
 @lru_cache(maxsize=1024)
 def choose(collective: str, case: Case, links: Links, *, whole: bool = True) -> str:
     """Return the algorithm with the shortest predicted time, of equally fast ones the first.
 
-    Entries are rounded to steps of 9 %. whole: these are all ranks of the communicator, so MPI's own allreduce is a
-    candidate.
+    whole: these are all ranks of the communicator, so MPI's own allreduce is a candidate.
     """
-    entries = min(case.length, 2 ** (round(8 * math.log2(case.entries)) / 8)) if case.entries > 0 else 0.0
-    bits, overlap = case.bits and float(round(case.bits)), round(16 * case.overlap) / 16
-    return _fastest(collective, replace(case, entries=entries, overlap=overlap, bits=bits), links, whole)
-
-
-@lru_cache(maxsize=1024)
-def _fastest(collective: str, case: Case, links: Links, whole: bool) -> str:
     taken = predicted(collective, case, links)
     names = [name for name in taken if name != "dense_mpi" or (whole and case.value_nbytes)]
     return min(names, key=lambda name: taken[name][0])

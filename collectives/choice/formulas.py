@@ -19,13 +19,12 @@ from mpicomp.vector import index_dtype
 LONG_NBYTES = 1 << 22  # of all other ranks' vectors, from which a round of small messages is no matter
 
 # benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for each of these.
-# Bits of a value as `smallest` codes it, over its bits in memory: of floats selected by magnitude, of sums, of sums of
-# 16-bit floats, and of sums of quantised values with disjoint supports, where each rank has its own magnitudes.
-FLOATS, SUMS, HALF_SUMS, DISJOINT_SUMS = 0.77, 0.88, 0.54, 0.65
-# Seconds of an entry over those of merging it: in a sum of many lists; added, selected and searched for.
-SUMMED, SELECTED = 1.6, 2.5
-# Seconds of a value of a dense array over those of merging an entry: read and written, and added by MPI.
-FILLED, ADDED = 0.25, 0.125
+# Bits of a value as `smallest` codes it, over those in memory: of floats selected by magnitude, of sums of these, of
+# sums of 16-bit floats.
+FLOATS, SUMS, HALF_SUMS = 0.77, 0.88, 0.54
+# Seconds over those of merging an entry: of an entry in a sum of many lists or in a selection; of a value of a dense
+# array that is read and written, and of one that MPI adds.
+SUMMED, FILLED, ADDED = 2.5, 0.25, 0.125
 
 OnNodes = tuple[Cost, Cost, int]  # the cost inside the nodes, and between them by so many ranks of each
 
@@ -51,6 +50,12 @@ class Case:
         """The number of nodes; between several, the codec of messages is `smallest`, else `quick`."""
         return -(-self.ranks // self.per_node)
 
+    def rounded(self) -> "Case":
+        """Return the case with entries in steps of 9 %, and other figures in steps: few cases differ."""
+        entries = min(self.length, 2 ** (round(8 * math.log2(self.entries)) / 8)) if self.entries > 0 else 0.0
+        bits, overlap = self.bits and float(round(self.bits)), round(16 * self.overlap) / 16
+        return replace(self, entries=entries, overlap=overlap, bits=bits)
+
     def union(self, ranks: float) -> float:
         """Return the expected number of entries of the sum of `ranks` vectors."""
         density = min(1.0, self.entries / self.length) if self.length else 1.0
@@ -62,11 +67,7 @@ class Case:
         """Return the bits of the values of an entry as `smallest` codes them."""
         plain = 8.0 * self.value_nbytes
         own = FLOATS * plain if self.bits is None else min(plain, self.bits)
-        if not summed:
-            return own
-        if 0.4 * plain < own < 0.6 * plain:
-            return max(own, HALF_SUMS * plain)
-        return max(own, (DISJOINT_SUMS if self.overlap < -0.95 else SUMS) * plain)
+        return max(own, (HALF_SUMS if 0.4 * plain < own < 0.6 * plain else SUMS) * plain) if summed else own
 
     def message(self, entries: float, share: float = 1.0, *, summed: bool = False) -> float:
         """Return the bytes of a message with `entries` entries in a share of the index space."""
@@ -159,7 +160,7 @@ def dense_mpi(case: Case) -> Cost:
 def _gtopk_exact(case: Case) -> Cost:
     share = case.union(case.ranks) / case.ranks
     sent = min(likely(case.entries / case.ranks, case.ranks), share)
-    merged = SELECTED * (case.entries + share + 2 * case.ranks * sent)
+    merged = SUMMED * (case.entries + share + 2 * case.ranks * sent)
     return plus(split(case), gather_shares(case, case.ranks * sent, merged - case.entries))
 
 

@@ -24,10 +24,10 @@ Constants = tuple[float, float, float, float]  # seconds of a round, of a furthe
 
 VARIABLE = "MPICOMP_NETWORK"
 # Seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json gives for those inside a node.
-OWN_LATENCY = 10e-6  # that this library spends on a message
+OWN_LATENCY = 10e-6  # that this library spends on a message between nodes
 MESSAGE, MERGED = 8e-6, 3e-9  # of a further message of a round, and of a merged entry
-LATENCY_INSIDE, BYTE_INSIDE = 5e-6, 1.5e-10  # of a message, and of a byte, inside a node
-SWITCH = 50e-6  # of a round, for each rank that shares a core: the others wait for it
+LATENCY_INSIDE, BYTE_INSIDE = 15e-6, 1.5e-10  # of a round, and of a byte, inside a node
+SWITCH = 50e-6  # of a round, for each further rank that shares a core: the others wait for it
 STEP = 10.0  # measured figures are rounded to powers of it
 SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer one
 LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
@@ -55,11 +55,9 @@ class Links:
         return self.latency + OWN_LATENCY, MESSAGE, ranks / self.rate, MERGED * self.crowding
 
     def inside(self) -> Constants:
-        """Return the constants of messages inside a node."""
-        if self.crowding <= 1:
-            return OWN_LATENCY + LATENCY_INSIDE, MESSAGE, BYTE_INSIDE * self.crowding, MERGED * self.crowding
-        switch = SWITCH * self.crowding
-        return switch, switch / 2, BYTE_INSIDE * self.crowding, MERGED * self.crowding
+        """Return the constants of messages inside a node; a further message takes half as long as a round."""
+        start = LATENCY_INSIDE + SWITCH * max(0.0, self.crowding - 1)
+        return start, start / 2, BYTE_INSIDE * self.crowding, MERGED * self.crowding
 
 
 NETWORKS = {

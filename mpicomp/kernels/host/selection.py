@@ -5,7 +5,7 @@ runs at the speed of memory.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,9 +84,9 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
 def exceeding(values: Array, threshold: float, *, threads: int | None = None) -> Found:
     """Return the positions where |values| > `threshold`, in increasing order (intp), and the values there.
 
-    One read of the data. values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is not
-    rounded, so the result is the same whether the values are compared in their dtype or in float64. Zeros never exceed
-    it. threads: as for `largest`.
+    One read of the data. values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is
+    not rounded, so the result is the same whether the values are compared in their dtype or in float64. Zeros never
+    exceed it. threads: as for `largest`.
     """
     form, floor = FORMATS[values.dtype], first_above(threshold, values.dtype)
     bits = as_writable(values).view(form.signed)
