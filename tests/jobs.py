@@ -11,6 +11,7 @@ from collections import Counter
 
 ROOT = pathlib.Path(__file__).parent.parent
 START = 120.0  # seconds until all ranks of a job exchange
+THREADS = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 LAUNCHED = "OMPI_", "PMI", "PRTE_"  # what a launcher around the tests leaves in the environment
 
 
@@ -20,7 +21,7 @@ def environment(**more):
     own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     for variable, first in ("PYTHONPATH", ROOT), ("PATH", pathlib.Path(sys.executable).parent):
         own[variable] = os.pathsep.join([str(first), *filter(None, [own.get(variable)])])
-    return {**own, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", **dict(row.split("=", 1) for row in lines), **more}
+    return {**own, **THREADS, **dict(row.split("=", 1) for row in lines), **more}
 
 
 def python(*arguments, cwd=None, timeout=120, env=None, prefix=()):

@@ -113,3 +113,14 @@ def test_a_sweep_without_a_density_ends_before_it_begins(tmp_path, task, said):
     run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "LAUNCH": "false", **task}, capture_output=True)
     assert run.returncode != 0
     assert said in run.stderr.decode()
+
+
+@pytest.mark.parametrize(("program", "seen"), [("train.py", "5"), ("-m collectives.torch train.py", "4,5")])
+def test_a_script_for_torchrun_sees_all_gpus_of_its_node_and_another_program_one(tmp_path, program, seen):
+    executable(tmp_path / "python", "#!/bin/bash\necho $CUDA_VISIBLE_DEVICES $MPICOMP_TIMEOUT\n")
+    executable(tmp_path / "mpicomp", "#!/bin/bash\n")
+    job = {"LAUNCH": "env OMPI_COMM_WORLD_LOCAL_RANK=1", "CUDA_VISIBLE_DEVICES": "4,5", "USER": "me"}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", ROOT / "slurm" / "gpu.sbatch", *program.split()]
+    run = subprocess.run(command, env={**os.environ, **job}, capture_output=True, text=True, check=True)
+    assert run.stdout == f"{seen} 600\n"

@@ -15,6 +15,7 @@ receives, wait for the arrival first: a large send ends only when its peer recei
 step.
 """
 
+import os
 from collections.abc import Callable, Generator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -191,9 +192,15 @@ def in_bytes(buffer: Buffer) -> list[Any]:
 
 @cache
 def mpi() -> Any:
-    """Return mpi4py's module MPI, whose import initialises MPI: so at the first call, and not on import."""
+    """Return mpi4py's module MPI, whose import initialises MPI: so at the first call, and not on import.
+
+    Child processes of one of several ranks then do not initialise it: a worker of a DataLoader, started by spawn or
+    forkserver, imports the main module, and mpi4py with it, and would be the same rank once more.
+    """
     from mpi4py import MPI
 
+    if MPI.COMM_WORLD.size > 1:
+        os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
     return MPI
 
 

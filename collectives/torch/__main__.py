@@ -4,11 +4,15 @@
     srun python -m collectives.torch -m package.train --epochs 3
 
 Sets the environment variables that torchrun sets (`collectives.launcher.torchrun_variables`), and runs the script as
-`python -m mpi4py` does: an exception on one rank ends the job. It initialises MPI and imports nothing else; the script
+`python -m mpi4py` does: an exception on one rank ends the job. It initialises MPI and does not import torch; the script
 calls `torch.distributed.init_process_group` as under torchrun. A process group that is left when the script ends is
 destroyed, before the interpreter and MPI end. MASTER_ADDR and MASTER_PORT are those of the environment
 of rank 0, if they are set there: give MASTER_ADDR where the nodes know each other by another network than that of rank
 0's host name.
+
+Unless it is set, MPICOMP_TIMEOUT is 600 seconds, and with several ranks on a node OMP_NUM_THREADS is 1, as under
+torchrun. A rank on which the script has ended waits for the others: after 10 seconds it says which have not, and ends
+the job when MPICOMP_TIMEOUT has passed.
 """
 
 import atexit
@@ -16,49 +20,106 @@ import os
 import socket
 import sys
 import threading
+import time
+from typing import TYPE_CHECKING
 
+import numpy as np
 from mpi4py import run
 
+from collectives.faults.state import named_ranks
 from collectives.launcher import singleton_warning, torchrun_variables
+from collectives.runtime.messages import mpi
+from collectives.runtime.waiting import TIMEOUT, initial_timeout
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_SCRIPTS = ("-m", "-c", "-", "-rc")  # what a command line may begin with, beside a file
+_PATIENCE = 10.0  # seconds, of a rank on which the script has ended, until it speaks
 
 
 def main() -> None:
     """Set the variables, and run the script of the command line."""
+    first = (sys.argv[1:] or [""])[0]
+    if not first or (first[0] == "-" and first not in _SCRIPTS):
+        print(__doc__)
+        sys.exit(0 if first in ("-h", "--help") else f"expected a script, -m MODULE or -c CODE, not {first!r}")
     try:
         reserved = socket.socket()
         set_variables(reserved)
+        ended = mpi().COMM_WORLD.Dup()
     except BaseException:
         run.set_abort_status(1)  # the other ranks may wait for this one
         raise
     with reserved:
         try:
             run.main()
-        except SystemExit as ended:
-            if ended.code:
+        except SystemExit as left:
+            if left.code:
                 raise
-    _end()
+    _end(ended)
 
 
-def _end() -> None:
+def _end(ended: "MPI.Intracomm") -> None:
     """End the process after a script that ended without an error; with torch without the end of the interpreter.
 
     A DistributedDataParallel model keeps gloo's threads alive, also after `destroy_process_group`. One that asks for
     Python's lock while the interpreter ends is ended inside C++, which aborts the process.
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
-        return
-    from mpi4py import MPI
-
-    if distributed.is_initialized():
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does first
     atexit._run_exitfuncs()
-    if not MPI.Is_finalized():
-        MPI.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    if not mpi().Is_finalized():
+        _wait_for_others(ended)
+        mpi().Finalize()
+    if distributed is not None:
+        os._exit(0)
+
+
+def _wait_for_others(ended: "MPI.Intracomm") -> None:
+    """Return when the script has ended on all ranks; first say on which it has not, and then end the job.
+
+    Ranks send messages only if one is late: the barrier tells none which ranks are absent. ended: a duplicate of
+    COMM_WORLD, for this alone.
+    """
+    timeout, barrier, began = initial_timeout(), ended.Ibarrier(), time.monotonic()
+    nothing, arrived, spoke = np.empty(0, np.uint8), {ended.rank}, False
+    sent: list[MPI.Request] = []
+    patience = min(_PATIENCE, (timeout or _PATIENCE) / 2)
+    status = mpi().Status()
+    while not barrier.Test():
+        time.sleep(1e-3)
+        waited = time.monotonic() - began
+        if waited > patience and not sent:
+            sent = [ended.Isend(nothing, rank) for rank in range(ended.size) if rank != ended.rank]
+        while ended.Iprobe(status=status):
+            ended.Recv(nothing, status.Get_source())
+            arrived.add(status.Get_source())
+        if waited > 1.2 * patience and not spoke:
+            spoke = True
+            if min(arrived) == ended.rank:
+                _report(arrived, ended.size, waited, timeout)
+        if timeout is not None and waited > timeout:
+            ended.Abort(1)
+    late = [rank for rank, each in enumerate(ended.allgather(bool(sent))) if each and rank not in arrived]
+    for rank in late:
+        ended.Recv(nothing, rank)
+
+
+def _report(arrived: set[int], size: int, waited: float, timeout: float | None) -> None:
+    """Say on which ranks the script has ended, and what becomes of the job."""
+    then = f"the job ends when rank {min(arrived)} has waited {timeout:.3g} s" if timeout else "the job waits for ever"
+    left = named_ranks(set(range(size)) - arrived)
+    print(
+        f"collectives.torch: the script ended {waited:.3g} s ago on {named_ranks(arrived)}, and has not on {left}, "
+        f"which may wait for a message of the others; {then} ({TIMEOUT})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def set_variables(reserved: socket.socket) -> None:
@@ -67,20 +128,22 @@ def set_variables(reserved: socket.socket) -> None:
     reserved: on rank 0 it is bound to the port, so that no other program is given it before torch listens there. Linux
     allows the second bind if both sockets have SO_REUSEADDR, as torch's has, and none of them listens.
     """
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
+    world = mpi().COMM_WORLD
     if warning := singleton_warning(world.size, _without_torchrun(world.size)):
         sys.exit(warning)
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    first_on_node = world.allgather(node.bcast(world.rank))
+    node = world.Split_type(mpi().COMM_TYPE_SHARED)
+    several, first_on_node = node.size > 1, world.allgather(node.bcast(world.rank))
     node.Free()
     where = None
     if world.rank == 0:
         alone = len(set(first_on_node)) == 1
-        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else MPI.Get_processor_name())
-        where = address, int(os.environ.get("MASTER_PORT") or _free_port(reserved))
-    os.environ.update(torchrun_variables(world.rank, first_on_node, *world.bcast(where)))
+        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else mpi().Get_processor_name())
+        where = address, int(os.environ.get("MASTER_PORT") or _free_port(reserved)), os.environ.get(TIMEOUT, "600")
+    address, port, timeout = world.bcast(where)
+    os.environ.setdefault(TIMEOUT, timeout)
+    if several:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(torchrun_variables(world.rank, first_on_node, address, port))
 
 
 def _without_torchrun(size: int) -> dict[str, str]:

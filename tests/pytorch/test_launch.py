@@ -76,8 +76,25 @@ if __name__ == "__main__":
 """
 
 
+WORKERS = """
+import torch
+from mpi4py import MPI
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
+    seen = []
+    for method in "spawn", "forkserver":
+        loader = DataLoader(TensorDataset(torch.arange(4)), 4, num_workers=1, multiprocessing_context=method)
+        seen += [batch.tolist() for (batch,) in loader]
+    same = seen == 2 * [[0, 1, 2, 3]]
+    print(f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}: same {same}", flush=True)
+"""
+
+
 @pytest.mark.parametrize(
-    ("needs", "script"), [("accelerate", ACCELERATE), ("pytorch_lightning", LIGHTNING), ("torch", MESH)]
+    ("needs", "script"),
+    [("torch", WORKERS), ("accelerate", ACCELERATE), ("pytorch_lightning", LIGHTNING), ("torch", MESH)],
 )
 def test_a_script_for_torchrun_starts_unmodified(tmp_path, needs, script):
     pytest.importorskip(needs)
