@@ -12,15 +12,22 @@ vector that is not zero, its largest entry is sent. Messages are those of `mpico
 5.3 bits at five entries in a bin of 50; the paper takes 8 bits for an offset in its bin and a sign.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for, namespace
-from mpicomp.compressors.base import Compressor
-from mpicomp.compressors.common import finite_vector, mean_and_largest, placed
+from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.compressors.base import Compressor, Summands
+from mpicomp.compressors.common import mean_and_largest, placed
 from mpicomp.settings import to_integer
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, merge
+
+_REMEDY = (
+    "AdaComp needs the new gradient too: take ErrorFeedback() or NoFeedback(), or call compress(corrected, "
+    "gradient=gradient)"
+)
 
 
 class AdaComp(Compressor):
@@ -36,6 +43,8 @@ class AdaComp(Compressor):
     [1, 3]
     """
 
+    needs_gradient: ClassVar[bool] = True
+
     def __init__(self, bin_size: int = 50) -> None:
         self.bin_size = to_integer("bin_size", bin_size, 1, 16384)
 
@@ -45,25 +54,68 @@ class AdaComp(Compressor):
         gradient: the new gradient, of the size of `corrected`; ValueError without it.
         """
         if gradient is None:
-            raise ValueError(
-                "AdaComp needs the new gradient too: take ErrorFeedback() or NoFeedback(), or call compress(corrected, "
-                "gradient=gradient)"
-            )
-        dense, new = finite_vector(corrected), finite_vector(gradient)
+            raise ValueError(_REMEDY)
+        dense, new = to_vector(corrected), to_vector(gradient)
         if dense.size != new.size:
             raise ValueError(f"gradient has {new.size} values: expected {dense.size} as in corrected")
-        bins = -(-dense.size // self.bin_size)
-        padded = namespace(dense).zeros(bins * self.bin_size, np.float64)
-        padded[: dense.size] = np.abs(dense)
-        largest = padded.reshape(bins, self.bin_size).max(axis=1)
-        with np.errstate(over="ignore"):  # infinity exceeds any maximum, as the sum does
-            padded[: dense.size] = np.abs(dense.astype(np.float64) + new)
-        chosen = padded.reshape(bins, self.bin_size) >= largest[:, None]
-        positions = np.flatnonzero(chosen.reshape(-1)[: dense.size] & (dense != 0))
-        if not positions.size:  # the new gradient cancels the largest entry of every bin
-            positions, _ = kernels_for(dense).largest(dense, 1)
-        scale = dense.dtype.type(mean_and_largest(largest)[0])
-        if positions.size and not scale:  # the mean with many bins of zeros may vanish
-            scale = np.finfo(dense.dtype).smallest_subnormal
-        values = np.copysign(scale, dense[positions])
-        return self.reported(placed(positions, values, dense.size), float(scale))
+        return _selected([self], dense, [0, dense.size], [new.astype(dense.dtype, copy=False)])
+
+    def compress_segments(
+        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_segments`; one pass over all segments."""
+        return self.compress_each([self] * (len(bounds) - 1), corrected, bounds, summands=summands)
+
+    @staticmethod
+    def compress_each(
+        compressors: Sequence[Any], corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+    ) -> SparseVector:
+        """See `Compressor.compress_each`; one pass over all segments, each of which has bins of its own."""
+        if summands is None:
+            raise ValueError(_REMEDY)
+        residual, scale, parts = summands
+        return _selected(compressors, corrected, bounds, parts, (residual, scale))
+
+    def is_joined_with(self, other: Compressor) -> bool:
+        """See `Compressor.is_joined_with`; bins may differ."""
+        return isinstance(other, AdaComp)
+
+
+def _selected(
+    compressors: Sequence[AdaComp],
+    dense: Array,
+    bounds: Sequence[int],
+    parts: Sequence[Array],
+    summand: tuple[Array, float] | None = None,
+) -> SparseVector:
+    """Return the entries of all segments; each compressor reports on its own. parts: of the new gradient."""
+    scales = np.zeros(len(parts), dense.dtype)
+
+    def magnitudes(largest: Array, places: Array) -> Array:
+        scales[:] = _means(largest, places, dense.dtype)
+        return scales
+
+    bins = [each.bin_size for each in compressors]
+    kernels = kernels_for(dense)
+    indices, values, places = kernels.entries_in_bins(dense, parts, bounds, bins, magnitudes, summand=summand)
+    vector = SparseVector.trusted(indices, values, dense.size)
+    rows = zip(pairwise(bounds), pairwise(places.tolist()), scales, compressors, strict=True)
+    for (first, end), (low, high), scale, compressor in rows:
+        own = SparseVector.trusted(indices[low:high], values[low:high], end - first)
+        if scale and low == high:  # the new gradient cancels the largest entry of every bin
+            positions, largest = kernels.largest(dense[first:end], 1)
+            own = placed(positions, np.copysign(scale, largest), end - first)
+            vector = merge(vector, placed(positions + first, own.values, dense.size))
+        compressor.reported(own, float(scale))
+    return vector
+
+
+def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
+    """Return the mean over the bins of each segment, above zero if a bin is."""
+    found = kernels_for(largest).magnitudes_in_segments(largest, places, two=False)
+    means, most = found[:, 0], found[:, 1]
+    for row in np.flatnonzero(most > np.finfo(np.float64).max / np.diff(places).clip(1)):  # the sum may be infinite
+        means[row] = mean_and_largest(largest[places[row] : places[row + 1]])[0]
+    scales: Array = means.astype(dtype)
+    scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal  # as the mean with many bins of zeros
+    return scales

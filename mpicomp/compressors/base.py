@@ -56,6 +56,9 @@ class Compressor(Configured):
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
+    needs_gradient: ClassVar[bool] = False
+    """Whether `compress` needs the new gradient."""
+
     report: Report | None = None
     """Statistics of the last call; None before any."""
 
@@ -98,10 +101,14 @@ class Compressor(Configured):
     ) -> SparseVector:
         """Return the entries that compressors of this class select, each in its segment, as one vector.
 
-        compressors: one for each segment, with equal settings. The others as for `compress_segments`. Implemented by a
-        class whose state is that of one segment, and which has a kernel for several.
+        compressors: one for each segment, joined by `is_joined_with`. The others as for `compress_segments`.
+        Implemented by a class whose state is that of one segment, and which has a kernel for several.
         """
         raise NotImplementedError("this compressor has no compress_each(compressors, corrected, bounds)")
+
+    def is_joined_with(self, other: "Compressor") -> bool:
+        """Return whether one call serves a segment of this compressor and one of another: if settings are equal."""
+        return repr(self) == repr(other)
 
     def share(self, length: int) -> float | None:
         """Return the target density for a vector of `length`; None without one."""

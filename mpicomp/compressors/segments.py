@@ -18,7 +18,7 @@ class Segments(Compressor):
     """Compress each segment of a vector by a compressor of its own; consecutive equal ones by one object.
 
     names: of the segments, in errors; None names none. bounds: the first position of each segment, and the length.
-    compressors: one for each segment. Those with equal settings that follow each other and implement
+    compressors: one for each segment. Those that are joined and follow each other and implement
     `compress_segments` are replaced by the first of them, and those that implement `compress_each` are called together:
     a segment then costs no call.
 
@@ -32,8 +32,8 @@ class Segments(Compressor):
         self._runs: list[Run] = []
         for place, compressor in enumerate(compressors):
             own, first, _ = self._runs[-1] if self._runs else ([], 0, 0)
-            is_equal = bool(own) and repr(own[0]) == repr(compressor)
-            if is_equal and (_keeps_own(compressor) or _selects_segments(compressor)):
+            is_joined = bool(own) and own[0].is_joined_with(compressor)
+            if is_joined and (_keeps_own(compressor) or _selects_segments(compressor)):
                 self._runs[-1] = own + [compressor] * _keeps_own(compressor), first, place + 1
             else:
                 self._runs.append(([compressor], place, place + 1))
@@ -73,8 +73,9 @@ class Segments(Compressor):
             if summands is not None:
                 own = summands[0][span], summands[1], summands[2][first:end]
             try:
-                if end - first == 1 and own is None:
-                    sent = compressor.compress(read_only(part), gradient=None if gradient is None else gradient[span])
+                if own is None and (end - first == 1 or compressor.needs_gradient):
+                    calls = zip(compressors, pairwise(self.bounds[first : end + 1]), strict=True)
+                    sent = concatenate([_compressed(each, vector, gradient, slice(*edges)) for each, edges in calls])
                 else:
                     bounds = [bound - span.start for bound in self.bounds[first : end + 1]]
                     if len(compressors) == 1:
@@ -133,6 +134,10 @@ class Segments(Compressor):
                 kernels_for(vector).raise_not_finite(vector[low - start : high - start])
             except ValueError as error:
                 raise ValueError(str(error) if name is None else f"in {name}: {error}") from None
+
+
+def _compressed(compressor: Compressor, vector: Array, gradient: Array | None, span: slice) -> SparseVector:
+    return compressor.compress(read_only(vector[span]), gradient=None if gradient is None else gradient[span])
 
 
 def _selects_segments(compressor: Compressor) -> bool:

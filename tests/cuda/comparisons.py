@@ -146,6 +146,27 @@ def largest_in_segments(device, cupy):
         assert_same(here(device.largest_in_segments(sent, *rows)), host.largest_in_segments(values[1:], *rows))
 
 
+def entries_of_bins(device, cupy):
+    def magnitudes(largest, places):
+        kernels = device if isinstance(largest, cupy.ndarray) else host
+        return kernels.magnitudes_in_segments(largest, places, two=False)[:, 0].astype(largest.dtype)
+
+    for dtype, (bounds, bins) in product(DTYPES, (([0, 0], [9]), ([0, 7, 7, 300, 2900], [7, 5, 50, 500]))):
+        for family, drawn in families(dtype, 3000).items():
+            values = drawn[: bounds[-1]].astype(dtype)
+            for new in (np.roll(values, 3), values / 2) if np.isfinite(values).all() else ():
+                parts = [new[first:end].astype(dtype) for first, end in pairwise(bounds)]
+                for summand in (None, (values[::-1].copy() / 4, 0.5)):
+                    if summand is not None and family == "largest":
+                        continue
+                    out, sent = values.copy(), cupy.asarray(values)
+                    given = summand and (cupy.asarray(summand[0]), summand[1])
+                    rest = bounds, bins, magnitudes
+                    found = device.entries_in_bins(sent, there(cupy, parts), *rest, summand=given)
+                    assert_same(here(found), host.entries_in_bins(out, parts, *rest, summand=summand))
+                    assert_same(sent.get(), out)
+
+
 def magnitudes_in_segments(device, cupy):
     bounds = [0, 1, 1, 300, 20_000]
     for dtype in DTYPES:

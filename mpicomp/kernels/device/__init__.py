@@ -7,6 +7,7 @@ device and stream. Importing this package imports CuPy.
 ``compiling``   the CUDA source as one module, and its launches
 ``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
 ``segments``    the largest magnitudes of each segment of a vector, or of chunks of it
+``bins``        the entries of bins that reach the bin's maximum
 ``statistics``  sums over a gradient, in one read
 ``fitting``     thresholds of fitted distributions: sums, and what exceeds them
 ``merging``     sums of sparse vectors, and copies between sparse and dense
@@ -15,6 +16,7 @@ device and stream. Importing this package imports CuPy.
 ``transforms``  orthonormal transforms of chunks of consecutive values; signs
 """
 
+from mpicomp.kernels.device.bins import entries_in_bins
 from mpicomp.kernels.device.coding import (
     from_bitmap,
     from_elias_fano,
@@ -69,6 +71,7 @@ __all__ = [
     "divide",
     "divide_largest",
     "end_fits",
+    "entries_in_bins",
     "exceeding",
     "excess",
     "first_disorder",

@@ -15,6 +15,7 @@ FILES = (
     "common.cuh",
     "selection.cu",
     "chunks.cu",
+    "bins.cu",
     "statistics.cu",
     "fitting.cu",
     "merging.cu",

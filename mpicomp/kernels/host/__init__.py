@@ -14,6 +14,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 ``merging``       sums of sparse vectors, and copies between sparse and dense
 ``streaming``     passes over dense vectors that are longer than the cache
 ``fused``         a sum, and in the same pass its largest magnitudes
+``bins``          the entries of bins that reach the bin's maximum
 ``bits``          magnitudes as integers; indices as bitmaps
 ``coding``        indices and values in few bits, without loss
 ``few_bits``      every value of a vector in few bits, with the rounding error
@@ -21,6 +22,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 ``instructions``  instructions of processors that Numba does not expose
 """
 
+from mpicomp.kernels.host.bins import entries_in_bins
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.few_bits import add_quantised, dequantise, quantise
@@ -72,6 +74,7 @@ __all__ = [
     "divide",
     "divide_largest",
     "end_fits",
+    "entries_in_bins",
     "exceeding",
     "excess",
     "first_disorder",

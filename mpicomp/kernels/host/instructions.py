@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 WORD = 64  # values, or bits, that are processed together
@@ -24,6 +25,14 @@ def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     bits: a contiguous array of signed integers with at least 64 from `first` on. mask, floor: of its type.
     """
     return _as_word(bits[first : first + WORD] & mask >= floor)
+
+
+def largest_of(bits, first, masks, row):  # type: ignore[no-untyped-def]
+    """Return the largest of 64 integers from `first` on, each under one of the 64 masks from `row` on.
+
+    bits, masks: contiguous arrays of one type of signed integers.
+    """
+    return (bits[first : first + WORD] & masks[row : row + WORD]).max()
 
 
 def nonzero(words, first):  # type: ignore[no-untyped-def]
@@ -69,6 +78,11 @@ def lowest(word):  # type: ignore[no-untyped-def]
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
 
 
+def ones(word):  # type: ignore[no-untyped-def]
+    """Return the number of bits set in a uint64, as a uint64."""
+    return np.uint64(int(word).bit_count())
+
+
 def array_at(other, address, size):  # type: ignore[no-untyped-def]
     """Return the 1-d contiguous array of that many values, of the dtype of `other`, at an address of host memory."""
     memory = (ctypes.c_char * (int(size) * other.itemsize)).from_address(int(address))
@@ -87,6 +101,11 @@ def _as_word(flags: Any) -> Any:
 @overload(reaching)
 def _reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     return lambda bits, first, mask, floor: _reaching_in_vectors(bits, first, mask, floor)
+
+
+@overload(largest_of)
+def _largest_of(bits, first, masks, row):  # type: ignore[no-untyped-def]
+    return lambda bits, first, masks, row: _largest_of_vector(bits, first, masks, row)
 
 
 @overload(nonzero)
@@ -126,6 +145,11 @@ def _lowest(word):  # type: ignore[no-untyped-def]
     return lambda word: _trailing_zeros(word)
 
 
+@overload(ones)
+def _ones(word):  # type: ignore[no-untyped-def]
+    return lambda word: _population(word)
+
+
 @intrinsic
 def _reaching_in_vectors(typing: Any, bits: Any, first: Any, mask: Any, floor: Any) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
@@ -133,6 +157,23 @@ def _reaching_in_vectors(typing: Any, bits: Any, first: Any, mask: Any, floor: A
         return builder.icmp_signed(">=", builder.and_(values, mask), floor)
 
     return (types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags)) if bits.is_contig else None
+
+
+@intrinsic
+def _largest_of_vector(typing: Any, bits: Any, first: Any, masks: Any, row: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        given, under = (
+            builder.load(
+                _vector_at(context, builder, signature.args[place], arguments[place], arguments[place + 1], WORD),
+                align=bits.dtype.bitwidth // 8,
+            )
+            for place in (0, 2)
+        )
+        kind, name = ir.FunctionType(given.type.element, [given.type]), f"v{WORD}i{bits.dtype.bitwidth}"
+        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.{name}")
+        return builder.call(reduce, [builder.and_(given, under)])
+
+    return (bits.dtype(bits, types.intp, masks, types.intp), code) if bits.is_contig and masks.is_contig else None
 
 
 @intrinsic
@@ -215,6 +256,11 @@ def _trailing_zeros(typing: Any, word: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: undefined for 0, which no word is
 
     return types.uint64(types.uint64), code
+
+
+@intrinsic
+def _population(typing: Any, word: Any) -> Any:
+    return types.uint64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
 
 
 def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:

@@ -100,11 +100,11 @@ def _add_parts(start, end, a, factor, edges, starts, sign, out):  # type: ignore
         low, high = max(start, edges[row]), min(end, edges[row + 1])
         if low < high:
             b = array_at(out, starts[row], edges[row + 1] - edges[row])
-            _add(a[low:high], factor, b[low - edges[row] : high - edges[row]], sign, out[low:high])
+            add_line_by_line(a[low:high], factor, b[low - edges[row] : high - edges[row]], sign, out[low:high])
 
 
 @jit
-def _add(a, factor, b, sign, out):  # type: ignore[no-untyped-def]
+def add_line_by_line(a, factor, b, sign, out):  # type: ignore[no-untyped-def]
     """Add line by line of `out`."""
     step, head = LINE // out.itemsize, values_before_line(out)
     lines = (out.size - head) // step
