@@ -12,7 +12,7 @@ from collectives.compressed import compressed_allreduce, compressed_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.exchange import GradientExchange
 from collectives.exchange.statistics import Statistics
-from collectives.faults.recovery import shrink
+from collectives.faults.recovery import agree, shrink
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
 from collectives.outer import OuterLoop
 from collectives.plan import SupportPlan
@@ -29,6 +29,7 @@ __all__ = [
     "Statistics",
     "SupportPlan",
     "Traffic",
+    "agree",
     "average_residuals",
     "compressed_allreduce",
     "compressed_iallreduce",

@@ -71,7 +71,7 @@ def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
     if not ulfm.survives():
         _raise_together(error, comm, operation, place)
         return
-    sound, same = recovery.agree(error is None, comm, _digest(place))
+    sound, same = recovery.agreements_on(comm).agree(error is None, _digest(place))
     if not sound:
         raise error or CollectiveError(
             f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"

@@ -13,28 +13,23 @@ from mpi4py import MPI
 
 import collectives
 from collectives import GradientExchange
-from collectives.faults import recovery
 from mpicomp import CollectiveError, CollectiveTimeoutError, ErrorFeedback, TopK
 
 WORLD, DEADLINE = MPI.COMM_WORLD, 0.5
 
 
-def agreed(sound, comm):
-    return recovery.agree(sound, comm, 0)[0]
-
-
 def apart(comm):
     """Half of the ranks were in a step, and agree on it; the others were in something else, and shrink at once."""
     if comm.rank % 2:
-        assert not agreed(True, comm)
+        assert not collectives.agree(True, comm)
     return collectives.shrink(comm)
 
 
 def twice(comm):
     """One rank agrees on two steps while the others are in shrink."""
     if comm.rank == 0:
-        assert not agreed(False, comm)
-        assert not agreed(True, comm)
+        assert not collectives.agree(False, comm)
+        assert not collectives.agree(True, comm)
     return collectives.shrink(comm)
 
 
@@ -52,17 +47,17 @@ def late_from_a_step(comm):
         gives_up(comm, collectives.shrink)
     WORLD.Barrier()
     if comm.rank == 0:
-        assert not agreed(True, comm)
+        assert not collectives.agree(True, comm)
     return collectives.shrink(comm)
 
 
 def given_up_in_a_step(comm):
     """One rank comes when the others have given up on the agreement of a step: their votes count there all the same."""
     if comm.rank:
-        gives_up(comm, lambda comm: agreed(True, comm))
+        gives_up(comm, lambda comm: collectives.agree(True, comm))
     WORLD.Barrier()
     if comm.rank == 0:
-        assert agreed(True, comm)
+        assert collectives.agree(True, comm)
     return collectives.shrink(comm)
 
 

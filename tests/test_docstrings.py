@@ -17,7 +17,7 @@ API = pathlib.Path(__file__).parent.parent / "docs" / "api"
 PUBLIC = {name: getattr(package, name) for package in (mpicomp, collectives) for name in package.__all__}
 NO_EXAMPLE = {  # bases, records and settings of parts, and what one rank alone or a test of seconds cannot show
     *("Basis", "Compressor", "Wrapper", "Report", "Feedback", "Statistics", "Traffic"),
-    "shrink",
+    *("agree", "shrink"),
     *(name for name in PUBLIC if name.endswith("Error") or "_i" in name),
 }
 

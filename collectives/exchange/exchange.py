@@ -101,7 +101,6 @@ class GradientExchange:
         self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
         self.basis = basis
         self.steps = self.skipped = 0  # that were kept, also before the state that was loaded; that were skipped
-        self._resumed = 0  # steps of a loaded state, less those that it replaced
         self._changes: list[str] = []  # calls that changed the state after the last step, the same on all ranks
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
@@ -245,8 +244,7 @@ class GradientExchange:
         The mean of all but the first one, which compiles and connects.
         """
         itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
-        kept = self.steps - self._resumed
-        return report(self._first, self._later, kept, self.skipped, self.comm, itemsize)
+        return report(self._first, self._later, self.skipped, self.comm, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
@@ -269,11 +267,9 @@ class GradientExchange:
         naming both, and for an incomplete state or one that does not fit; RuntimeError within a step.
         """
         check_between_steps(self)
-        steps = load_whole_state(
-            self.buckets, state, self._layout.settings(self.comm, self.steps), same_settings=same_settings
-        )
-        self._resumed += steps - self.steps
-        self.steps, self._changes = steps, ["load_state_dict"]
+        settings = self._layout.settings(self.comm, self.steps)
+        self.steps = load_whole_state(self.buckets, state, settings, same_settings=same_settings)
+        self._changes = ["load_state_dict"]
 
     def load_state_dicts(
         self,
@@ -286,13 +282,11 @@ class GradientExchange:
         """Load the states that `ranks` ranks saved, in a job of any size.
 
         load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of P calls it for the ranks r, r +
-        P, r + 2P, ..., one after the other, and adds up their residuals and velocities. A rank beyond `ranks` calls it
-        for r modulo `ranks`, and starts with a residual of zero.
+        P, r + 2P, ..., one after the other, and adds up their residuals and velocities; a rank beyond `ranks` for r
+        modulo `ranks`, and it starts with a residual of zero. Residuals in place are not part of a state.
 
-        conserve: "sum" conserves the sum of the residuals over the ranks. With average=True their update is then
-        divided by the new number of ranks, which is right if the learning rate is proportional to it. "mean" conserves
-        their mean, and so the update at a constant learning rate. Residuals in place are not part of a state: add up
-        the gradient arrays of the same ranks.
+        conserve: "sum" conserves the sum of the residuals over the ranks, right with a learning rate proportional to
+        the number of ranks if average=True divides by it; "mean" their mean, for a constant learning rate.
 
         Raises the errors of `load_state_dict`, ValueError for states of different steps, OverflowError if a sum leaves
         the range of its dtype. Nothing changes then.
@@ -308,12 +302,11 @@ class GradientExchange:
     def hold(self, names: Iterable[str]) -> None:
         """Leave named tensors out of the following steps, such as frozen layers; all ranks call it.
 
-        names: all that are left out from now on; none takes them all up again. Nothing is sent of these tensors, and
-        their residuals and states do not change; a call does not take their gradients, and returns no means of them.
+        names: all that are left out from now on; none takes all up again. Nothing of them is sent, no mean is returned,
+        and their residuals and compressors do not change.
 
-        Raises KeyError for a name that is not registered, ValueError if no tensor is left, MemoryError, and
-        CollectiveError on the other ranks; CollectiveError on all ranks if the names differ; RuntimeError within a
-        step. Nothing changes then.
+        Raises KeyError for unknown names, ValueError if no tensor is left, and CollectiveError on the other ranks, or
+        on all if the names differ; RuntimeError within a step. Nothing changes then.
         """
         check_between_steps(self)
         held, settings = set(names), self._layout.settings(self.comm, self.steps)

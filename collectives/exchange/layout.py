@@ -142,11 +142,8 @@ class Layout:
         self, buckets: Sequence[Bucket], held: Set[str], settings: Mapping[str, Any]
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
-        parts = {
-            each.name: (each, deepcopy(bucket.compressor_of(each.name)))
-            for bucket in buckets
-            for each in bucket.tensors
-        }
+        pairs = [(each, deepcopy(bucket.compressor_of(each.name))) for bucket in buckets for each in bucket.tensors]
+        parts = {pair[0].name: pair for pair in pairs}
         if unknown := sorted(held - parts.keys()):
             raise KeyError(f"{unknown[:5]} are none of the {len(parts)} registered named tensors")
         if held == parts.keys():

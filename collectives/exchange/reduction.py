@@ -37,13 +37,9 @@ class Received(NamedTuple):
     @property
     def rejected_entries(self) -> int:
         """Number of the entries to keep."""
-        return (
-            0
-            if self.rejected is None
-            else self.rejected.nnz
-            if isinstance(self.rejected, SparseVector)
-            else self.rejected.size
-        )
+        if isinstance(self.rejected, SparseVector):
+            return self.rejected.nnz
+        return 0 if self.rejected is None else int(self.rejected.size)
 
 
 @dataclass(frozen=True)

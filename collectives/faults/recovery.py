@@ -109,17 +109,17 @@ def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
 
     survivors = comm.Shrink()
     assert isinstance(survivors, MPI.Intracomm)
-    sound, _ = agreements_on(survivors).agree(True, "returned from MPI's Shrink")
+    sound, _ = agreements_on(survivors).agree(True, call="returned from MPI's Shrink")
     return survivors if sound else _survivors(survivors)
 
 
-def agree(sound: bool, comm: "MPI.Intracomm", number: int) -> tuple[bool, bool]:
-    """Return whether all ranks pass `sound` and none has died, and whether their numbers are equal modulo 2^14.
+def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
+    """Return whether all ranks pass `sound` and none has died, the same on all living ranks.
 
-    The same on all living ranks, for `GradientExchange`. One agreement of MPI's, which tolerates deaths; a rank in
-    `shrink` counts as not sound. Raises CollectiveTimeoutError if a living rank is absent (`configure`).
+    One agreement of MPI's, which tolerates deaths; a rank in `shrink` counts as not sound. Without ULFM it returns
+    `sound`. Raises CollectiveTimeoutError if a living rank is absent (`configure`).
     """
-    return agreements_on(comm).agree(sound, "called agree on a step", number)
+    return agreements_on(comm).agree(sound)[0] if ulfm.survives() else sound
 
 
 class Agreements:
@@ -130,8 +130,8 @@ class Agreements:
         self._shrinking = 0  # agreements in a row in which all came to shrink
         self._unfinished: Sending | None = None  # one to shrink that timed out: MPI counts this rank's bits there
 
-    def agree(self, sound: bool, call: str, number: int = 0) -> tuple[bool, bool]:
-        """See `agree`; `call` names the missing call in errors."""
+    def agree(self, sound: bool, number: int = 0, call: str = "called agree on a step") -> tuple[bool, bool]:
+        """Return what `agree` does, and whether all numbers are equal modulo 2^14; call: a missing one, in errors."""
         self._shrinking = 0
         with alone():
             failed = self._finish(self._start((_SOUND if sound else 0) | _bits_of(number)), call)

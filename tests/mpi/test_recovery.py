@@ -125,21 +125,24 @@ def test_a_rank_that_does_not_go_on_keeps_nobody_waiting(comm):
 @pytest.mark.exactly(3)
 def test_where_mpi_survives_deaths_the_ranks_agree_on_every_step(comm, monkeypatch):
     """Here the others find the error in the collective itself; the agreement sees to ranks that are gone by then."""
-    asked, answers = [], [True, None, False]
+    asked, answers = [], [(True, True), (False, True), (False, True), (True, False)]
 
-    def voted(sound, comm):
-        asked.append(sound)
-        return answers[len(asked) - 1]
+    class Voted:
+        def agree(self, sound, number):
+            asked.append(sound)
+            return answers[len(asked) - 1]
 
     exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), sparse_allreduce)
     monkeypatch.setattr(failure, "survives", lambda: True)
-    monkeypatch.setattr(recovery, "agree", voted)
+    monkeypatch.setattr(recovery, "agreements_on", lambda comm: Voted())
     exchange(gradient(comm.rank, 0))
     before = exchange.feedback.residual.copy()
     with pytest.raises((ValueError, CollectiveError), match="nan"):
         exchange(np.full(300, np.nan) if comm.rank == 0 else gradient(comm.rank, 1))
     with pytest.raises(CollectiveError, match="the step is undone on all ranks"):
         exchange(gradient(comm.rank, 1))
+    with pytest.raises(CollectiveError, match="out of step: , and the others are at step 1"):  # as one differs
+        exchange(gradient(comm.rank, 1))
     np.testing.assert_array_equal(exchange.feedback.residual, before)
-    assert asked == [True, False, True]
+    assert asked == [True, False, True, True]
     assert exchange.steps == 1
