@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from collectives.choice import algorithm_for
+from collectives.choice.formulas import LONG_NBYTES
 from collectives.collective import Call, Codec, collective
-from collectives.metadata import Metadata, exchange_metadata, is_long, is_short
+from collectives.metadata import Metadata, exchange_metadata, is_short
 from collectives.partition import equal_bounds
 from collectives.patterns import add, doubling
 from collectives.reduce_scatter import scatter, sum_of_share
@@ -141,14 +142,16 @@ def choose_freely(vector: SparseVector, group: Group, *, whole: bool = True) -> 
     best = partial(algorithm_for, "sparse_allreduce", vector, group, whole=whole)
     kind = whole, group.size, vector.length, vector.value_nbytes, vector.nnz.bit_length(), math.frexp(bits)[1]
     gathered, short = group.link.gathered, is_short(vector, group)
-    again = kind in gathered and not (on_device(vector.indices) or is_long(encoded_nbytes(vector, coding), group))
+    again = kind in gathered and not on_device(vector.indices)
+    again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
     # A rank sends samples where a sum of vectors like its own, with supports that overlap, would cut the index space.
     cut = not short and best(vector.nnz, bits=bits, overlap=0.5) not in UNSAMPLED
     metadata = yield from exchange_metadata(vector, group, sampling=cut, bits=bits, whole=short or again)
     if metadata.vectors:
         if all([is_short(each, group) for each in metadata.vectors]):
             return "allgather", metadata
-        metadata = metadata.of_vectors(digests=len(group.node_sizes) > 1)
+        wholes = [(each, True) for each in metadata.vectors]  # what the metadata would be without the vectors
+        metadata = metadata.sampled(wholes, digests=len(group.node_sizes) > 1)
     name = best(sum(metadata.counts) / group.size, bits=metadata.bits, overlap=metadata.overlap)
     gathered.discard(kind)
     if name == "allgather":

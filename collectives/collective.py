@@ -218,14 +218,14 @@ class Collective(Generic[P, T]):
             compared |= {"length": vector.length, "dtype": DTYPE_NAMES[vector.dtype], "width": vector.width}
         like = call.contribution if call.follow and isinstance(call.contribution, SparseVector) else vector
         run = self.automatic if name == "auto" and self.automatic is not None else self.algorithms[name]
-        with engine.alone():
+        with engine.of_process():
             group = Group(link, compared, error, codec=codec, like=like.values)
             steps = run(vector, group, **call.arguments, **call.own) if error is None else _no_steps()
             if link.checked:
                 steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
             else:
                 steps = run_or_notify(group, steps)
-            return engine.start(steps if call.finish is None else _finished(steps, call.finish), group)
+            return engine.of_process().start(steps if call.finish is None else _finished(steps, call.finish), group)
 
 
 def collective(

@@ -48,9 +48,9 @@ def _make_link(comm: Any, operation: str) -> Link:
         raise faults.error()
     duplicate = comm  # until there is one
     try:
-        with engine.alone():
+        with engine.of_process():
             unmade, request = comm.Idup()
-            engine.wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
+            engine.of_process().wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
         return attached(comm, link_key(), lambda: _made(duplicate))
@@ -75,7 +75,9 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
     except ValueError:  # on all ranks: what they were to agree on is broken
         duplicate.Free()
         raise
-    return Link(duplicate, nodes, choice, backs_off=backs_off, direct=direct, checked=checked, on_free=engine.freed)
+    return Link(
+        duplicate, nodes, choice, backs_off=backs_off, direct=direct, checked=checked, on_free=engine.of_process().freed
+    )
 
 
 def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:

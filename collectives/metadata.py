@@ -15,7 +15,6 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.choice.formulas import LONG_NBYTES
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.partition import Bounds, balanced_bounds, sample
 from collectives.runtime.group import Group, Part
@@ -41,10 +40,6 @@ class Metadata:
     overlap: float = 0.0
     bits: float = 0.0
     vectors: tuple[SparseVector, ...] = ()
-
-    def of_vectors(self, *, digests: bool) -> "Metadata":
-        """Return what the metadata would be without the vectors, which they keep. digests: as in `metadata_of`."""
-        return self.sampled([(vector, True) for vector in self.vectors], digests=digests)
 
     def sampled(self, received: Sequence[tuple[SparseVector, bool]], *, digests: bool) -> "Metadata":
         """Return the metadata with samples and overlap, from each rank's vector, or its indices in place of it."""
@@ -101,11 +96,6 @@ def indices_to_send(vector: SparseVector, group: Group, *, samples: bool, digest
 def is_short(vector: SparseVector, group: Group) -> bool:
     """Return whether a vector is so short that sending it to all ranks takes no longer than sending metadata."""
     return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES
-
-
-def is_long(nbytes: int, group: Group) -> bool:
-    """Return whether vectors with messages of this size are never sent in place of metadata."""
-    return (group.size - 1) * nbytes > LONG_NBYTES
 
 
 def metadata_of(received: Sequence[Part], length: int, *, digests: bool) -> Metadata:

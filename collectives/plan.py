@@ -7,33 +7,14 @@ indices with v bytes each, after ceil(lg P) small messages that compare the plan
 import math
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from collectives import allreduce
-from collectives.collective import Call, collective, on_every_rank, sound
+from collectives.allreduce import sparse_allreduce
+from collectives.collective import Call, collective, on_every_rank
 from collectives.dense import mpi, outlined
 from collectives.runtime.engine import Request
 from mpicomp.arrays import like, read_only, to_array, to_numpy
 from mpicomp.vector import SparseVector
-
-if TYPE_CHECKING:
-    pass
-
-
-def bare(call: Call[Any], size: int) -> SparseVector:
-    """Return the support of a vector: its values are ignored."""
-    if isinstance(call.contribution, SparseVector):
-        call.contribution = call.contribution.support()
-    return sound(call, size)
-
-
-@collective()
-def _union(vector: SparseVector, comm: Any) -> "Call[SupportPlan]":
-    plan = partial(SupportPlan, comm=comm)
-    return Call(vector, comm, prepare=bare, finish=plan, operation="SupportPlan.union")
-
-
-_union.algorithm(partial(allreduce.run_chosen, allreduce.choose_freely), name="union", compares_calls=True)
 
 
 @collective(on_every_rank)
@@ -76,7 +57,8 @@ class SupportPlan:
 
         vector: of one length on all ranks; its values are ignored. Raises the errors of `sparse_allreduce`.
         """
-        return _union(vector, comm)
+        support = vector.support() if isinstance(vector, SparseVector) else vector
+        return SupportPlan(sparse_allreduce(support, comm), comm)
 
     def allreduce(self, values: Any) -> Any:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.

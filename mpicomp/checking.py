@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.vector import SparseVector
@@ -26,17 +25,18 @@ def is_enabled() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def mass(vector: SparseVector) -> list[float]:
-    """Return the mass of a vector, of numbers or of rows."""
-    width = 1 if vector.width is None else vector.width
-    firsts = to_numpy(vector.indices).astype(np.uint64)[:, None] * np.uint64(width)
-    places = firsts + np.arange(width, dtype=np.uint64)
-    return _mass(places.astype(np.uint64).reshape(-1), to_numpy(vector.values).reshape(-1))
-
-
-def dense_mass(array: Array) -> list[float]:
-    """Return the mass of a dense array."""
-    return _mass(np.arange(array.size, dtype=np.uint64), to_numpy(array).reshape(-1))
+def mass(part: SparseVector | Array) -> list[float]:
+    """Return the mass of a vector, of numbers or of rows, or of a dense array."""
+    if isinstance(part, SparseVector):
+        width = 1 if part.width is None else part.width
+        firsts, values = to_numpy(part.indices).astype(np.uint64)[:, None] * np.uint64(width), part.values
+        places: Array = (firsts + np.arange(width, dtype=np.uint64)).reshape(-1)
+    else:
+        places, values = np.arange(part.size, dtype=np.uint64), part
+    wide = to_numpy(values).reshape(-1).astype(np.float64)
+    weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
+    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are reported separately
+        return [float(wide.sum()), float(wide @ weights), float(np.abs(wide).sum())]
 
 
 def total_mass(masses: Iterable[Sequence[float]]) -> list[float]:
@@ -62,10 +62,3 @@ def is_same_mass(one: Sequence[float], other: Sequence[float], tolerance: float)
 def tolerance(dtype: Any, size: int) -> float:
     """Return the relative error of sums over `size` ranks: each addition rounds once."""
     return float((size + 2) * np.finfo(dtype).eps)
-
-
-def _mass(places: NDArray[np.uint64], values: Array) -> list[float]:
-    wide = values.astype(np.float64)
-    weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
-    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are reported separately
-        return [float(wide.sum()), float(wide @ weights), float(np.abs(wide).sum())]

@@ -27,7 +27,7 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from collectives.runtime.engine import _engine
+from collectives.runtime.engine import of_process
 from mpicomp import CollectiveError, ErrorFeedback, TopK
 
 LENGTH = 200
@@ -44,7 +44,11 @@ def state(comm):
     fresh = comm.Dup()
     handle = fresh.py2f()
     fresh.Free()
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "in flight": len(_engine()._in_flight), "handle": handle}
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "in flight": len(of_process()._in_flight),
+        "handle": handle,
+    }
 
 
 def exchanges(comm):

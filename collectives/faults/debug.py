@@ -25,7 +25,7 @@ from collectives.faults.state import named_ranks, ranks_by_value
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
-from mpicomp.checking import dense_mass, is_same_mass, mass, tolerance, total_mass
+from mpicomp.checking import is_same_mass, mass, tolerance, total_mass
 from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
@@ -84,7 +84,7 @@ def _account(weigh: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _contribution(contributed: Any) -> dict[str, Any]:
     """Return the mass of this rank's contribution, and its first fault."""
-    return {"fault": _fault("its contribution", [contributed]), "contributed": _mass_of(contributed)}
+    return {"fault": _fault("its contribution", [contributed]), "contributed": mass(contributed)}
 
 
 def _results(promised: tuple[list[Any], list[Any]], *, is_array: bool) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def _results(promised: tuple[list[Any], list[Any]], *, is_array: bool) -> dict[s
     is_sum_of_mpi = is_array and not own  # whose bits may differ between ranks
     return {
         "fault": _fault("its result", [*same, *own]),
-        "same": total_mass(map(_mass_of, same)),
-        "own": total_mass(map(_mass_of, own)),
+        "same": total_mass(map(mass, same)),
+        "own": total_mass(map(mass, own)),
         "bits": None if is_sum_of_mpi else _digest(same),
     }
 
@@ -132,10 +132,6 @@ def _fault(what: str, parts: Sequence[Any]) -> str | None:
             position = int(np.flatnonzero(~np.isfinite(part.reshape(-1)))[0])
             return f"{what}: value {position} is {part.reshape(-1)[position]}: expected finite values"
     return None
-
-
-def _mass_of(part: Any) -> list[float]:
-    return mass(part) if isinstance(part, SparseVector) else dense_mass(part)
 
 
 def _digest(vectors: Sequence[Any]) -> str:

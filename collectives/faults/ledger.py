@@ -13,7 +13,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
-from mpicomp.checking import dense_mass, is_same_mass, mass, scaled_mass, tolerance, total_mass
+from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
 from mpicomp.feedback.base import Gradient
 from mpicomp.vector import SparseVector, split, whole
@@ -67,7 +67,7 @@ class Audit:
         for place, (first, end) in enumerate(pairwise(bucket.edges)):
             left = self._left[place]
             if residual is not None:
-                left = dense_mass(self._expected[first:end].astype(np.float64) - residual[first:end])
+                left = mass(self._expected[first:end].astype(np.float64) - residual[first:end])
             entry = {"vector": bucket.names[place], "left": left, "sum": self._sums[place]}
             self.entries.append(entry | {"dtype": str(mean.dtype), "fault": fault})
 

@@ -34,7 +34,7 @@ import numpy as np
 
 from collectives.faults import ulfm
 from collectives.faults.state import different_quorum, too_few
-from collectives.runtime.engine import alone, end_all, wait_for
+from collectives.runtime.engine import of_process
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
 from mpicomp.settings import to_integer
@@ -76,7 +76,7 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     link = link_if_any(comm)
     if link is not None:
         link.faults.shrink()
-        end_all(link)
+        of_process().end_all(link.faults)
         ulfm.revoke(link.faults, link.comm)
     comm.Revoke()
     if not agreements_on(comm).agree_to_shrink(needed):
@@ -133,7 +133,7 @@ class Agreements:
     def agree(self, sound: bool, number: int = 0, call: str = "called agree on a step") -> tuple[bool, bool]:
         """Return what `agree` does, and whether all numbers are equal modulo 2^14; call: a missing one, in errors."""
         self._shrinking = 0
-        with alone():
+        with of_process():
             failed = self._finish(self._start((_SOUND if sound else 0) | _bits_of(number)), call)
         return bool(self._bits[0] & _SOUND) and not failed, self._are_equal()
 
@@ -144,7 +144,7 @@ class Agreements:
         from the second one, so the others detect it. A rank that timed out may call again, and continues.
         """
         while self._shrinking < 2:
-            with alone():
+            with of_process():
                 self._unfinished = self._unfinished or self._start(_SHRINK | _bits_of(quorum))
                 self._finish(self._unfinished, "called shrink")
             self._unfinished = None
@@ -164,7 +164,7 @@ class Agreements:
     def _finish(self, agreement: Sending, call: str) -> bool:
         """Wait for all living ranks; return whether one has died. MPI returns the common bits in both cases."""
         try:
-            wait_for(agreement, call)
+            of_process().wait_for(agreement, call)
         except Exception as error:
             if not ulfm.is_failure(error):
                 raise

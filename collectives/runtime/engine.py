@@ -181,7 +181,10 @@ class Engine:
                 self.poll_until(lambda: request.done or self._in_flight == [request], watch)
 
     def wait_for(self, pending: Pending, call: str) -> None:
-        """Return when `pending` is complete; meanwhile the operations in flight advance."""
+        """Return when `pending` is complete; meanwhile the operations in flight advance.
+
+        call: the call that all ranks have to make, for the text of `CollectiveTimeoutError`.
+        """
 
         def watch(waited: float) -> None:
             if self._is_late(waited):
@@ -310,42 +313,10 @@ def configure(*, timeout: float | None) -> None:
 
     >>> configure(timeout=60)
     """
-    _engine().timeout = seconds(timeout, "timeout")
-
-
-def start(steps: Steps[T], group: Group) -> Request[T]:
-    """Start a collective in this process, inside `alone`."""
-    return _engine().start(steps, group)
-
-
-def alone() -> Engine:
-    """Return a context manager that keeps other threads out: `Engine.__enter__`."""
-    return _engine()
-
-
-def wait_for_ranks(pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str) -> None:
-    """Wait for all ranks in the first call on a communicator; see `Engine.wait_for_ranks`."""
-    _engine().wait_for_ranks(pending, comm, faults, operation)
-
-
-def wait_for(pending: Pending, call: str) -> None:
-    """Wait for a pending MPI operation while the operations of this process advance.
-
-    call: the call that all ranks have to make, for the text of `CollectiveTimeoutError`.
-    """
-    _engine().wait_for(pending, call)
-
-
-def end_all(link: Link) -> None:
-    """End all operations of this process on a communicator that is finished."""
-    _engine().end_all(link.faults)
-
-
-def freed(link: Link) -> None:
-    """End the operations of this process on a communicator that is being freed."""
-    _engine().freed(link)
+    of_process().timeout = seconds(timeout, "timeout")
 
 
 @cache
-def _engine() -> Engine:
+def of_process() -> Engine:
+    """Return the engine of this process; as a context manager it keeps other threads out."""
     return Engine()

@@ -2,7 +2,8 @@
 
 Sources: one magnitude and signs: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit stochastic gradient descent",
 Interspeech 2014, with one scale for all entries. Two magnitudes: S. P. Lloyd, "Least squares quantization in PCM", IEEE
-Trans. Information Theory 28(2), 1982, on the magnitudes. float16 and bfloat16: rounded to nearest, ties to even.
+Trans. Information Theory 28(2), 1982, on the magnitudes. float16 and bfloat16: rounded to nearest, ties to even
+(float64 to bfloat16 by way of float32).
 
 Differences from the paper: quantised values keep their dtype, so sums over the ranks are computed as before;
 `codec="smallest"` detects that they fit a shorter format and encodes them in it. Sums of quantised values need not fit
@@ -30,21 +31,11 @@ def _to_float16(values: Array) -> Array:
 def _to_bfloat16(values: Array) -> Array:
     largest = np.uint32(0x7F7F0000).view(np.float32)
     limit = np.float32(65280) if values.dtype == np.float16 else largest  # the largest bfloat16 in the dtype's range
-    bits = _rounded_to_odd(np.clip(values, -limit, limit)).view(np.uint32)
+    bits = np.clip(values, -limit, limit).astype(np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
     nearest: Array = np.clip(rounded.view(np.float32), -limit, limit).astype(values.dtype)
     return nearest
-
-
-def _rounded_to_odd(values: Array) -> Array:
-    """Return values as float32, rounded to odd: a second rounding then gives the bits of a single one."""
-    short: Array = values.astype(np.float32)
-    if values.dtype != np.float64:
-        return short
-    away = np.abs(short) > np.abs(values)
-    bits = short.view(np.uint32) - away.astype(np.uint32)
-    return (bits | (short != values)).view(np.float32)  # type: ignore[no-any-return]
 
 
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:

@@ -25,7 +25,7 @@ from collectives import (
     sparse_ireduce_scatter,
 )
 from collectives.first_call import link_of
-from collectives.runtime.engine import _engine
+from collectives.runtime.engine import of_process
 from mpicomp import CollectiveError
 
 
@@ -168,7 +168,7 @@ def test_a_second_thread_is_refused_on_one_rank_before_it_is_counted(comm, known
     if known:
         link_of(fresh)
     if comm.rank == 0:
-        with _engine(), ThreadPoolExecutor(1) as pool:
+        with of_process(), ThreadPoolExecutor(1) as pool:
             for call in partial(gtopk_iallreduce, vector), partial(dense_iallreduce, np.ones(3)):
                 with pytest.raises(RuntimeError, match="two threads are inside the library"):
                     pool.submit(call, fresh).result()

@@ -15,7 +15,7 @@ from cases import assert_equal, assert_same_bits, bits, contribution, contributi
 import collectives
 from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.first_call import link_of
-from collectives.runtime.engine import _engine
+from collectives.runtime.engine import of_process
 from mpicomp import ErrorFeedback, SparseVector, TopK
 
 SUMS = pytest.mark.parametrize("algorithm", allreduce.ALGORITHMS)
@@ -90,7 +90,7 @@ def test_sends_that_nobody_waits_for(comm, algorithm, monkeypatch):
     sparse_allreduce(contribution("random", comm.rank, comm.size), comm, algorithm=algorithm)
     assert comm.size == 1 or made
     assert not any(request for sending in made for request in sending._requests)  # null: it has ended
-    assert not _engine()._in_flight
+    assert not of_process()._in_flight
 
 
 @pytest.mark.parametrize("late", [0, -1])
