@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from collectives.faults import ulfm
 from collectives.launcher import singleton_warning
 from collectives.runtime import cuda_aware
+from mpicomp.kernels.host.bits import cache_folder
 
 EXAMPLES = """
 mpirun -n 4 mpicomp info
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     if world.rank == 0:
         found: dict[str, str | None] = {**versions, "MPI": library_and_version(MPI.Get_library_version())}
         found |= {"ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}", **device()}
+        found["kernels"] = f"cached in {cache_folder()}" if cache_folder() else "not cached: set NUMBA_CACHE_DIR"
         found["recovery"] = recovery(hosts)
         out.write(shown(found, warning, as_json=options.json))
     return 1 if warning else 0

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from commands import PARSER, SUBCOMMANDS, left, written
+from jobs import python
 from mpi4py import MPI
 
 from collectives import GradientExchange, launcher
@@ -36,6 +37,25 @@ def test_info_prints_the_versions_and_mpi(capsys):
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["warning"]) == ("1 on 1 host", None)
+
+
+NO_FOLDER = """
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []  # none finds a folder: a read-only installation without a home folder
+import numpy as np
+from mpicomp import TopK
+from mpicomp_bench import main
+print(TopK(k=1).compress(np.arange(9.0)).indices)
+main(["info"])
+"""
+
+
+def test_kernels_without_a_folder_to_cache_them_work_and_warn_once():
+    done = python("-c", NO_FOLDER)
+    assert done.returncode == 0, done.stderr
+    assert "[8]\n" in done.stdout
+    assert "kernels  not cached: set NUMBA_CACHE_DIR\n" in done.stdout
+    assert done.stderr.count("set NUMBA_CACHE_DIR to a writable folder") == 1
 
 
 @pytest.mark.parametrize("name", launcher.LAUNCHER_SIZES)
