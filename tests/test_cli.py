@@ -10,13 +10,13 @@ import sys
 
 import numpy as np
 import pytest
-from commands import PARSER, SUBCOMMANDS, left, written
+from commands import PARSER, SUBCOMMANDS, left
 from jobs import python
 from mpi4py import MPI
 
 from collectives import GradientExchange, launcher
 from mpicomp import TopK
-from mpicomp_bench import bench, files, info, main
+from mpicomp_bench import files, info, main
 from mpicomp_bench.options import WIDTH, above_zero, not_negative, positive, share
 
 NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100", "--density=0.1"]}  # what must be given
@@ -83,12 +83,6 @@ def test_torchrun_is_noticed(monkeypatch):
     assert "start with: mpirun -n 2 python -m collectives.torch train.py" in out.getvalue()
     with pytest.raises(RuntimeError, match="each process would train alone"):
         GradientExchange(MPI.COMM_SELF.Dup(), TopK(0.1))(np.ones(9))
-
-
-def test_all_subcommands_are_known():
-    programs = {f"mpicomp bench {subject}" for subject in bench.SUITES}
-    assert set(SUBCOMMANDS) == programs | {f"mpicomp {name}" for name in ("info", "explain")}
-    assert all("--json" in SUBCOMMANDS[prog]._option_string_actions for prog in SUBCOMMANDS)
 
 
 @pytest.fixture(scope="module")
@@ -235,14 +229,6 @@ def test_targets_that_cannot_be_files_are_refused(tmp_path, capsys, monkeypatch)
         assert expected in error
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "is not writable" in left([*QUICK, "--json", str(tmp_path / "new")], capsys)[1]
-
-
-def test_rows_say_how_they_were_measured(tmp_path):
-    some = shlex.split("--length 400 --repeats 1 --bits 4 4 --block 64")
-    about = written(tmp_path / "rows.json", "bench", "quantised", *some)
-    asked_for = {"repeats": 1, "bits": ["4"], "block": 64, "algorithms": ["auto"], "length": 400}
-    assert about["options"] == {"subject": "quantised", **asked_for}
-    assert [row["name"] for row in about["rows"]] == ["4 bits auto"] * 2
 
 
 @pytest.mark.parametrize("command", [["info"], ["info", "--json"], QUICK])

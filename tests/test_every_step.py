@@ -81,20 +81,6 @@ def test_local_steps_end_where_an_outer_loop_does(rules, name):
     assert np.linalg.norm(anchor) > 0.01
 
 
-def test_local_steps_are_those_of_every_rank_alone(rules):
-    anchor, given = np.zeros(SIZE, np.float32), gradients(3)
-    method, alone = rules.made("local-dense-2"), np.zeros((3, SIZE), np.float32)
-    method.start(SHAPES, 3)
-    optimisers = [rules.AdamW() for _ in given]
-    for optimiser in optimisers:
-        optimiser.start(SHAPES, 1)
-    for _ in range(2):
-        method.step(anchor, given, 0.01)
-        for optimiser, parameters, gradient in zip(optimisers, alone, given, strict=True):
-            optimiser.step(parameters, [gradient], 0.01)
-    np.testing.assert_allclose(anchor, alone.mean(axis=0), atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("length", [0, 3, 64, 100])

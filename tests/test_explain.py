@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from commands import left
 
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.choice.formulas import FORMULAS, ON_NODES
@@ -170,13 +169,6 @@ def test_one_node_alone_is_taken_where_it_is_the_fastest(capsys):
     assert "loss_of(network, batch) / len(batches)" in said
 
 
-@pytest.mark.parametrize("memory", ["15", "1000"])
-def test_inside_one_node_dense_sums_are_kept(capsys, memory):
-    found = advised(capsys, "--ranks=4", "--per-node=4", "--parameters=1e9", f"--memory={memory}")
-    assert (found["take"], found["answer"]) == ("dense", "Keep: dense sums inside one node")
-    assert advice.ALONE not in by_method(found)
-
-
 def test_a_dense_sum_is_the_faster_of_a_ring_over_ranks_and_one_over_nodes():
     def messages(ranks, per_node, memory):
         links = replace(links_of("100gbit"), rate=12.5e9)
@@ -212,12 +204,6 @@ def test_the_basis_comes_with_its_conditions_and_a_method_that_keeps_the_optimis
     assert "on 4 ranks, 3.2e+06 parameters, 300 steps at a constant rate, 1 to 3 seeds, best\nof 1 to 3 rates" in said
 
 
-def test_nodes_of_several_ranks_share_their_links(capsys):
-    few, many = (by_method(advised(capsys, "--network", "1gbit", *more)) for more in ((), ("--per-node", "8")))
-    assert 0.5 < many["dense"]["messages"] / few["dense"]["messages"] < 1  # 2 nodes send less than 16
-    assert many["few-bits-4"]["messages"] > few["few-bits-4"]["messages"] / 2
-
-
 def test_one_rank_sends_nothing_and_keeps_dense(capsys):
     assert main([*TRAIN, "--ranks", "1"]) == 0
     said = capsys.readouterr().out
@@ -249,19 +235,3 @@ def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
             judged += 1
             assert losses[taken] < min(losses.values()) + 0.05, (rate, delay, taken)
     assert judged >= 2
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--ranks=4", "--length=9"], "got no --density: expected --length and --density, or --train with"),
-        (["--ranks=4", "--length=9", "--density=1", "--parameters=9"], "expected it with --train only"),
-        (["--train", "--ranks=4"], "got no --parameters: expected --parameters and --step with --train"),
-        ([*TRAIN[1:], "--density=1"], "got --density: expected it without --train only"),
-        ([*TRAIN[1:], "--delay=5"], "got '5': expected a time such as 50us or 5ms"),
-        ([*TRAIN[1:], "--memory=0"], "expected a number above 0"),
-    ],
-)
-def test_options_that_do_not_belong_together_are_refused(given, said, capsys):
-    status, error = left(["explain", *given], capsys)
-    assert (status, said in error) == (2, True), error

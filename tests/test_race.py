@@ -2,9 +2,7 @@
 
 import json
 import pathlib
-import sys
 
-import numpy as np
 import pytest
 from jobs import mpirun
 
@@ -29,25 +27,6 @@ def test_the_characters_are_trained(tmp_path):
     curves = trained(tmp_path, "--model=characters", "--steps=40", "--methods", "topk-0.05", "local-sparse-5")
     for _, _, _, losses in curves.values():
         assert losses[-1] < losses[0] - 1
-
-
-def test_starts_depend_on_the_seed_alone_and_batches_on_the_rank_too():
-    import characters
-
-    def trainer(*seed_and_rank):
-        made = characters.Trainer(*seed_and_rank, 2)
-        made.optimise("dense", 0.1)
-        return made
-
-    first, second, other, again = (trainer(*each) for each in ((0, 0), (0, 1), (1, 0), (0, 0)))
-    start = first.arrays["network"].copy()
-    assert np.array_equal(start, second.arrays["network"])
-    assert not np.array_equal(start, other.arrays["network"])
-    first.step(0)
-    second.step(0)
-    assert not np.array_equal(first.arrays["network"], second.arrays["network"])
-    again.step(0)
-    assert np.array_equal(first.arrays["network"], again.arrays["network"])
 
 
 def row(method, seed, *curve, learning_rate=1e-3, sitting="one"):
@@ -79,32 +58,3 @@ def test_the_table_says_when_a_method_reaches_the_best_other_loss():
     assert cells[2] == ["dense", "0.001 (3)", "2", "2000", "10", "2.10 +- 0.10", "-", "-"]  # one training does not
     assert cells[3][:3] == ["dense", "0.002 (3)", "1"]
     assert cells[4] == ["local-sparse-5", "0.001 (3)", "2", "200", "0.1", "1.10 +- 0.10", "3", "1.5"]
-
-
-def test_rows_that_the_file_has_are_not_measured_again(tmp_path, monkeypatch, capsys):
-    import race
-
-    file, plot, ups, asked = tmp_path / "race.json", tmp_path / "race.png", [], []
-    pytest.importorskip("matplotlib")
-
-    def measured(wanted, options):
-        asked.append((wanted["rate"], wanted["delay"], wanted["seed"], wanted["method"]))
-        return None if len(asked) == 3 else {**ROWS[0], **wanted}
-
-    monkeypatch.setattr(race, "measured", measured)
-    monkeypatch.setattr(race, "testbed", lambda options, *arguments: ups.append(arguments) or ["true"])
-    monkeypatch.setattr(race.metadata, "version", lambda name: "1.0")
-    line = ["race.py", "--json", str(file), "--methods", "dense", "--seconds", "10", "--rates", "100mbit"]
-    monkeypatch.setattr(sys, "argv", line)
-    assert race.main() == 1  # the second seed failed
-    assert race.main() == 0
-    alone = ("100mbit", 0, 0, "alone")  # once in a sitting
-    assert asked == [alone, *[("100mbit", 0, seed, "dense") for seed in (0, 1, 1)]]
-    monkeypatch.setattr(sys, "argv", [*line, "1gbit", "--delay", "2.5", "--plot", str(plot)])
-    assert race.main() == 0
-    late = "--delay=2.5ms"
-    assert ups[-4:] == [("up", "4", "100mbit", late), ("down",), ("up", "4", "1gbit", late), ("down",)]
-    assert asked[4:] == [(rate, 2.5, seed, "dense") for rate in ("100mbit", "1gbit") for seed in (0, 1)]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("s to 2.00") == 4
-    assert len(json.loads(file.read_text())["rows"]) == 7

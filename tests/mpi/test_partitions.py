@@ -139,7 +139,7 @@ def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB"])
 @pytest.mark.parametrize("algorithm", ["auto", "node_leaders"])
-@for_each(pattern=PATTERNS, k=[None, 1, 30])
+@for_each(pattern=["random", "unequal", "one_holds_all", "cancelling", "ties"], k=[None, 1, 30])
 def test_gtopk_over_several_nodes(comm, places, pattern, k, algorithm, names):
     places(names)
     vectors = contributions(pattern, comm.size)
