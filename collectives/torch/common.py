@@ -50,7 +50,7 @@ class ModelParameters:
         """Store what the model consists of; raise ValueError unless its parameters are those that are registered."""
         found = named(self._model)
         others = {name: each for name, each in found.items() if name not in self.registered}
-        replaced = [name for name, each in self.registered.items() if found.get(name) is not each]
+        replaced = [name for name, each in self.registered.items() if not _is_same(found.get(name), each)]
         added = [name for name, each in others.items() if each.requires_grad and name not in self._ignored]
         if replaced or added:
             new = f"{some(replaced)}, as by load_state_dict(assign=True)" if replaced else "none"
@@ -62,6 +62,12 @@ class ModelParameters:
         self._entries, self._empty = [each.values() for each in parts if each], [each for each in parts if not each]
         self._seen = [*chain.from_iterable(self._entries)]
         self._frozen = [each for name, each in others.items() if name not in self._ignored]
+
+
+def _is_same(found: Any, registered: Any) -> bool:
+    """Return whether a parameter is the registered one, or the whole one that FSDP2 puts in its place for a while."""
+    is_whole = isinstance(registered, DTensor) and found is not None and not isinstance(found, DTensor)
+    return found is registered or is_whole
 
 
 def some(names: Sequence[str]) -> str:
@@ -254,6 +260,6 @@ def trainable(model: Any) -> dict[str, Any]:
     return {name: parameter for name, parameter in named(model).items() if parameter.requires_grad}
 
 
-def local_shard(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, and other tensors as they are."""
+def local_shard(tensor: Any) -> Any:
+    """Return this rank's shard of a DTensor; other tensors, and None, as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

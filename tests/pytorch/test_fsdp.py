@@ -1,5 +1,8 @@
 """`collectives.torch.attach_fsdp`: an FSDP2 model, sharded over two ranks; the other ranks are its replicas."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from collectives import GradientExchange, sparse_allreduce  # noqa: E402
 from collectives.torch import attach_fsdp, outer_loop  # noqa: E402
@@ -25,10 +29,13 @@ class Network(nn.Module):
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(40, 100), nn.Linear(100, 100), nn.Linear(100, 5)
 
-    def forward(self, inputs, uses_middle=True):
-        """Return the outputs."""
-        hidden = self.first(inputs).relu()
-        return self.last(self.middle(hidden).relu() if uses_middle else hidden)
+    def forward(self, inputs, uses_middle=True, run=lambda rest, hidden: rest(hidden), form=lambda outputs: outputs):
+        """Return the outputs in a form. run: calls all but the first layer."""
+
+        def rest(hidden):
+            return self.last(self.middle(hidden).relu() if uses_middle else hidden)
+
+        return form(run(rest, self.first(inputs).relu()))
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +88,40 @@ def test_a_dense_exchange_trains_as_hybrid_sharding_alone(world, mesh):
     assert len(set(world.allgather(torch.cat([each.reshape(-1) for each in mine]).numpy().tobytes()))) == 1
 
 
-def test_nothing_is_lost_between_the_replicas(world, mesh):
+@dataclass
+class Output:
+    """Outputs of a model, in a dict in a list."""
+
+    parts: list
+
+    @classmethod
+    def of(cls, outputs):
+        """Return the outputs in this form."""
+        return cls([{"outputs": outputs}])
+
+
+def accumulated(model, loss):
+    for part in (0, 1):
+        model.set_requires_gradient_sync(part == 1)
+        loss().backward()
+
+
+REENTRANT = {"run": partial(checkpoint, use_reentrant=True)}
+CALLS = {  # the arguments of the model, and what calls backward
+    "alone": ({}, lambda model, loss: loss().backward()),
+    "reentrant": (REENTRANT, lambda model, loss: loss().backward()),
+    "in a dataclass": (REENTRANT | {"form": Output.of}, lambda model, loss: loss().backward()),
+    "checkpointed": ({"run": partial(checkpoint, use_reentrant=False)}, lambda model, loss: loss().backward()),
+    "several forward passes": ({}, lambda model, loss: (loss() + loss()).backward()),
+    "the same graph again": ({}, lambda model, loss: [each.backward(retain_graph=True) for each in [loss()] * 2]),
+    "accumulated": (REENTRANT, accumulated),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_nothing_is_lost_between_the_replicas(world, mesh, case):
     """Integers as gradients; a layer that one replica left out counts as zero there."""
+    arguments, call = CALLS[case]
     model, reference = sharded(mesh["shard"]), sharded(mesh["shard"])
     comm = between_replicas(world, mesh)
     handle = attach_fsdp(model, GradientExchange(comm, TopK(0.1), small=0))
@@ -95,7 +134,13 @@ def test_nothing_is_lost_between_the_replicas(world, mesh):
                 for parameter in each.parameters():
                     parameter.to_local().fill_(1)
             each.zero_grad()
-            (each(inputs, uses_middle=uses).sum() * 2).backward()  # even: FSDP's mean over two shards is exact
+
+            def loss(each=each, inputs=inputs, uses=uses):
+                outputs = each(inputs, uses, **arguments)
+                outputs = outputs.parts[0]["outputs"] if isinstance(outputs, Output) else outputs
+                return outputs.sum() * 2  # even: FSDP's mean over two shards is exact
+
+            call(each, loss)
         for name, mean in shards(model).items():
             found[name] = found.get(name, 0) + mean * comm.size
         for name, mine in shards(reference).items():
@@ -105,6 +150,7 @@ def test_nothing_is_lost_between_the_replicas(world, mesh):
         mine = state[f"{name}/feedback.residual"].reshape(parameter.to_local().shape).numpy()
         np.testing.assert_array_equal(found[name] + comm.allreduce(mine, MPI.SUM), given[name], name)
     handle.load_state_dict(state)
+    assert handle.exchange.steps == 3 * (2 if case == "the same graph again" else 1)
 
 
 def test_a_layer_that_only_another_replica_used_gets_its_mean(world, mesh):
@@ -120,6 +166,100 @@ def test_a_layer_in_bfloat16_that_no_replica_used_has_no_gradient(world, mesh):
     model(batch(world, 0).bfloat16(), uses_middle=False).square().mean().backward()
     assert model.middle.weight.grad is None
     assert model.first.weight.grad.to_local().any()
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_optimizer_that_steps_in_the_backward_pass_raises_on_all_ranks(world, mesh, is_first, clears):
+    """On one replica, whose parameters would differ from then on; before the hooks of the exchange, or after these."""
+    model, exchange = sharded(mesh["shard"]), GradientExchange(between_replicas(world, mesh), TopK(0.1))
+    steps_early = mesh.get_local_rank("replica") == 0
+
+    def step(parameter):
+        torch.optim.SGD([parameter], 0.1).step()
+        if clears:
+            parameter.grad = None
+
+    def register():
+        for parameter in model.parameters() if steps_early else []:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    for call in (register, lambda: attach_fsdp(model, exchange))[:: 1 if is_first else -1]:
+        call()
+    with pytest.raises(
+        RuntimeError if steps_early else CollectiveError, match=r"an optimiser's step\(\) after backward"
+    ):
+        model(batch(world, 0)).square().mean().backward()
+    assert exchange.steps == 0
+
+
+def test_parameters_that_fsdp_ignores_get_their_means(world, mesh):
+    """Also where a replica has no gradient of them; where gradients accumulate there is no step."""
+    torch.manual_seed(0)
+    model, replica = Network(), mesh.get_local_rank("replica")
+    fully_shard(model, mesh=mesh["shard"], ignored_params={*model.middle.parameters()})
+    exchange = GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback())
+    attach_fsdp(model, exchange)
+    uses, given = replica == 0, []
+    model.middle.bias.register_hook(given.append)
+    model(batch(world, 0), uses).square().mean().backward()
+    mean = sum(each for each in exchange.comm.allgather(given[0].numpy() if uses else None) if each is not None)
+    np.testing.assert_allclose(model.middle.bias.grad, mean / exchange.comm.size, rtol=1e-6)
+    accumulated(model, lambda: model(batch(world, 1)).square().mean())
+    assert exchange.steps == 2
+
+
+def test_a_frozen_layer_does_not_change_and_goes_on_where_it_stopped(world, mesh):
+    model, exchange = sharded(mesh["shard"]), GradientExchange(between_replicas(world, mesh), TopK(0.1))
+    handle, optimizer = attach_fsdp(model, exchange), torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(step):
+        optimizer.zero_grad()
+        model(batch(world, step)).square().mean().backward()
+        optimizer.step()
+        state = {name: each.numpy().tobytes() for name, each in handle.state_dict().items()}
+        weight = model.middle.weight.to_local().detach().numpy().tobytes()
+        return weight, state["middle.weight/feedback.residual"], state["first.weight/feedback.residual"]
+
+    train(0)
+    before = train(1)
+    model.middle.requires_grad_(False)
+    for step in (2, 3):
+        weight, residual, other = train(step)
+        assert (weight, residual) == before[:2]
+        assert other != before[2]
+    model.middle.requires_grad_(True)
+    assert all(now != then for now, then in zip(train(4), before, strict=True))
+    assert exchange.steps == 5
+
+
+def unfreeze(model):
+    model.middle.requires_grad_(True)
+
+
+def assign(model):
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"), [(unfreeze, "'middle.weight', 'middle.bias': call"), (assign, r"\(assign=True\)")]
+)
+def test_other_parameters_raise_on_all_ranks_and_the_remedy_works(world, mesh, change, match):
+    """At the end of a backward pass, where no rank of a replica waits for another one."""
+    model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
+    model.middle.requires_grad_(change is not unfreeze)
+    exchange = GradientExchange(comm, TopK(0.1))
+    attach_fsdp(model, exchange)
+    model(batch(world, 0)).square().mean().backward()
+    change(model)
+    with pytest.raises(ValueError, match=match):
+        model(batch(world, 1)).square().mean().backward()
+    exchange = GradientExchange(comm, Dense(), NoFeedback())
+    attach_fsdp(model, exchange)
+    model.zero_grad()
+    model(batch(world, 2)).square().mean().backward()
+    assert exchange.steps == 1
+    assert len({*comm.allgather(b"".join(each.tobytes() for each in shards(model).values()))}) == 1
 
 
 @pytest.mark.parametrize("collective", [sparse_allreduce, blocking])
