@@ -1,18 +1,7 @@
 """The codec: a SparseVector as one contiguous, self-describing message.
 
-Layout, little-endian: a header of 64 bytes, the indices, the values. The indices take a multiple of 8 bytes.
-
-    offset 0   2s   magic "MV"
-           2   u8   version (4)
-           3   u8   index format (`indices`), plus 8 times the value format (`values`)
-           4   u32  0 where an index stands for a number; 1 + width where it stands for a row
-           8   i64  length of the vector
-          16   i64  entries
-          24   i64  bytes of the whole message, header included
-          32   i64  count: an integer of the sender
-          40   i64  signature: a digest of what the ranks must have in common
-          48   u8   kind: 0 for a vector, 1 for text, 2 for that of an error notification, 3 for few bits (`few_bits`)
-          52   u32  CRC-32 of the message with zeros here, or 0
+Layout, little-endian: a header of 64 bytes (docs/wire_format.md), the indices, the values. The indices take a multiple
+of 8 bytes.
 
 count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes zeros by default, and `decode`
 ignores them. A decoder compares all sizes with each other and with the buffer before it reads anything after the
