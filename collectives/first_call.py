@@ -29,7 +29,8 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
     """Return the link of a communicator; the first call makes it, and is collective.
 
     operation: of the caller, for the text of errors. Raises the errors of `check_communicator`; ValueError on all ranks
-    for a bad environment variable on one; RuntimeError under torchrun, whose processes MPI does not connect.
+    for a bad environment variable on one; RuntimeError under torchrun, whose processes MPI does not connect, and on a
+    network without matched probes.
     CollectiveTimeoutError if a rank is absent and there is a timeout: then all later calls on the communicator raise
     the same.
     """
@@ -64,6 +65,9 @@ def _make_link(comm: Any, operation: str) -> Link:
 def _made(duplicate: "MPI.Intracomm") -> Link:
     """Return a new link with a duplicate of the communicator; if that fails, the duplicate is freed."""
     _keep_pages()
+    if wrong := missing_probes(duplicate):
+        duplicate.Free()
+        raise RuntimeError(wrong)
     try:
         nodes = _first_ranks(duplicate)
         ulfm.warn_of_detector(nodes, duplicate.rank)
@@ -78,6 +82,26 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
     return Link(
         duplicate, nodes, choice, backs_off=backs_off, direct=direct, checked=checked, on_free=engine.of_process().freed
     )
+
+
+def missing_probes(comm: "MPI.Intracomm") -> str | None:
+    """Return an error with its remedy if MPI has no matched probes on this network; all receive by them, else None.
+
+    Collective, blocks; no rank may have sent a message on `comm` yet. The same on all ranks.
+    """
+    from mpi4py import MPI
+
+    wrong = None
+    try:
+        comm.Improbe((comm.rank + 1) % comm.size, 0)
+    except MPI.Exception as error:
+        if ulfm.is_failure(error):
+            raise
+        wrong = (
+            f"MPI has no matched probes on this network (rank {comm.rank}: {error}): take another transport, with Open "
+            "MPI by mpirun --mca pml ob1 (or ucx), with MPICH and Intel MPI by FI_PROVIDER=tcp"
+        )
+    return next(filter(None, comm.allgather(wrong)), None)
 
 
 def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:

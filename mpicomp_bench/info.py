@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any, TextIO
 
 from collectives.faults import ulfm
+from collectives.first_call import missing_probes
 from collectives.launcher import singleton_warning
 from collectives.runtime import cuda_aware
 from mpicomp.kernels.host.bits import cache_folder
@@ -31,7 +32,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Print the report on rank 0; return 1 on every rank if launcher and MPI do not match, else 0."""
+    """Print the report on rank 0; return 1 on every rank if launcher, MPI and network do not match, else 0."""
     if options.recovery:
         out.write(ulfm.FLAGS + "\n")
         return 0
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
     world = MPI.COMM_WORLD
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
-    warning = singleton_warning(world.size, os.environ)
+    warning = singleton_warning(world.size, os.environ) or missing_probes(world)
     if world.rank == 0:
         found: dict[str, str | None] = {**versions, "MPI": library_and_version(MPI.Get_library_version())}
         found |= {"ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}", **device()}

@@ -1,11 +1,16 @@
 """How ranks wait, as the environment and the cores say; and that both ways give the same bits."""
 
+import argparse
+import io
+
 import pytest
 from cases import assert_same_bits, bits, contribution
+from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_allreduce
 from collectives.first_call import link_of
 from collectives.runtime import waiting
+from mpicomp_bench import info
 
 
 def asking(comm, monkeypatch, setting, cores, *, gives=False):
@@ -66,3 +71,22 @@ def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, monkeyp
     monkeypatch.setenv(waiting.TIMEOUT, "")
     assert_same_bits(comm, sparse_allreduce(contribution("random", comm.rank, comm.size), own))
     own.Free()
+
+
+class WithoutProbes(MPI.Intracomm):
+    """A communicator over a network without matched probes, as its last rank sees it."""
+
+    def Improbe(self, *envelope):  # noqa: N802
+        if self.rank == self.size - 1:
+            raise MPI.Exception(MPI.ERR_UNSUPPORTED_OPERATION)
+
+
+def test_a_network_without_matched_probes_raises_on_all_and_in_mpicomp_info(comm, monkeypatch):
+    own = WithoutProbes(comm)
+    with pytest.raises(RuntimeError, match=rf"no matched probes .*rank {comm.size - 1}: .*mpirun --mca pml ob1"):
+        sparse_allreduce(contribution("random", comm.rank, comm.size), own.Dup())
+    monkeypatch.setattr(MPI, "COMM_WORLD", own)
+    monkeypatch.setattr(info, "singleton_warning", lambda size, environment: None)
+    out = io.StringIO()
+    assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
+    assert ("warning: MPI has no matched probes" in out.getvalue()) == (comm.rank == 0)
