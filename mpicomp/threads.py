@@ -6,10 +6,13 @@ same bits on any number of threads.
 
 import contextlib
 import ctypes
+import math
 import os
+import pathlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 VARIABLE = "MPICOMP_THREADS"
@@ -31,13 +34,13 @@ _kept_off: Any = None  # the core that is excluded from their affinity, and the 
 def count() -> int:
     """Return the number of threads that a kernel may use: MPICOMP_THREADS, else this rank's share of the cores.
 
-    The share is the number of cores in the affinity mask of the calling thread, divided by the ranks given to `share`,
-    and at least 1. Raises ValueError if MPICOMP_THREADS is not an integer >= 1.
+    The share is the number of cores in the affinity mask of the calling thread, at most the CPU quota of the container,
+    divided by the ranks given to `share`, and at least 1. Raises ValueError if MPICOMP_THREADS is not an integer >= 1.
     """
     given = os.environ.get(VARIABLE)
     if given is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // _ranks)
+        return max(1, int(min(cores, quota())) // _ranks)
     try:
         number = int(given)
     except ValueError:
@@ -45,6 +48,26 @@ def count() -> int:
     if number < 1:
         raise ValueError(f"{VARIABLE} is {given!r}: expected an integer >= 1; unset it to use this rank's cores")
     return number
+
+
+@cache
+def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
+    """Return the number of cores whose time the cgroups of this process may use, versions 2 and 1; infinity for all."""
+    most, named = math.inf, system / "proc/self/cgroup"
+    for line in named.read_text().splitlines() if named.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = system / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        inner = top / path.lstrip("/")  # in a container it may be the name outside: then only the top exists
+        for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(top)):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                time, period = (folder / "cpu.max").read_text().split()
+                most = min(most, int(time) / int(period))
+            with contextlib.suppress(OSError, ValueError):
+                time, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                most = min(most, int(time) / int(period) if int(time) > 0 else most)  # -1 is no limit
+    return most
 
 
 def share(ranks: int) -> None:

@@ -1,5 +1,6 @@
 """Kernels on several threads: the same bits on any number of them; how many there are, and what a fork leaves."""
 
+import math
 import os
 import signal
 import threading
@@ -160,6 +161,7 @@ def test_an_error_on_another_thread_is_raised():
 
 def test_ranks_share_the_cores(monkeypatch):
     cores = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(threads, "quota", lambda: math.inf)
     assert threads.count() == cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
     for ranks, expected in (1, 7), (2, 3), (7, 1), (100, 1):
@@ -190,3 +192,26 @@ def test_a_forked_process_starts_threads_of_its_own():
         signal.alarm(60)
         os._exit(0 if pieces() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/slurm/job\n", {"slurm/cpu.max": "100000 100000\n", "slurm/job/cpu.max": "max 100000\n"}, 1.0),
+        ("0::/docker/7f3a\n", {"cpu.max": "50000 100000\n"}, 0.5),  # the name outside of the container
+        ("4:cpu,cpuacct:/a\n0::/\n", {"cpu/a/cpu.cfs_quota_us": "3000\n", "cpu/a/cpu.cfs_period_us": "1000\n"}, 3.0),
+        ("4:cpuset:/\n3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "1000\n"}, math.inf),
+        (None, {}, math.inf),  # no Linux
+    ],
+)
+def test_the_cpu_quota_of_a_container_is_the_least_of_its_cgroups(tmp_path, monkeypatch, named, files, expected):
+    groups = {"proc/self/cgroup": named} if named else {}
+    for name, text in (groups | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert threads.quota(tmp_path) == expected
+    monkeypatch.setattr(threads, "quota", lambda: expected)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    assert threads.count() == min(64, max(1, expected // 1))
