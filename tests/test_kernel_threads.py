@@ -214,4 +214,4 @@ def test_the_cpu_quota_of_a_container_is_the_least_of_its_cgroups(tmp_path, monk
     assert threads.quota(tmp_path) == expected
     monkeypatch.setattr(threads, "quota", lambda: expected)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
-    assert threads.count() == min(64, max(1, expected // 1))
+    assert threads.count() == max(1, int(min(64, expected)))
