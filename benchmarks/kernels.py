@@ -113,11 +113,6 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
     on_host, one, size = xp is np, ONE if xp is np else {}, f"{length / 1e6:g}e6"
     values = xp.asarray(rng.standard_normal(length, np.float32))
 
-    def moments() -> tuple[Any, ...]:
-        size = np.abs(values)
-        logs = np.log(size[size > 0]).sum()
-        return np.count_nonzero(size), size.sum(dtype=float), logs, size.max()
-
     calls: dict[str, tuple[Call, str, Call]] = {
         "raise_not_finite": (
             partial(kernels.raise_not_finite, values, **one),
@@ -133,12 +128,12 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
     if on_host:
         other, out = values[::-1].copy(), np.empty_like(values)
         calls |= {
-            "moments": (partial(host.moments, values, **ONE), "four passes", moments),
+            "sides": (partial(host.sides, values, 1.0, **ONE), "abs(x).sum()", lambda: np.abs(values).sum()),
             "add": (partial(host.add, values, other, out, **ONE), "add", partial(np.add, values, other, out=out)),
         }
     else:
-        for name in "moments", "excess":
-            calls[name] = partial(getattr(kernels, name), values), "sum", partial(xp.sum, values)
+        for name in "sides", "excess":
+            calls[name] = partial(getattr(kernels, name), values, 1.0), "sum", partial(xp.sum, values)
         other = values.copy()
         calls["hadamard of 256"] = partial(kernels.hadamard, values, other, 256), "copy", partial(values.copy)
     for name, (ours, what, theirs) in calls.items():

@@ -16,7 +16,7 @@ from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
 from mpicomp.kernels.host import selection
 
-TILE = 1 << 14  # values in a block of `moments`, the longest step between pieces
+TILE = 1 << 14  # values in a block of `sides`, the longest step between pieces
 
 
 @pytest.fixture
@@ -39,7 +39,6 @@ def dense_calls(values, other, number):
         yield host.largest(values, k, **options)
         yield host.largest(np.sign(values), k, **options)
         yield host.exceeding(values, 0.0, **options)
-        yield host.moments(values, **options)
         yield host.sides(values, 1.0, **options)
         yield host.largest_in_segments(values, [0, values.size], [3], [1000], [2], **options)
         bounds = [0, values.size // 9, values.size // 2, values.size]
@@ -135,9 +134,9 @@ def test_pieces_run_at_the_same_time():
 
 def test_short_vectors_are_left_to_one_thread(monkeypatch):
     monkeypatch.setattr(threads, "_ready_pool", None)
-    host.moments(np.zeros((1 << 21) - 1, np.float32), threads=4)
+    host.sides(np.zeros((1 << 21) - 1, np.float32), 1.0, threads=4)
     monkeypatch.setattr(threads, "count", lambda: 1)
-    host.moments(np.zeros(1 << 22, np.float32))
+    host.sides(np.zeros(1 << 22, np.float32), 1.0)
 
 
 @pytest.mark.skipif(threads._current_core is None, reason="the C library does not say which core this is")

@@ -144,13 +144,13 @@ def test_the_largest_of_a_sum_of_segments_are_those_of_the_written_sum(mode, dty
 @DTYPE
 @pytest.mark.parametrize("two", [False, True])
 def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
-    """Bitwise: sums have the order of `moments` and `sides`, whose last block is padded with zeros."""
+    """Bitwise: sums have the order of `sides`."""
     bounds = [0, 0, 1, 257, 600, 600 + 16384, 40_000] if mode == "compiled" else [0, 1, 300, 900]
     values = (np.random.default_rng(2).standard_t(3, bounds[-1]) * 3).astype(dtype)
     found = host.magnitudes_in_segments(values, bounds, two=two)
     for row, (first, end) in zip(found.tolist(), pairwise(bounds), strict=True):
-        sums = host.moments(values[first:end])
-        mean = min(sums.absolute / max(1, end - first), sums.largest)
+        sums = host.sides(values[first:end], np.inf)
+        mean = min(sums.sum_below / max(1, end - first), sums.largest)
         magnitudes = host.two_magnitudes(values[first:end], mean, sums.largest) if two else (mean, mean, mean)
         assert row == [mean, sums.largest, *magnitudes]
 
@@ -238,7 +238,7 @@ def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     assert host.largest(values, 1)[0].tolist() == [42]
     assert host.largest(values, 3)[0].tolist() == [42, 77, 99]
     assert host.exceeding(values, 98)[0].tolist() == [42, 77, 99]
-    assert host.moments(values).not_finite == 42
+    assert not np.isfinite(host.sides(values, np.inf).sum_below)
     with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
         host.raise_not_finite(values)
     host.raise_not_finite(values[:42])
@@ -340,38 +340,17 @@ def test_sums_that_are_nan_come_as_they_were_written(mode, dtype):
 
 
 @DTYPE
-def test_moments_are_the_sums(mode, dtype):
+def test_the_sums_on_both_sides_of_a_threshold(mode, dtype):
     for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["denormal"]:
-        values = families(dtype, 40_000 if mode == "compiled" else 100)[family].astype(dtype)
-        found = host.moments(values)
+        values = families(dtype, 40_000 if mode == "compiled" else 300)[family].astype(dtype)
         magnitudes = np.abs(values.astype(np.float64))
-        assert found.absolute == pytest.approx(math.fsum(magnitudes), rel=1e-13)
-        assert (found.nonzeros, found.largest) == (np.count_nonzero(values), magnitudes.max())
-        logs = math.fsum(math.log(each) for each in magnitudes.tolist() if each)
-        assert found.logs == pytest.approx(logs, rel=1e-13, abs=1e-10)
-        assert found.not_finite == -1
-
-
-def test_moments_of_nothing_and_of_the_largest():
-    assert host.moments(np.empty(0, np.float32)) == (0, 0, 0, 0, -1)
-    largest = np.full(70_000, np.finfo(np.float64).max)
-    assert host.moments(largest).not_finite == -1
-    assert host.moments(largest).logs == pytest.approx(70_000 * math.log(largest[0]))
-
-
-@DTYPE
-def test_the_sums_on_both_sides_of_a_threshold_are_those_of_moments(mode, dtype):
-    """Their order is that of `moments`, so each is that of the values of its side, with zeros at the others."""
-    size = 40_000 if mode == "compiled" else 100
-    for family in ("cauchy", "denormal", "quantised", "zeros", "neighbours") if mode == "compiled" else ["quantised"]:
-        values = families(dtype, size)[family].astype(dtype)
-        magnitudes = np.abs(values.astype(np.float64))
-        for threshold in (0.0, float(np.median(magnitudes)), float(magnitudes.mean()), np.nextafter(2, 0), 1e300):
-            above = magnitudes > threshold
-            sums = [host.moments(np.where(side, values, 0).astype(dtype)).absolute for side in (~above, above)]
-            found = host.sides(values, threshold)
-            assert found == (np.count_nonzero(~above), np.count_nonzero(above), *sums)
-    assert host.sides(values[:0], 1.0) == (0, 0, 0, 0)
+        for threshold in (0.0, 0.125, float(magnitudes.mean()), np.inf):
+            found, above = host.sides(values, threshold), magnitudes > threshold
+            assert (found.below, found.above) == (np.count_nonzero(~above), np.count_nonzero(above))
+            assert found.sum_below == pytest.approx(math.fsum(magnitudes[~above]), rel=1e-13)
+            assert found.sum_above == pytest.approx(math.fsum(magnitudes[above]), rel=1e-13)
+            assert found.largest == magnitudes.max()
+    assert host.sides(values[:0], 1.0) == (0, 0, 0, 0, 0)
 
 
 @DTYPE

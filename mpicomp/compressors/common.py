@@ -56,13 +56,13 @@ def mean_and_largest(values: Array) -> tuple[float, float]:
     naming the first value that is not finite.
     """
     kernels, count = kernels_for(values), max(1, values.size)
-    moments = kernels.moments(values)
-    if moments.not_finite >= 0:
+    sums = kernels.sides(values, math.inf)
+    if not math.isfinite(sums.sum_below):
         kernels.raise_not_finite(values)
-    mean = moments.absolute / count
+    mean = sums.sum_below / count
     if not math.isfinite(mean):
-        mean = kernels.moments(values / count).absolute
-    return min(float(mean), float(moments.largest)), float(moments.largest)
+        mean = kernels.sides(values / count, math.inf).sum_below
+    return min(float(mean), float(sums.largest)), float(sums.largest)
 
 
 def finite_vector(corrected: Any) -> Array:

@@ -35,8 +35,6 @@ RUNS = {
     "statistics.cu": (
         [COMMON, SELECTION, "statistics.cu"],
         [
-            comparisons.moments,
-            comparisons.moments_of_many_blocks,
             comparisons.sides_of_thresholds,
             comparisons.magnitudes_of_lloyd,
         ],

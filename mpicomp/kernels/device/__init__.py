@@ -50,14 +50,13 @@ from mpicomp.kernels.device.selection import (
     largest,
     raise_not_finite,
 )
-from mpicomp.kernels.device.statistics import magnitudes_in_segments, moments, sides, two_magnitudes, with_magnitudes
+from mpicomp.kernels.device.statistics import magnitudes_in_segments, sides, two_magnitudes, with_magnitudes
 from mpicomp.kernels.device.transforms import hadamard, signs
 from mpicomp.kernels.host.fitting import PLAN, begin_fits
-from mpicomp.kernels.host.statistics import Moments, Sides
+from mpicomp.kernels.host.statistics import Sides
 
 __all__ = [
     "PLAN",
-    "Moments",
     "Sides",
     "accumulate",
     "add",
@@ -86,7 +85,6 @@ __all__ = [
     "magnitude_range",
     "magnitudes_in_segments",
     "merge",
-    "moments",
     "quantise",
     "raise_not_finite",
     "sample",

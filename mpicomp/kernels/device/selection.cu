@@ -336,23 +336,3 @@ __device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 f
 FIRST_REACHING(first_reaching_u2, u16)
 FIRST_REACHING(first_reaching_u4, u32)
 FIRST_REACHING(first_reaching_u8, u64)
-
-// Raise *largest to the largest magnitude among every `step`-th value.
-template <typename Key>
-__device__ inline void largest_of(const Key* bits, i64 size, i64 step, u64 mask, u64* largest) {
-    u64 found = 0;
-    i64 stride = (i64)gridDim.x * THREADS * step;
-    for (i64 i = ((i64)blockIdx.x * THREADS + threadIdx.x) * step; i < size; i += stride)
-        found = greater(found, (u64)(bits[i] & mask));
-    for (int by = 16; by; by /= 2) found = greater(found, __shfl_xor_sync(ALL, found, by));
-    if (lane() == 0 && found) atomicMax(largest, found);
-}
-
-#define LARGEST_OF(name, Key)                                                                                       \
-    KERNEL name(                                                                                                    \
-        const Key* bits, i64 size, i64 step, u64 mask, u64* largest) {                                              \
-        largest_of(bits, size, step, mask, largest);                                                                \
-    }
-LARGEST_OF(largest_of_u2, u16)
-LARGEST_OF(largest_of_u4, u32)
-LARGEST_OF(largest_of_u8, u64)

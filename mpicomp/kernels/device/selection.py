@@ -115,15 +115,6 @@ def first_not_finite(values: Array) -> int:
     return int(position.get()[0])
 
 
-def largest_magnitude(values: Array, step: int = 1) -> float:
-    """Return the largest magnitude among every `step`-th of `values`; NaN if there is one, 0 for no values."""
-    form = FORMATS[values.dtype]
-    bits, (key,) = values.view(form.keys), zeros(1)
-    if bits.size:
-        launch("largest_of", [bits.dtype], _blocks(bits), bits, bits.size, step, form.mask, key)
-    return float(key.get().astype(form.keys).view(values.dtype)[0])
-
-
 def _blocks(bits: Array) -> int:
     return min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
 

@@ -9,37 +9,18 @@ import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import Array, launch
-from mpicomp.kernels.device.selection import first_not_finite
-from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Moments, Sides, added_sides, by_lloyd
+from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides, by_lloyd
 
 _BLOCK = 16384
 _FEW = 1 << 18  # values
 
 
-def moments(values: Array) -> Moments:
-    """Return the moments of `values`, as `mpicomp.kernels.host.moments` does: the same bits."""
-    blocks = values.size // _BLOCK + 1  # the last one is padded with zeros, and may have nothing else
-    sums, counts = cupy.empty(3 * blocks), cupy.empty(2 * blocks, np.int64)
-    launch("block_moments", [values.dtype], blocks, values, values.size, sums, counts, blocks)
-    found = cupy.empty(5)
-    totals, numbers = found[:3], found[3:].view(np.int64)
-    launch("add_moments", [], 1, sums, counts, blocks, totals, numbers)
-    together = found.get()
-    absolute, largest, product = together[:3].tolist()
-    nonzeros, exponents = together[3:].view(np.int64).tolist()
-    not_finite = -1 if math.isfinite(absolute) else first_not_finite(values)
-    logs = math.log(product) if product > 0 else math.nan
-    return Moments(nonzeros, absolute, logs + exponents * math.log(2), largest, not_finite)
-
-
 def sides(values: Array, threshold: float) -> Sides:
     """Return the sums over the magnitudes up to a threshold and above it, as `mpicomp.kernels.host.sides` does."""
     blocks = values.size // _BLOCK + 1
-    found = cupy.empty(3 * blocks)  # in one copy
-    sums, above = found[: 2 * blocks], found[2 * blocks :]
-    launch("block_sides", [values.dtype], blocks, values, values.size, _bits(threshold), sums, above)
-    together = found.get()
-    return added_sides(values.size, together[: 2 * blocks].reshape(blocks, 2), together[2 * blocks :].view(np.int64))
+    rows = cupy.empty((blocks, 4))
+    launch("block_sides", [values.dtype], blocks, values, values.size, _bits(threshold), rows)
+    return added_sides(values.size, rows.get())
 
 
 def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
@@ -65,8 +46,8 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
     for row, (first, end) in zip(found, pairwise(bounds), strict=True):
         if first == end:
             continue
-        sums = moments(values[first:end])
-        mean = min(sums.absolute / (end - first), sums.largest)
+        sums = sides(values[first:end], math.inf)
+        mean = min(sums.sum_below / (end - first), sums.largest)
         row[:] = mean, sums.largest, mean, mean, mean
         if two and math.isfinite(mean):
             row[2:] = two_magnitudes(values[first:end], mean, sums.largest)

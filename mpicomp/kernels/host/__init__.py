@@ -47,10 +47,8 @@ from mpicomp.kernels.host.selection import (
     raise_not_finite,
 )
 from mpicomp.kernels.host.statistics import (
-    Moments,
     Sides,
     magnitudes_in_segments,
-    moments,
     sides,
     two_magnitudes,
     with_magnitudes,
@@ -60,7 +58,6 @@ from mpicomp.kernels.host.transforms import hadamard, signs
 
 __all__ = [
     "PLAN",
-    "Moments",
     "Sides",
     "accumulate",
     "add",
@@ -89,7 +86,6 @@ __all__ = [
     "magnitude_range",
     "magnitudes_in_segments",
     "merge",
-    "moments",
     "quantise",
     "raise_not_finite",
     "sample",
