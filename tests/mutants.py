@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "commit: a rank keeps a step that another one could not",
         "collectives/agreement.py",
-        "    _raise_together(error, comm, operation)\n",
-        "    error is None or _raise_together(error, comm, operation)\n",
+        "    _raise_together(error, comm, operation, place)\n",
+        "    error is None or _raise_together(error, comm, operation, place)\n",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
     Mutant(
@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "segments: entries of several tensors compete",
         "mpicomp/compressors/segments.py",
-        "if end - first == 1 and own is None:",
-        "if own is None:",
+        "bounds = [bound - span.start for bound in self.bounds[first : end + 1]]",
+        "bounds = [0, span.stop - span.start]",
         f"{ON_RANKS} tests/mpi/test_named.py",
     ),
 ]

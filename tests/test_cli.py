@@ -218,19 +218,6 @@ def test_a_file_that_cannot_be_written_is_an_error_and_no_traceback(target, caps
     assert "name another file with --json" in capsys.readouterr().err
 
 
-def test_targets_that_cannot_be_files_are_refused(tmp_path, capsys, monkeypatch):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "pipe")
-    (tmp_path / "lost").symlink_to(tmp_path / "none" / "file")
-    wrong = {"pipe": "a device, a pipe", "link": "a device, a pipe", "lost": "there is no folder", "": "it is a folder"}
-    for name, expected in wrong.items():
-        status, error = left([*QUICK, "--json", str(tmp_path / name)], capsys)
-        assert status == 2
-        assert expected in error
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "is not writable" in left([*QUICK, "--json", str(tmp_path / "new")], capsys)[1]
-
-
 @pytest.mark.parametrize("command", [["info"], ["info", "--json"], QUICK])
 def test_without_an_mpi_it_says_how_to_get_one(command, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)  # importing it raises ImportError
