@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from collectives.agreement import check_same, gather_results
 from collectives.exchange import GradientExchange
+from collectives.faults.interrupts import defer_interrupt
 from collectives.runtime import staging
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy
@@ -135,6 +136,7 @@ class OuterLoop:
         views = {name: read_only(anchors[first]) for name, first in self._first.items()}
         return in_form(self._form, views, views)
 
+    @defer_interrupt
     def step(self) -> bool:
         """Count a step of the inner optimiser, and exchange if it is due; return whether a round ended.
 
@@ -203,6 +205,7 @@ class OuterLoop:
             lambda: load_exchange(ranks, lambda rank: _of_exchange(load(rank))),
         )
 
+    @defer_interrupt
     def _load(self, given: Callable[[], Mapping[str, Any]], load_exchange: Callable[[], None]) -> None:
         """Load the state that `given` returns, and that of the exchange, on all ranks or on none."""
         if self._in_flight:

@@ -142,14 +142,19 @@ def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, An
     """Return the state of a feedback from those of its segments; raises ValueError if they do not fit together."""
     if not bucket.tensors:
         return dict(states[0])
+    kinds = {key: np.asarray(array).dtype for state in states for key, array in state.items() if np.ndim(array)}
+    full: list[Mapping[str, Any]] = []
     for name, (first, end), state in zip(bucket.names, pairwise(bucket.edges), states, strict=True):
-        for size in {np.shape(array)[0] for array in state.values() if np.ndim(array)} - {end - first}:
+        sizes = {np.shape(array)[0] for array in state.values() if np.ndim(array)}
+        for size in sizes - {end - first}:
             dtype = bucket.tensors[0].dtype
             raise ValueError(f"the state of {name!r} has {size} values: expected {end - first}, of {dtype}")
+        begun = {} if sizes else {key: np.zeros(end - first, dtype) for key, dtype in kinds.items()}
+        full.append({**state, **begun})  # without arrays before its first step: it may have been held
     joined: dict[str, Any] = {}
-    for key in dict.fromkeys(key for state in states for key in state):
-        arrays = [np.asarray(state[key]) for state in states if key in state]
-        same = len(arrays) == len(states) and len({(each.dtype, each.ndim) for each in arrays}) == 1
+    for key in dict.fromkeys(key for state in full for key in state):
+        arrays = [np.asarray(state[key]) for state in full if key in state]
+        same = len(arrays) == len(full) and len({(each.dtype, each.ndim) for each in arrays}) == 1
         if not same or (not arrays[0].ndim and len({each.item() for each in arrays}) > 1):
             raise ValueError(f"the states of {list(bucket.names)} have different {key}: expected one step for all")
         joined[key] = np.concatenate(arrays) if arrays[0].ndim else arrays[0]

@@ -112,6 +112,7 @@ class GradientExchange:
         self._refused = NotFiniteError if nonfinite == "skip" else ValueError if self._checked else None
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
+        self._order: list[str] = []  # of the named tensors in the buckets, before any were held
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
         self._begin = partial(Step, reduction=self._reduction, refused=self._refused, checked=self._checked)
@@ -144,6 +145,7 @@ class GradientExchange:
         self._step = self._begin(self.comm, arrays, outs)
         return in_form(form, self._run(form, "sparse" if sparse else "dense").results, arrays)
 
+    @defer_interrupt
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
 
@@ -257,6 +259,7 @@ class GradientExchange:
         with set_back(self._step.snapshots if self._step else []):
             return whole_state(self.buckets, self._layout.settings(self.comm, self.steps))
 
+    @defer_interrupt
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
 
@@ -299,6 +302,7 @@ class GradientExchange:
         state = redistributed(self._layout.settings(self.comm, self.steps), ranks, load, conserve)
         self.load_state_dict(state, same_settings=same_settings)
 
+    @defer_interrupt
     def hold(self, names: Iterable[str]) -> None:
         """Leave named tensors out of the following steps, such as frozen layers; all ranks call it.
 
@@ -309,9 +313,10 @@ class GradientExchange:
         on all if the names differ; RuntimeError within a step. Nothing changes then.
         """
         check_between_steps(self)
-        held, settings = set(names), self._layout.settings(self.comm, self.steps)
-        found = outcome_of(self._layout.rearranged, self.buckets if self._form == DICT else [], held, settings)
-        mine = found if isinstance(found, Exception) else {"names": str(sorted(held))}
+        settings = self._layout.settings(self.comm, self.steps)
+        found = outcome_of(self._layout.rearranged, self.buckets, self._order, names, settings)
+        is_error = isinstance(found, Exception)
+        mine = found if is_error else {"names": str([name for each in found[1] for name in each.names])}
         check_same("tensors to hold", gather_objects(mine, self.comm, f"{OPERATION}.hold"))
         self._buckets, self._held = found
         self._names = {name for bucket in self._buckets for name in bucket.names_of_tensors}
@@ -332,6 +337,7 @@ class GradientExchange:
             raise CollectiveError(f"the ranks have kept different numbers of steps, {got}: load a checkpoint")
         self.comm = comm
 
+    @defer_interrupt
     def reset(self) -> None:
         """Clear the residual on this rank, whose mass is lost, and the compressors' memory of aggregates.
 
@@ -342,6 +348,7 @@ class GradientExchange:
             bucket.reset()
         self._changes = [*(call for call in self._changes if call != "reset"), "reset"]
 
+    @defer_interrupt
     def rescale(self, factor: float) -> None:
         """Multiply residuals in gradient units by `factor`, the old learning rate over the new one.
 
@@ -387,7 +394,8 @@ class GradientExchange:
 
     def _register(self, form: str, arrays: Mapping[str, Any]) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
-        self._form, self._names = form, {name for bucket in self._buckets for name in bucket.names_of_tensors}
+        names = [name for bucket in self._buckets for name in bucket.names_of_tensors]
+        self._form, self._names, self._order = form, {*names}, names if form == DICT else []
 
     @property
     def is_in_step(self) -> bool:

@@ -11,7 +11,7 @@ The rules, in the order in which they apply:
 One array, or the arrays of a list, are one bucket of one segment.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
 from mpicomp.feedback.base import check_feedback
-from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
+from mpicomp.tensors import ALONE, DICT, Tensor, check_same_form, describe, signatures
 
 Choose = Callable[[str, tuple[int, ...]], Compressor]  # of the name and the shape of a tensor
 
@@ -139,14 +139,17 @@ class Layout:
         return [self._bucket(each) for each in groups] + [self._bucket(each, dense=True) for each in small.values()]
 
     def rearranged(
-        self, buckets: Sequence[Bucket], held: Set[str], settings: Mapping[str, Any]
+        self, buckets: Sequence[Bucket], order: Sequence[str], names: Iterable[str], settings: Mapping[str, Any]
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
-        pairs = [(each, deepcopy(bucket.compressor_of(each.name))) for bucket in buckets for each in bucket.tensors]
-        parts = {pair[0].name: pair for pair in pairs}
-        if unknown := sorted(held - parts.keys()):
-            raise KeyError(f"{unknown[:5]} are none of the {len(parts)} registered named tensors")
-        if held == parts.keys():
+        """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states.
+
+        order: of all tensors when they were registered, so that a resumed run has the same buckets.
+        """
+        held = dict.fromkeys(names)
+        found = {each.name: (each, bucket.compressor_of(each.name)) for bucket in buckets for each in bucket.tensors}
+        parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}
+        check_same_form(DICT, held, DICT, parts)
+        if held.keys() == parts.keys():
             raise ValueError("no named tensor is left to exchange: expected one at least")
         left, out = (
             self.named([pair for name, pair in parts.items() if (name in held) is is_held]) for is_held in (False, True)

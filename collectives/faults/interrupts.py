@@ -14,23 +14,24 @@ T = TypeVar("T")
 def defer_interrupt(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function whose calls deliver a SIGINT when they end; a second one at once, to leave a call that waits.
 
-    In other threads than the main one, and without a Python handler, it only calls the function.
+    In other threads than the main one, without a Python handler, and within another such call it only calls the
+    function.
     """
 
     @wraps(function)
     def deferring(*args: P.args, **kwargs: P.kwargs) -> T:
-        handler = _signal.getsignal(SIGINT)
-        if not callable(handler) or threading.current_thread() is not threading.main_thread():
-            return function(*args, **kwargs)
+        handler: Any = _signal.getsignal(SIGINT)
         deferred: list[Any] = []
 
         def defer(number: int, frame: Any) -> None:
             if deferred:
-                deferred.clear()
                 handler(number, frame)
             else:
                 deferred[:] = number, frame
 
+        is_nested = getattr(handler, "__code__", None) is defer.__code__
+        if is_nested or not callable(handler) or threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
         _signal.signal(SIGINT, defer)
         try:
             return function(*args, **kwargs)

@@ -6,9 +6,10 @@ import signal
 import numpy as np
 import pytest
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce
+from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
 from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, TopK
 from mpicomp.bucket import Bucket
+from mpicomp.replica import Replica
 
 pytestmark = pytest.mark.small_groups
 
@@ -125,6 +126,41 @@ def test_an_interrupt_within_a_step_is_delivered_after_it(comm, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+INTERRUPTED = {
+    "load": (ErrorFeedback, "load_state_dict"),
+    "reset": (ErrorFeedback, "reset"),
+    "rescale": (ErrorFeedback, "rescale"),
+    "round": (Replica, "end_round"),
+}
+
+
+@pytest.mark.parametrize("change", INTERRUPTED)
+def test_two_interrupts_within_a_call_are_delivered_and_the_first_after_it(comm, monkeypatch, change):
+    """As of a terminal, to all ranks: the change is whole, also within another call that defers, as a round's step."""
+    delivered, states, (owner, name) = [], [], INTERRUPTED[change]
+    outer = OuterLoop(MAKERS["top-k"](comm), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, 1)
+    for _ in range(2):
+        outer.exchange(gradients(comm, 0))
+        states.append(outer.exchange.state_dict())
+    method = getattr(owner, name)
+
+    def interrupted(*args, **settings):
+        if not delivered:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not delivered
+            os.kill(os.getpid(), signal.SIGINT)
+            assert len(delivered) == 1
+        return method(*args, **settings)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    before = signal.signal(signal.SIGINT, lambda *args: delivered.append(args))
+    try:
+        outer.step() if change == "round" else CHANGES[change](outer.exchange, states)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(delivered) == 2
+
+
 @every_maker
 def test_tensors_that_are_held_do_not_change_and_are_taken_up_again(comm, maker):
     exchange, twin = maker(comm), maker(comm)
@@ -150,6 +186,18 @@ def test_tensors_that_are_held_do_not_change_and_are_taken_up_again(comm, maker)
     assert np.array_equal(exchange(gradients(comm, 3))["weight"], twin(gradients(comm, 3))["weight"])
 
 
+@every_maker
+def test_tensors_that_are_held_from_the_start_are_taken_up_and_a_resumed_run_has_the_same_bits(comm, maker):
+    exchange, resumed = maker(comm), maker(comm)
+    exchange.register(gradients(comm, 0))
+    resumed.register(gradients(comm, 0))
+    exchange.hold(["weight"])
+    exchange(gradients(comm, 0, ["bias", "other"]))
+    exchange.hold([])
+    resumed.load_state_dict(exchange.state_dict())
+    np.testing.assert_equal(resumed(gradients(comm, 1)), exchange(gradients(comm, 1)))
+
+
 @pytest.mark.at_least(2)
 def test_held_tensors_that_differ_raise_on_all(comm):
     exchange = MAKERS["top-k"](comm)
@@ -158,6 +206,8 @@ def test_held_tensors_that_differ_raise_on_all(comm):
         exchange.hold(["bias"] if is_last(comm) else [])
     with pytest.raises(KeyError if is_last(comm) else CollectiveError, match="'unknown'"):
         exchange.hold(["unknown"] if is_last(comm) else [])
+    with pytest.raises(TypeError if is_last(comm) else CollectiveError, match="not iterable"):
+        exchange.hold(None if is_last(comm) else [])
     with pytest.raises(ValueError, match="no named tensor is left"):
         exchange.hold(SHAPES)
     expect_same(comm, exchange(gradients(comm, 1)))
