@@ -53,5 +53,5 @@ class TopK(Density):
             return super().compress_segments(corrected, bounds, summands=summands)
         counts = self.counts(sizes)
         kernels, k = kernels_for(corrected), np.minimum(counts, sizes)
-        found = kernels.largest_in_segments(corrected, bounds, k, sizes, k, summands=summands)
+        found = kernels.largest_in_segments(corrected, bounds, k, sizes.clip(1), k, summands=summands)
         return self.reported(selected(corrected, *found), target=int(counts.sum()) / max(1, corrected.size))

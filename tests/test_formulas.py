@@ -1,13 +1,14 @@
-"""AdaComp against its formula in NumPy: the same entries, values and errors, bit for bit."""
+"""AdaComp and aggregation-aware selection against their formulas in NumPy: the same entries and errors, bit for bit."""
 
 import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from kernel_cases import families
+from kernel_cases import expected_top_k, families
 
-from mpicomp import AdaComp, ErrorFeedback
+from mpicomp import AdaComp, AggregationAware, ErrorFeedback, SparseVector
+from mpicomp.compressors.aggregation_aware import METRICS
 from mpicomp.compressors.common import mean_and_largest
 from mpicomp.compressors.segments import Segments
 from mpicomp.kernels import host
@@ -91,3 +92,56 @@ def test_adacomp_names_the_first_value_that_is_not_finite(dtype, bad):
     feedback, segments = ErrorFeedback(), Segments(["one", "two"], [0, 100, 300], [AdaComp(50), AdaComp(500)])
     with pytest.raises(ValueError, match=re.escape(f"in two: values[23] is {bad}")):
         feedback.compress(pair[1], segments, [0, 100, 300])
+
+
+def preferred(compressor, dense, bonus, k):
+    """Return the positions of the k largest scores of all positions, each of which has a bonus."""
+    scores = np.abs(dense).astype(bonus.dtype)
+    if compressor.metric == "quota":
+        most = k if compressor.quota == 1 else min(round(compressor.quota * k), k - 1)
+        inside = expected_top_k(np.where(bonus > 0, scores, 0), most)
+        scores[inside] = 0
+        return np.sort(np.concatenate([inside, expected_top_k(scores, k - inside.size)]))
+    if compressor.metric == "magnitude":
+        return expected_top_k(scores + np.where(scores > 0, bonus.dtype.type(compressor.weight) * bonus, 0), k)
+    return expected_top_k(scores * (1 + compressor.weight * bonus).astype(bonus.dtype), k)
+
+
+def bonus_after(compressor, bonus, aggregate, votes):
+    """Return the bonus of each position after an aggregate."""
+    bonus = bonus * bonus.dtype.type(compressor.decay if compressor.metric == "recency" else 0)
+    given = {"votes": votes, "magnitude": np.abs(aggregate.values)}.get(compressor.metric, np.ones(aggregate.nnz))
+    kept = np.full(aggregate.nnz, True) if compressor.metric == "votes" else aggregate.values != 0
+    bonus[aggregate.indices[kept]] = given[kept]
+    return bonus
+
+
+@DTYPES
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    "more", [{}, {"weight": 0.0, "quota": 0.0, "decay": 0.0}, {"weight": 7, "quota": 1, "decay": 1}]
+)
+def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
+    sizes, rng = [1, 60, 0, 3000, 17_000], np.random.default_rng(3)
+    bounds = np.cumsum([0, *sizes]).tolist()
+    for k in 1, 7, 400:
+        segments = Segments(sizes, bounds, [AggregationAware(k=k, metric=metric, **more) for _ in sizes])
+        bonus = [np.zeros(size, np.promote_types(dtype, np.float32)) for size in sizes]
+        for drawn in map(
+            families(dtype, bounds[-1]).get, ("normal", "quantised", "denormal", "one non-zero", "cauchy")
+        ):
+            dense, out = drawn.astype(dtype), np.empty(bounds[-1], dtype)
+            parts = [dense[first:end] for first, end in pairwise(bounds)]
+            sent = segments.compress_segments(out, bounds, summands=(np.zeros_like(dense), 1.0, parts))
+            each = [
+                preferred(segments.compressors[n], new, old, k) for n, new, old in zip(sizes, parts, bonus, strict=True)
+            ]
+            positions = np.concatenate([found + first for found, first in zip(each, bounds, strict=False)]).astype(int)
+            assert_entries(sent, positions, dense[positions])
+            indices = np.sort(rng.choice(bounds[-1], 900, replace=False))
+            values, votes = np.where(rng.random(900) < 0.3, 0, dense[indices]), rng.integers(0, 5, 900) / 4
+            segments.observe(SparseVector(indices, values.astype(dtype), bounds[-1]), votes)
+            for row, (size, (first, end)) in enumerate(zip(sizes, pairwise(bounds), strict=True)):
+                here = (indices >= first) & (indices < end)
+                part = SparseVector(indices[here] - first, values[here].astype(dtype), size)
+                bonus[row] = bonus_after(segments.compressors[size], bonus[row], part, votes[here])
