@@ -109,7 +109,7 @@ class OuterLoop:
             return {name: repr(getattr(self, name)) for name in ("every", "rate", "momentum", "nesterov", "delay")}
 
         def copy_parameters() -> str:
-            self._replicas.extend(Replica(bucket.tensors, given, momentum) for bucket in exchange.buckets)
+            self._replicas.extend(Replica(bucket.tensors, given, self.momentum) for bucket in exchange.buckets)
             return self._digest()
 
         check_same(f"settings of {OPERATION}", self._gather(settings))

@@ -1,10 +1,24 @@
 """Settings: what is accepted becomes a plain Python value, and what is refused is named."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    ChunkedTopK,
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    Quantised,
+    SIDCo,
+    StepAhead,
+    TopK,
+    WarmUp,
+)
 from mpicomp.settings import to_bool, to_choice, to_integer, to_number
 
 
@@ -51,3 +65,25 @@ def test_accepted_settings_are_plain_values(plain, expected):
 def test_refused_settings_are_named(check, error, message):
     with pytest.raises(error, match=re.escape(message)):
         check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (TopK, {"k": 3}),
+        (ChunkedTopK, {"k": 4, "chunk": 64}),
+        (AdaComp, {"bin_size": 50}),
+        (SIDCo, {"density": 0.5, "distribution": "exponential", "stages": 4, "adaptation": "control"}),
+        (AggregationAware, {"density": 0.5, "metric": "support", "weight": 1.0, "decay": 0.5, "quota": 0.75}),
+        (partial(Quantised, Dense()), {"form": "two_bit"}),
+        (partial(WarmUp, TopK(0.5)), {"densities": [1.0, 0.5], "calls": 2}),
+        (ErrorFeedback, {"in_place": False, "decay": 1.0}),
+        (MomentumCorrection, {"momentum": 0.0, "masking": True}),
+        (StepAhead, {"rate": 1.0, "momentum": 0.0}),
+    ],
+)
+def test_constructors_store_plain_values(kind, settings):
+    """Settings of NumPy, and integers for numbers, have the text that is compared between ranks and states."""
+    numpys = {name: np.array(value)[()] for name, value in settings.items()}
+    integers = {name: int(value) for name, value in settings.items() if type(value) is float and value == int(value)}
+    assert repr(kind(**numpys)) == repr(kind(**settings)) == repr(kind(**{**settings, **integers}))

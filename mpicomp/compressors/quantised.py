@@ -20,6 +20,7 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Compressor, Summands, Wrapper
 from mpicomp.compressors.common import mean_and_largest
+from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, places_of
 
 
@@ -107,8 +108,7 @@ class Quantised(Wrapper):
 
     def __init__(self, compressor: Compressor, form: str) -> None:
         super().__init__(compressor)
-        quantise(SparseVector.empty(0), form)
-        self.form = form
+        self.form = to_choice("form", form, [*_ROUNDINGS, *_MAGNITUDES])
         self.error: SparseVector | None = None
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
