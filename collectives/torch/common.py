@@ -153,7 +153,7 @@ class Handle:
             frozen = self._parameters.frozen()
         except ValueError as error:
             self.fail(error)
-        if frozen != self._held:
+        if frozen != self._held and len(frozen) < len(self._names):  # with all of them frozen no step follows
             self.exchange.hold(frozen)
             self._held = frozen
 

@@ -315,6 +315,21 @@ def compiled(module):
     return torch.compile(module, backend="eager")
 
 
+def test_a_model_that_is_frozen_as_a_whole_for_a_while_goes_on(world):
+    """As a discriminator while the generator is trained: its forward pass is part of another model's step."""
+    model, handle = attached(world)
+    backward(model, world, 0)
+    before = handle.state_dict()
+    model.requires_grad_(False)
+    inputs = {name: values.requires_grad_() for name, values in inputs_of(1, world.rank).items()}
+    model(inputs).backward()
+    assert all(values.grad is not None for values in inputs.values())
+    assert all(torch.equal(before[key], value) for key, value in handle.state_dict().items())
+    model.requires_grad_(True)
+    backward(model, world, 1)
+    assert handle.exchange.steps == 2
+
+
 @pytest.mark.parametrize("wrap", [compiled, Wrapper, lambda module: compiled(Wrapper(module))])
 def test_wrappers_change_neither_means_nor_names(world, wrap):
     model, plain = wrap(DistributedDataParallel(compiled(Weighted()))), wrapped(Weighted())
