@@ -99,6 +99,12 @@ def test_workers_do_not_initialise_mpi_as_the_same_rank(tmp_path, method, module
     assert (done.returncode, done.stdout) == (0, 2 * "[1, 2]\n"), done.stderr
 
 
+def test_a_process_that_does_not_initialise_mpi_is_told_what_to_remove():
+    done = python("-m", "collectives.torch", "train.py", env=environment(MPI4PY_RC_INITIALIZE="0"))
+    assert done.returncode == 1
+    assert "needs an environment without MPI4PY_RC_INITIALIZE" in done.stderr
+
+
 @pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--epochs", 1)])
 def test_usage_is_that_of_this_launcher(option, status):
     done = python("-m", "collectives.torch", option)

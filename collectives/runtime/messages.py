@@ -195,10 +195,17 @@ def mpi() -> Any:
     """Return mpi4py's module MPI, whose import initialises MPI: so at the first call, and not on import.
 
     Child processes of one of several ranks then do not initialise it: a worker of a DataLoader, started by spawn or
-    forkserver, imports the main module, and mpi4py with it, and would be the same rank once more.
+    forkserver, imports the main module, and mpi4py with it, and would be the same rank once more. Raises RuntimeError
+    in such a process.
     """
     from mpi4py import MPI
 
+    if not MPI.Is_initialized():
+        raise RuntimeError(
+            "MPI is not initialised in this process, such as a worker that a rank has started: use the library in the "
+            'rank itself, below if __name__ == "__main__"; a child that is to start MPI, such as another mpirun, needs '
+            "an environment without MPI4PY_RC_INITIALIZE"
+        )
     if MPI.COMM_WORLD.size > 1:
         os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
     return MPI

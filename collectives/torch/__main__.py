@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import run
 
+from collectives.faults import ulfm
 from collectives.faults.state import named_ranks
 from collectives.launcher import singleton_warning, torchrun_variables
 from collectives.runtime.messages import mpi
@@ -74,7 +75,11 @@ def _end(ended: "MPI.Intracomm") -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if not mpi().Is_finalized():
-        _wait_for_others(ended)
+        try:
+            _wait_for_others(ended)
+        except mpi().Exception as error:
+            if not ulfm.is_failure(error):  # survivors wait for nobody
+                raise
         mpi().Finalize()
     if distributed is not None:
         os._exit(0)
