@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from collectives.choice.overlap import in_digest, level_of, overlap_of
 from collectives.partition import Bounds, balanced_bounds, sample
-from collectives.runtime.group import Group, Part
+from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
@@ -78,7 +78,11 @@ def exchange_metadata(
     if not whole:
         sent = indices_to_send(vector, group, samples=sampling, digest=digests)
     received = yield from group.gather(sent, pack(vector.nnz, bits or 0, whole))
-    return metadata_of(received, vector.length, digests=digests)
+    vectors, fields = zip(*received, strict=True)
+    counts, every_bits, wholes = unpack(fields)
+    mean_bits = sum(map(mul, counts, every_bits)) / max(1, sum(counts))
+    metadata = Metadata(counts, [], vector.length, bits=mean_bits, vectors=vectors if all(wholes) else ())
+    return metadata if all(wholes) else metadata.sampled(list(zip(vectors, wholes, strict=True)), digests=digests)
 
 
 def indices_to_send(vector: SparseVector, group: Group, *, samples: bool, digest: bool) -> SparseVector:
@@ -96,17 +100,6 @@ def indices_to_send(vector: SparseVector, group: Group, *, samples: bool, digest
 def is_short(vector: SparseVector, group: Group) -> bool:
     """Return whether a vector is so short that sending it to all ranks takes no longer than sending metadata."""
     return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES
-
-
-def metadata_of(received: Sequence[Part], length: int, *, digests: bool) -> Metadata:
-    """Return the metadata in the messages of all ranks. digests: whether the messages contain digests."""
-    vectors, fields = zip(*received, strict=True)
-    counts, bits, whole = unpack(fields)
-    mean_bits = sum(map(mul, counts, bits)) / max(1, sum(counts))
-    if all(whole):
-        return Metadata(counts, [], length, bits=mean_bits, vectors=vectors)
-    metadata = Metadata(counts, [], length, bits=mean_bits)
-    return metadata.sampled(list(zip(vectors, whole, strict=True)), digests=digests)
 
 
 def pack(entries: int, bits: float, whole: bool) -> int:

@@ -52,11 +52,11 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
 def _audited(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
     """Run an operation, and compare what the ranks contributed with what they received."""
     is_array = not isinstance(contributed, SparseVector)
-    before = _account(lambda: _contribution(contributed))  # now: the operation may write to the array
+    before = _weighed("its contribution", lambda: ([contributed], []), is_array=is_array)  # now: it may be written to
     result = yield from steps
-    after = _account(lambda: _results(promise(result), is_array=is_array))
-    fault = before["fault"] or after["fault"]
-    accounts = yield from group.gather_objects(before | after | {"fault": fault})
+    after = _weighed("its result", lambda: promise(result), is_array=is_array)
+    account = {**after, "contributed": before.get("same"), "fault": before["fault"] or after["fault"]}
+    accounts = yield from group.gather_objects(account)
     where = f"{_where(group)}{group.signature['operation']}: "
     _audit(accounts, group.signature.get("dtype") or "float32", where)
     return result
@@ -74,32 +74,19 @@ def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
         raise CheckError(f"{where}must be the same operation on all ranks, got {who}")
 
 
-def _account(weigh: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what was weighed, or the error as its fault, which the other ranks have to receive."""
+def _weighed(what: str, parts: Callable[[], tuple[list[Any], list[Any]]], *, is_array: bool) -> dict[str, Any]:
+    """Return masses and a digest of vectors, and the first fault in them, which the other ranks have to receive.
+
+    parts: returns the vectors that are the same on all ranks, and this rank's own; an error of it is a fault as well.
+    is_array: arrays are summed.
+    """
     try:
-        return weigh()
+        same, own = parts()
+        bits = None if is_array and not own else _digest(same)  # those of MPI's own sum may differ between ranks
+        masses = {"same": total_mass(map(mass, same)), "own": total_mass(map(mass, own))}
+        return {"fault": _fault(what, [*same, *own]), "bits": bits, **masses}
     except Exception as error:
         return {"fault": f"{type(error).__name__}: {error}"}
-
-
-def _contribution(contributed: Any) -> dict[str, Any]:
-    """Return the mass of this rank's contribution, and its first fault."""
-    return {"fault": _fault("its contribution", [contributed]), "contributed": mass(contributed)}
-
-
-def _results(promised: tuple[list[Any], list[Any]], *, is_array: bool) -> dict[str, Any]:
-    """Return the masses of a rank's results, a digest of these, and the first fault in them.
-
-    promised: the vectors that are the same on all ranks, and this rank's part of the sum. is_array: arrays are summed.
-    """
-    same, own = promised
-    is_sum_of_mpi = is_array and not own  # whose bits may differ between ranks
-    return {
-        "fault": _fault("its result", [*same, *own]),
-        "same": total_mass(map(mass, same)),
-        "own": total_mass(map(mass, own)),
-        "bits": None if is_sum_of_mpi else _digest(same),
-    }
 
 
 def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:

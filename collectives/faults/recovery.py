@@ -66,7 +66,8 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     """
     from mpi4py import MPI
 
-    needed = _checked_quorum(quorum, comm.size)
+    remedy = " (ranks), or None"
+    needed = comm.size // 2 + 1 if quorum is None else to_integer("quorum", quorum, 1, comm.size, remedy=remedy)
     if not ulfm.survives():
         library = MPI.Get_library_version().partition(",")[0]
         raise RuntimeError(
@@ -85,11 +86,6 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     if survivors.size < needed:
         raise too_few(_missing(comm, survivors), comm.size, needed)
     return survivors
-
-
-def _checked_quorum(quorum: int | None, size: int) -> int:
-    """Return the least number of ranks that continue, of `size`; TypeError or ValueError for a bad one."""
-    return size // 2 + 1 if quorum is None else to_integer("quorum", quorum, 1, size, remedy=" (ranks), or None")
 
 
 def _missing(comm: "MPI.Intracomm", survivors: "MPI.Intracomm") -> list[int]:

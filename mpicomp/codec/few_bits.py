@@ -1,8 +1,6 @@
 """Messages with consecutive values of a dense vector in few bits (`mpicomp.few_bits`): the kind 3.
 
-The header is that of a vector, with these fields: offset 3: a number of the bits (8, 4, 2, 1, or all of the dtype: 0 to
-4), plus 8 if the values decode to float64, not float32; offset 4: values of a block; offsets 8 and 16: the number of
-values. Then come the scales, a multiple of 8 bytes, and the codes.
+docs/wire_format.md describes them.
 """
 
 from typing import Any

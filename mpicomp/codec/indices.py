@@ -1,12 +1,8 @@
 """Index formats: the indices of a vector, as bytes.
 
-    0  plain, int32: 4 N                       for lengths up to 2^31 - 1
-    1  plain, int64: 8 N                       for lengths above
-    2  range: the first index: 8               when the indices are consecutive: a dense piece, not of rows of width 0
-    3  bitmap: first index, span S, S bits in 64-bit words: 16 + S / 8
-    4  Elias-Fano: first index, span S; with l = floor(log2(S / N)) the l low bits of each index from the first on,
-       then S >> l zeros among N ones that stand for the high bits: at most 16 + N (3 + l) / 8, half a bit an index
-       above the entropy of a random set
+docs/wire_format.md lists them. A range is of a dense piece, not of rows of width 0. A bitmap has the first index, the
+span S, and S bits in 64-bit words. Elias-Fano has the first index and the span; with l = floor(log2(S / N)) the l low
+bits of each index from the first on, then S >> l zeros among N ones that stand for the high bits.
 
 A format returns its size, fills a section of a message, and reads one. A section is a multiple of 8 bytes. `read`
 validates the section, and returns None unless its size is that of the format for N entries.

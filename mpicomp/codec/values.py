@@ -1,15 +1,7 @@
 """Value formats: the values of a vector, as bytes. None of them loses a bit.
 
-    0, 1, 2   float16, float32, float64 as they are
-    3, 4      float32 that are all float16, or bfloat16, numbers: 2 N
-    5, 6, 7   float64 that are all float32, float16, or bfloat16, numbers: 4 N, 2 N, 2 N
-    8         float32 that are all integers of 0 to 255, such as counts: N
-    9 to 11   float16, float32, float64 in runs of one magnitude: a plane of signs; 8 + N / 8, and 16 a run
-    12 to 14  float16, float32, float64 in runs of at most two magnitudes: a plane of signs, and one of bits that are
-              set at the larger magnitude; 8 + N / 4, and 24 a run
-    15 to 17  float16, float32, float64 of which the bits of the magnitudes lie within 2^w of each other, as is usual
-              for entries selected by magnitude: w bits and a sign each, in planes of 8 bits and of one;
-              then the least magnitude and w: 16 + N (w + 1) / 8, and up to 7 a plane
+docs/wire_format.md lists them. Runs have a plane of signs, and for two magnitudes one of bits that are set at the
+larger one. Offsets have w bits and a sign each, in planes of 8 bits and of one; then the least magnitude and w.
 
 A plane has one bit a value, and is a multiple of 8 bytes. Runs are of values that follow each other: a message of
 several tensors has at least one run for each. After the planes come, for each run, the position of its first value and
