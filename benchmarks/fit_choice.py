@@ -4,7 +4,7 @@
     python benchmarks/fit_choice.py               # needs scipy
 
 Bits of values are means over encoded vectors. The predicted seconds of `collectives.choice` are fitted to logarithms of
-the measured ones, with independent and shared supports, whose overlaps are known; a constant is kept near that of
+the measured ones, with independent supports; a constant is kept near that of
 the code where the times say little of it.
 """
 
@@ -12,7 +12,6 @@ import json
 import math
 import pathlib
 import sys
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -36,7 +35,7 @@ FITTED = {  # by module
     formulas: ("SUMMED", "FILLED", "ADDED"),
 }
 NAMES = [(module, name) for module, names in FITTED.items() for name in names]
-OVERLAPS = {"independent": 0.0, "shared": 1.0, "8 bits": 0.0, "4 bits": 0.0}
+SUPPORTS = "independent", "8 bits", "4 bits"
 LENGTH = 200_000  # of the encoded vectors
 FORMS = None, "bfloat16", "sign", "two_bit"
 KEPT = 0.3  # the pull of each constant towards that of the code: of a time that is off by this factor's logarithm
@@ -49,10 +48,10 @@ def places() -> list[tuple[str, Case, Links, dict[str, float]]]:
         run = json.loads(path.read_text())
         ranks, own = run["ranks"], Links(0.0, 1.0, max(1.0, run["ranks"] / run["cpus"]))
         for row in run["rows"]:
-            if row["supports"] in OVERLAPS:
+            if row["supports"] in SUPPORTS:
                 bits = int(row["supports"][0]) if row["supports"].endswith("bits") else None
                 entries = max(1, round(row["length"] * row["density"]))
-                case = Case(ranks, row["length"], entries, ranks, OVERLAPS[row["supports"]], bits=bits)
+                case = Case(ranks, row["length"], entries, ranks, bits=bits)
                 found.append((row["collective"], case, own, row["seconds"]))
     return found
 
@@ -108,8 +107,8 @@ def main() -> int:
 
 
 def is_near_best(collective: str, case: Case, own: Links, seconds: dict[str, float]) -> bool:
-    """Return whether the algorithm with the shortest prediction is within 15 % of the best; "auto" sees no overlap."""
-    taken = predicted(collective, replace(case, overlap=0.0), own)
+    """Return whether the algorithm with the shortest prediction is within 15 % of the best."""
+    taken = predicted(collective, case, own)
     chosen = min(taken, key=lambda name: taken[name][0])
     return seconds[chosen] <= NEAR * min(own for name, own in seconds.items() if name != AUTO)
 

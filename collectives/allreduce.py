@@ -84,7 +84,7 @@ Choose = Callable[[SparseVector, Group], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 MOST_KINDS = 1024  # of sums that are remembered, apart by powers of two of their entries and bits
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
-NO_METADATA = Metadata([], [], 0)
+NO_METADATA = Metadata([], 0)
 ALGORITHMS: dict[str, Sum] = {}
 
 
@@ -144,15 +144,11 @@ def choose_freely(vector: SparseVector, group: Group, *, whole: bool = True) -> 
     gathered, short = group.link.gathered, is_short(vector, group)
     again = kind in gathered and not on_device(vector.indices)
     again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
-    # A rank sends samples where a sum of vectors like its own, with supports that overlap, would cut the index space.
-    cut = not short and best(vector.nnz, bits=bits, overlap=0.5) not in UNSAMPLED
+    cut = not short and best(vector.nnz, bits=bits) not in UNSAMPLED  # a sum of vectors like this one needs samples
     metadata = yield from exchange_metadata(vector, group, sampling=cut, bits=bits, whole=short or again)
-    if metadata.vectors:
-        if all([is_short(each, group) for each in metadata.vectors]):
-            return "allgather", metadata
-        wholes = [(each, True) for each in metadata.vectors]  # what the metadata would be without the vectors
-        metadata = metadata.sampled(wholes, digests=len(group.node_sizes) > 1)
-    name = best(sum(metadata.counts) / group.size, bits=metadata.bits, overlap=metadata.overlap)
+    if metadata.vectors and all([is_short(each, group) for each in metadata.vectors]):
+        return "allgather", metadata
+    name = best(sum(metadata.counts) / group.size, bits=metadata.bits)
     gathered.discard(kind)
     if name == "allgather":
         if len(gathered) >= MOST_KINDS:

@@ -61,7 +61,7 @@ def fold(size):
 
 
 def metadata_of(size):
-    return allreduce.Metadata([4] * size, [np.empty(0, np.int32)] * size, 2 * size + 1)
+    return allreduce.Metadata([4] * size, 2 * size + 1, [SparseVector.empty(2 * size + 1)] * size, [False] * size)
 
 
 def over(network, steps, **signature):
@@ -306,7 +306,7 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         return start
 
     def exact(name):
-        metadata = allreduce.Metadata([50] * size, [np.empty(0, np.int32)] * size, 50)
+        metadata = allreduce.Metadata([50] * size, 50, [SparseVector.empty(50)] * size, [False] * size)
         return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
     for steps in [*map(exact, ROUNDS), *(partial(steps, k=20) for steps in gtopk_allreduce.algorithms.values())]:
@@ -372,8 +372,8 @@ def brought_to(rank, error):
 
 @pytest.mark.parametrize(("counts", "sampling"), [
     ([40] * 8, 0),  # an allgather, which cuts nothing
-    ([20_000] * 8, 8),
-    ([20_000] + [40] * 7, 1),  # together they are cut, and only the first one thought so before
+    ([40_000] * 8, 8),
+    ([40_000] + [40] * 7, 1),  # together they are cut, and only the first one thought so before
     ([40_000, 0, 0, 0, 0, 0, 0, 9], 1),
 ])  # fmt: skip
 def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypatch, counts, sampling):

@@ -1,7 +1,7 @@
 """The formulas of the choice: rounds, messages, bytes and merged entries of each algorithm.
 
-The union of j independent supports has n (1 - (1 - k/n)^j) entries, of disjoint ones j k, of equal ones k. The number
-`overlap` interpolates: -1 is disjoint, 0 independent, 1 equal.
+The union of j independent supports has n (1 - (1 - k/n)^j) entries. Those of gradients count as independent: at P = 16
+the union of Top-k has 12.7 k entries, of at most 16 k (docs/papers.md).
 """
 
 import math
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from collectives.choice.links import Cost, Links, seconds
-from collectives.choice.overlap import DIGEST
 from collectives.partition import likely
 from collectives.runtime.group import SHORT_NBYTES
 from collectives.runtime.messages import LINE
@@ -33,15 +32,14 @@ OnNodes = tuple[Cost, Cost, int]  # the cost inside the nodes, and between them 
 class Case:
     """A sum to predict: `ranks` vectors of `length` with `entries` entries each.
 
-    per_node: ranks on a node. overlap: of the supports, see the module. value_nbytes: bytes of an entry's values in
-    memory. bits: bits of an entry's values as coded; None for float values that were selected by magnitude.
+    per_node: ranks on a node. value_nbytes: bytes of an entry's values in memory. bits: bits of an entry's values as
+    coded; None for float values that were selected by magnitude.
     """
 
     ranks: int
     length: int
     entries: float
     per_node: int = 1
-    overlap: float = 0.0
     value_nbytes: int = 4
     bits: float | None = None
 
@@ -51,17 +49,14 @@ class Case:
         return -(-self.ranks // self.per_node)
 
     def rounded(self) -> "Case":
-        """Return the case with entries in steps of 9 %, and other figures in steps: few cases differ."""
+        """Return the case with entries in steps of 9 %, and whole bits: few cases differ."""
         entries = min(self.length, 2 ** (round(8 * math.log2(self.entries)) / 8)) if self.entries > 0 else 0.0
-        bits, overlap = self.bits and float(round(self.bits)), round(16 * self.overlap) / 16
-        return replace(self, entries=entries, overlap=overlap, bits=bits)
+        return replace(self, entries=entries, bits=self.bits and float(round(self.bits)))
 
     def union(self, ranks: float) -> float:
         """Return the expected number of entries of the sum of `ranks` vectors."""
         density = min(1.0, self.entries / self.length) if self.length else 1.0
-        independent = self.length * -math.expm1(ranks * math.log1p(-density)) if density < 1 else float(self.length)
-        extreme = self.entries if self.overlap > 0 else min(ranks * self.entries, self.length)
-        return independent + abs(self.overlap) * (extreme - independent)
+        return self.length * -math.expm1(ranks * math.log1p(-density)) if density < 1 else float(self.length)
 
     def value_bits(self, *, summed: bool) -> float:
         """Return the bits of the values of an entry as `smallest` codes them."""
@@ -195,7 +190,7 @@ def metadata_cost(case: Case, algorithm: str) -> Cost:
     entry = index_dtype(case.length).itemsize + case.value_nbytes
     if case.ranks <= 2 or (algorithm == "allgather" and (case.ranks - 1) * case.entries * entry <= LONG_NBYTES):
         return in_rounds(0)
-    return gather(case, case.message(min(case.entries, DIGEST)) if case.nodes > 1 else LINE)
+    return gather(case, LINE)
 
 
 def _node_lanes(case: Case, links: Links) -> OnNodes:
