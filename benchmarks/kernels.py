@@ -119,11 +119,6 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
             "isfinite(x).all()",
             lambda: xp.isfinite(values).all(),
         ),
-        "exceeding, 0.27 %": (
-            partial(kernels.exceeding, values, 3, **one),
-            "flatnonzero(abs(x) > t)",
-            lambda: xp.flatnonzero(xp.abs(values) > 3),
-        ),
     }
     if on_host:
         other, out = values[::-1].copy(), np.empty_like(values)

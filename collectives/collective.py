@@ -93,8 +93,8 @@ class Call(Generic[T]):
     name, the same on all ranks; integers and votes are checked. own: arguments of this rank's algorithm that are not
     compared. prepare: a function of the call, whose arguments it may change, and the number of ranks; returns the
     vector, or raises. finish: converts the result of the algorithm to that of the call. follow: take length and dtype
-    from the root; other ranks' contribution is ignored except for its device. least_k: the smallest valid k. operation:
-    the name in errors, if it is not that of the collective.
+    from the root; other ranks' contribution is ignored except for its device. operation: the name in errors, if it is
+    not that of the collective.
     """
 
     contribution: Any
@@ -106,7 +106,6 @@ class Call(Generic[T]):
     prepare: Prepare = sound
     finish: Callable[[Any], Any] | None = None
     follow: bool = False
-    least_k: int = 0
     operation: str = ""
 
 
@@ -204,7 +203,7 @@ class Collective(Generic[P, T]):
                 to_choice("algorithm", name, ["auto", *self.algorithms])
             if codec != "auto":
                 to_choice("codec", codec, ["auto", *CODECS])
-            _check_arguments(call.arguments, link.size, call.least_k)
+            _check_arguments(call.arguments, link.size)
             if error is None and not (call.follow and link.rank != call.arguments["root"]):
                 vector = call.prepare(call, link.size)
         except Exception as raised:  # whatever it is: the other ranks must be notified
@@ -314,11 +313,11 @@ def _no_steps() -> Steps[Any]:
     yield from ()
 
 
-def _check_arguments(arguments: dict[str, Any], size: int, least_k: int) -> None:
+def _check_arguments(arguments: dict[str, Any], size: int) -> None:
     """Convert integer arguments to Python's; TypeError or ValueError for other or out-of-range values."""
     if "votes" in arguments:
         arguments["votes"] = to_bool("votes", arguments["votes"])
-    for name, least, most in (("k", least_k, LARGEST), ("root", 0, size - 1), ("seed", 0, LARGEST)):
+    for name, least, most in (("k", 1, LARGEST), ("root", 0, size - 1)):
         if name in arguments:
             remedy = "; from a density take max(1, round(density * length))" if least else ""
             arguments[name] = to_integer(name, arguments[name], least, most, remedy=remedy)

@@ -75,7 +75,7 @@ def gtopk_allreduce(
     ([-3.0], [2.0])
     """
     compared, own = ({}, {"k": None}) if k is None else ({"k": k}, {})
-    return Call(vector, comm, algorithm, codec, compared, own, prepare=numbers, least_k=1)
+    return Call(vector, comm, algorithm, codec, compared, own, prepare=numbers)
 
 
 gtopk_iallreduce = gtopk_allreduce.nonblocking

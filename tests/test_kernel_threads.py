@@ -38,7 +38,6 @@ def dense_calls(values, other, number):
     with np.errstate(all="ignore"):
         yield host.largest(values, k, **options)
         yield host.largest(np.sign(values), k, **options)
-        yield host.exceeding(values, 0.0, **options)
         yield host.sides(values, 1.0, **options)
         yield host.largest_in_segments(values, [0, values.size], [3], [1000], [2], **options)
         bounds = [0, values.size // 9, values.size // 2, values.size]

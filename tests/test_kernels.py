@@ -237,31 +237,10 @@ def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     values[[42, 77]] = bad
     assert host.largest(values, 1)[0].tolist() == [42]
     assert host.largest(values, 3)[0].tolist() == [42, 77, 99]
-    assert host.exceeding(values, 98)[0].tolist() == [42, 77, 99]
     assert not np.isfinite(host.sides(values, np.inf).sum_below)
     with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
         host.raise_not_finite(values)
     host.raise_not_finite(values[:42])
-
-
-THRESHOLDS = 0, 1e-320, 0.1, 1, 3.0, np.nextafter(3, 0), np.nextafter(3, 9), 65504.0, np.nextafter(65504, 0), np.inf
-
-
-@DTYPE
-@FAMILY
-def test_a_threshold_is_not_rounded(mode, dtype, family):
-    values = families(dtype)[family].astype(dtype)
-    for threshold in THRESHOLDS[:: 1 if mode == "compiled" else 3]:
-        positions, found = host.exceeding(values, threshold)
-        np.testing.assert_array_equal(positions, np.flatnonzero(np.abs(values.astype(np.float64)) > threshold))
-        assert_same([found], [values[positions]])
-    assert [each.size for each in host.exceeding(values[:0], 1)] == [0, 0]
-
-
-@pytest.mark.parametrize("threshold", [-1, np.nan])
-def test_a_threshold_is_at_least_0(threshold):
-    with pytest.raises(ValueError, match="expected a number >= 0"):
-        host.exceeding(np.zeros(3, np.float32), threshold)
 
 
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])

@@ -208,15 +208,6 @@ def not_finite_values(device, cupy):
         assert device.selection.first_not_finite(sent[:0]) == -1
 
 
-def thresholds(device, cupy):
-    for dtype in DTYPES:
-        for family, drawn in families(dtype, 5000).items():
-            values = drawn.astype(dtype)
-            for threshold in (0, 0.1, 3.0, np.inf) if family in ("normal", "infinite", "negative zeros") else (1.0,):
-                compare(device, cupy, "exceeding", values, threshold)
-        compare(device, cupy, "exceeding", values[:0], 1)
-
-
 def misaligned_values(device, cupy):
     for dtype in DTYPES:
         values = np.random.default_rng(1).standard_normal(2 * TILES[dtype.itemsize] + 9).astype(dtype)

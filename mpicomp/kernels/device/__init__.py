@@ -46,7 +46,6 @@ from mpicomp.kernels.device.segments import largest_in_segments
 from mpicomp.kernels.device.selection import (
     add_largest,
     divide_largest,
-    exceeding,
     largest,
     raise_not_finite,
 )
@@ -71,7 +70,6 @@ __all__ = [
     "divide_largest",
     "end_fits",
     "entries_in_bins",
-    "exceeding",
     "excess",
     "first_disorder",
     "from_bitmap",

@@ -13,7 +13,7 @@ import numpy as np
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.device.merging import add, add_parts, divide
 from mpicomp.kernels.host.bits import FORMATS, Format
-from mpicomp.kernels.host.selection import first_above, first_reaching, not_finite_error
+from mpicomp.kernels.host.selection import first_reaching, not_finite_error
 
 Found = tuple[Array, Array]
 Summands = tuple[Array, Array] | tuple[()]
@@ -88,13 +88,6 @@ def add_largest(a: Array, b: Array, out: Array, k: int, *, scale: float = 1.0, t
 def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
     """Return the entries with the `k` largest magnitudes, and the others, as `mpicomp.kernels.host` does."""
     return divide(indices, values, largest(values, k)[0])
-
-
-def exceeding(values: Array, threshold: float) -> Found:
-    """Return the positions where |values| > `threshold`, and the values there, as `mpicomp.kernels.host.exceeding`."""
-    form = FORMATS[values.dtype]
-    positions, kept = _found(values.view(form.keys), form, int(first_above(threshold, values.dtype)))
-    return positions, kept.view(values.dtype)
 
 
 def raise_not_finite(values: Array) -> None:

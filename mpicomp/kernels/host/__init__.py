@@ -42,7 +42,6 @@ from mpicomp.kernels.host.merging import (
 from mpicomp.kernels.host.segments import largest_in_segments
 from mpicomp.kernels.host.selection import (
     divide_largest,
-    exceeding,
     largest,
     raise_not_finite,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "divide_largest",
     "end_fits",
     "entries_in_bins",
-    "exceeding",
     "excess",
     "first_disorder",
     "from_bitmap",

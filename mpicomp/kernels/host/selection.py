@@ -81,29 +81,6 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
     return one[0][:chosen], kept, other[0][:rest], dropped
 
 
-def exceeding(values: Array, threshold: float, *, threads: int | None = None) -> Found:
-    """Return the positions where |values| > `threshold`, in increasing order (intp), and the values there.
-
-    One read of the data. values: as for `largest`; NaN counts as the largest. threshold: >= 0, else ValueError; it is
-    not rounded, so the result is the same whether the values are compared in their dtype or in float64. Zeros never
-    exceed it. threads: as for `largest`.
-    """
-    form, floor = FORMATS[values.dtype], first_above(threshold, values.dtype)
-    bits = as_writable(values).view(form.signed)
-
-    def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
-        return _compacted(bits[start:end], form, floor, start, room)
-
-    positions, found = collect(compacted, bits.size, threads)
-    return positions, found.view(values.dtype)
-
-
-def first_above(threshold: float, dtype: np.dtype[Any]) -> Any:
-    """Return the bits of the least magnitude of a dtype that exceeds a threshold, which is not rounded."""
-    key = first_reaching(threshold, dtype)
-    return key if float(np.asarray(key).view(dtype)) > threshold else key + 1
-
-
 def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
     """Return the bits of a threshold >= 0 (else ValueError), rounded to a dtype, as magnitudes are compared: signed."""
     if not threshold >= 0:
