@@ -18,7 +18,6 @@ whole blocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -144,29 +143,6 @@ def _outputs(out: Any, values: Array) -> Result:
     return total, rejected
 
 
-@dataclass(frozen=True)
-class Quantiser:
-    """A rank's values, and where their errors are written; both float32 or float64.
-
-    short: decoded values are float16 numbers, so that the result is exact in float16.
-    """
-
-    values: Array
-    rejected: Array
-    bits: int
-    block: int
-    short: bool
-
-    def bounds(self, shares: int) -> tuple[int, ...]:
-        """Return the bounds of shares of whole blocks."""
-        return block_bounds(self.values.size, self.block, shares)
-
-    def code(self, start: int, end: int, others: Sequence[FewBits] = ()) -> FewBits:
-        """Return a range of the values, added to the sum of the others, in few bits, and keep the error."""
-        own, rejected = self.values[start:end], self.rejected[start:end]
-        return quantise(own, rejected, self.bits, self.block, others, short=self.short)
-
-
 def decoded(parts: Sequence[FewBits], out: Result) -> Result:
     """Write the parts of the sum to the first array of `out`, and return both."""
     start = 0
@@ -190,26 +166,33 @@ def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Arr
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
     if array.size and address(array) == address(out[1]):  # the errors would replace what is to be checked
         refuse_not_finite(array, group)
-    quantiser = Quantiser(array, out[1], bits, block, short=vector.dtype == np.float16)
-    return decoded((yield from shares_of_sum(quantiser, group, checked=True)), out)
+    short = vector.dtype == np.float16
+    return decoded((yield from shares_of_sum(array, out[1], bits, block, group, short=short, checked=True)), out)
 
 
-def shares_of_sum(quantiser: Quantiser, group: Group, *, checked: bool = False) -> Steps[list[FewBits]]:
-    """Return the shares of the sum over a group, one of each rank.
+def shares_of_sum(
+    values: Array, rejected: Array, bits: int, block: int, group: Group, *, short: bool, checked: bool = False
+) -> Steps[list[FewBits]]:
+    """Return the shares of the sum over a group, one of each rank, and write this rank's errors to `rejected`.
 
-    checked: refuse values that are not finite, which the scales tell without a pass over the values.
+    short: decoded values are float16 numbers, so that the result is exact in float16. checked: refuse values that are
+    not finite, which the scales tell without a pass over the values.
     """
-    bounds = quantiser.bounds(group.size)
-    start, end = bounds[group.rank : group.rank + 2]
-    parts = [quantiser.code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
+
+    def code(start: int, end: int, others: Sequence[FewBits] = ()) -> FewBits:
+        return quantise(values[start:end], rejected[start:end], bits, block, others, short=short)
+
+    bounds = block_bounds(values.size, block, group.size)
+    parts = [code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
     if checked and not all([part.is_finite() for part in parts]):
-        refuse_not_finite(quantiser.values, group)
-    parts.insert(group.rank, as_they_are(quantiser.values[:0], quantiser.block))
+        refuse_not_finite(values, group)
+    parts.insert(group.rank, as_they_are(values[:0], block))
     received = yield from group.all_to_all(parts)
-    share = quantiser.code(start, end, [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank])
+    others = [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank]
+    share = code(bounds[group.rank], bounds[group.rank + 1], others)
     if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
-        refuse_not_finite(quantiser.values, group)
-    del parts, received
+        refuse_not_finite(values, group)
+    del parts, received, others
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
 
 
@@ -226,9 +209,9 @@ def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array:
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
     """
     refuse_not_finite(array, group)
-    nodes, whole = group.nodes(), Quantiser(array, out[1], bits, block, short=vector.dtype == np.float16)
+    nodes, short = group.nodes(), vector.dtype == np.float16
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
-    bounds = whole.bounds(min(len(ranks) for ranks in nodes))
+    bounds = block_bounds(array.size, block, min(len(ranks) for ranks in nodes))
     parts = [as_they_are(array[start:end], block) for start, end in pairwise(bounds)]
     lanes, nothing = len(parts), as_they_are(array[:0], block)
     received = yield from node.all_to_all(parts + [nothing] * (node.size - lanes))
@@ -236,10 +219,9 @@ def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array:
     values, share = np.zeros_like(array[own]), nothing
     for part, _ in received:
         part.add_to(values)
-    whole.rejected[...] = 0
+    out[1][...] = 0
     if node.rank < lanes:
-        mine = replace(whole, values=values, rejected=whole.rejected[own])
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])
-        share = join((yield from shares_of_sum(mine, lane)))
+        share = join((yield from shares_of_sum(values, out[1][own], bits, block, lane, short=short)))
     everywhere = yield from node.all_to_all([share] * node.size)
     return decoded([theirs for theirs, _ in everywhere[:lanes]], out)
