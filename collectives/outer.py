@@ -16,6 +16,10 @@ a' + (theta_r - theta_r at the start), where a' is the new anchor.
 Rounds and bytes: those of the exchange, every H steps; in the debug mode (MPICOMP_CHECK=1) 2 ceil(lg P) more small
 messages. Memory: the anchor, the pseudo-gradient, v with momentum, and the exchange's own.
 
+A parameter in bfloat16 has an anchor, a pseudo-gradient and v in float32: theta_r starts each round as a rounded to
+bfloat16, ties to even, and Delta_r = that start - theta_r. So steps that are smaller than a bit of bfloat16 add up in
+the anchor, which does not change where no rank makes progress.
+
 Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor, v, residuals and parameters
 unchanged on all ranks: operations that can fail on one rank run before the exchange ends, and later ones write to
 allocated memory, except for buffers of bounded size.
@@ -28,6 +32,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import isroutine
 from typing import Any
 
 import numpy as np
@@ -40,11 +45,14 @@ from collectives.runtime import staging
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
+from mpicomp.names import canonical, canonical_names
 from mpicomp.replica import Replica, copy_from_host, untied
-from mpicomp.settings import to_bool, to_integer, to_number
-from mpicomp.tensors import by_name, in_form
+from mpicomp.settings import check_table, to_bool, to_integer, to_number, to_table
+from mpicomp.tensors import ARRAY, by_name, in_form
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
+TABLE = "settings"  # the key of the loop's settings in a state
+OTHER_LOOP = "make the loop with the settings that were saved, or load with same_settings=False"
 
 
 class OuterLoop:
@@ -55,10 +63,12 @@ class OuterLoop:
 
     exchange: a `GradientExchange` that nothing else uses; the constructor registers its tensors. Tensors of fewer than
     its `small` values are sent dense. parameters: arrays by name, such as `dict(model.named_parameters())`, or a list,
-    or one array; float16, float32 or float64, C-contiguous, of NumPy, CuPy, or a kind that supports DLPack, such as
-    PyTorch's tensors. `step` writes to them in place. Tied parameters (the same memory under two names) count once.
-    Parameters not passed are not changed: leave frozen ones out. Average the statistics of batch normalisation
-    yourself, with `dense_allreduce`, before you evaluate or save the model.
+    or one array; or a function that returns them, which is called for each round. float16, bfloat16, float32 or
+    float64, without gaps in memory, of NumPy, CuPy, or a kind that supports DLPack, such as PyTorch's tensors. `step`
+    writes to them in place. Tied parameters (the same memory under two names) count once. Parameters not passed are not
+    changed. A tensor of PyTorch that no longer requires a gradient is left out of the rounds, with its residual, once
+    it was unchanged for a round on all ranks; until it requires one again. Average the statistics of batch
+    normalisation yourself, with `dense_allreduce`, before you evaluate or save the model.
 
     every: H, steps from one exchange to the next; H = 1 compresses the update of each step. rate: multiplies the mean
     at the end of a round; it may be changed between steps, to the same value on all ranks. At 0 a round discards the
@@ -96,7 +106,10 @@ class OuterLoop:
         self._rate = 0.0
         self._in_flight = False  # an exchange was started, and is not finished
         self._checked = checking.is_enabled()
-        self._form, given = by_name(parameters)
+        self._parameters = parameters
+        self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
+        self._trained: set[str] = set()  # those that required a gradient at the start
+        self._form = ARRAY
         self._first: dict[str, str] = {}  # for each parameter the first one with the same memory: tied ones count once
         self._replicas: list[Replica] = []
 
@@ -105,14 +118,18 @@ class OuterLoop:
             self.rate, self.momentum = rate, to_number("momentum", momentum, least=0, below=1)
             self.nesterov = to_bool("nesterov", nesterov)
             self._check_settings()
+            self._form, given = self._given()
             self._first.update(untied(given))
-            return {name: repr(getattr(self, name)) for name in ("every", "rate", "momentum", "nesterov", "delay")}
+            return self._settings()
 
         def copy_parameters() -> str:
-            self._replicas.extend(Replica(bucket.tensors, given, self.momentum) for bucket in exchange.buckets)
+            _, given = self._given()
+            self._trained = {name for name in {*self._first.values()} if _is_trained(given[name])}
+            self._replicas = [Replica(bucket.tensors, given, self.momentum) for bucket in exchange.buckets]
             return self._digest()
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
+        _, given = self._given()
         exchange.register({name: given[name] for name, first in self._first.items() if name == first})
         self._check_anchors(self._gather(copy_parameters))
 
@@ -164,11 +181,13 @@ class OuterLoop:
         """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
 
         Each rank saves its own state, with its parameters and the state of its inner optimiser, at any step: also
-        within a round, and with an exchange in flight. It contains neither settings nor the rate.
+        within a round, and with an exchange in flight. It contains the settings of the loop, as text.
         """
-        state = {"count": np.array(self.count), "rounds": np.array(self.rounds)}
-        for name, array in self._arrays(in_flight=self._in_flight).items():
-            state[name] = np.array(to_numpy(array))
+        state = {"count": np.array(self.count), "rounds": np.array(self.rounds), TABLE: to_table(self._settings())}
+        names = canonical_names(self._first)
+        for key, array in self._arrays(in_flight=self._in_flight).items():
+            part, _, name = key.partition("/")
+            state[f"{part}/{names[name]}"] = np.array(to_numpy(array))
         return state | {f"exchange/{name}": array for name, array in self.exchange.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
@@ -181,7 +200,7 @@ class OuterLoop:
         for states of different steps; RuntimeError with an exchange in flight. Nothing changes then.
         """
         load = partial(self.exchange.load_state_dict, same_settings=same_settings)
-        self._load(lambda: state, lambda: load(_of_exchange(state)))
+        self._load(lambda: state, lambda: load(_of_exchange(state)), same_settings=same_settings)
 
     def load_state_dicts(
         self,
@@ -203,10 +222,13 @@ class OuterLoop:
         self._load(
             lambda: self._between_rounds(ranks, load),
             lambda: load_exchange(ranks, lambda rank: _of_exchange(load(rank))),
+            same_settings=same_settings,
         )
 
     @defer_interrupt
-    def _load(self, given: Callable[[], Mapping[str, Any]], load_exchange: Callable[[], None]) -> None:
+    def _load(
+        self, given: Callable[[], Mapping[str, Any]], load_exchange: Callable[[], None], *, same_settings: bool
+    ) -> None:
         """Load the state that `given` returns, and that of the exchange, on all ranks or on none."""
         if self._in_flight:
             raise RuntimeError("an exchange is in flight: load the state into a new OuterLoop")
@@ -215,7 +237,10 @@ class OuterLoop:
 
         def load_own() -> dict[str, str]:
             before.update(self.exchange.state_dict())
-            loaded.update(self._fitting(given()))
+            state = dict(given())
+            if same_settings:
+                check_table("the state", state.get(TABLE, ()), self._settings(), OTHER_LOOP)
+            loaded.update(self._fitting(state))
             load_exchange()
             anchors = [loaded[f"anchor/{tensor.name}"] for each in self._replicas for tensor in each.tensors]
             in_flight = str(_is_in_flight(loaded))
@@ -261,6 +286,13 @@ class OuterLoop:
         if not feedback.has_gradient_units:
             raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
 
+    def _settings(self) -> dict[str, str]:
+        return {name: repr(getattr(self, name)) for name in ("every", "rate", "momentum", "nesterov", "delay")}
+
+    def _given(self) -> tuple[str, dict[str, Any]]:
+        """Return the form of the parameters, and those of this round by name."""
+        return by_name(self._parameters() if isroutine(self._parameters) else self._parameters)
+
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
         return gather_results(call, self.exchange.comm, OPERATION)
 
@@ -287,15 +319,40 @@ class OuterLoop:
         if self._checked:
             self._check_anchors(self._gather(self._digest))
         try:
+            _, given = self._given()
             for each in self._replicas:
-                each.subtract()
+                each.subtract(given)
+            frozen = {name for name in self._trained if not _is_trained(given[name])}
         except Exception as error:  # whatever it is: the other ranks must learn of it
             self.exchange.fail(error)
+        if frozen != self._held:
+            self._hold(frozen)
         self._send()
+
+    def _hold(self, frozen: set[str]) -> None:
+        """Leave out frozen parameters that no rank has changed in this round; the others take part once more."""
+        moved = {name for each in self._replicas for name in each.moved()}
+        held = frozen.intersection(*self._gather(lambda: sorted(frozen - moved)))
+        if held == self._held:
+            return
+        _, given = self._given()
+        before, replicas = self._arrays(in_flight=True), list[Replica]()
+        self.exchange.hold(held)
+        try:
+            self._gather(
+                lambda: replicas.extend(Replica(each.tensors, given, self.momentum) for each in self.exchange.buckets)
+            )
+        except Exception:
+            self.exchange.hold(self._held)
+            raise
+        self._replicas, self._held = replicas, held
+        for name, array in self._arrays(in_flight=True).items():
+            array[...] = before[name]
 
     def _send(self) -> None:
         for each in self._replicas:
-            self.exchange.start_together(each.deltas)
+            if each.tensors[0].name not in self._held:
+                self.exchange.start_together(each.deltas)
         self._in_flight = True
 
     def _finish(self) -> bool:
@@ -305,14 +362,16 @@ class OuterLoop:
         """
         self._in_flight = False
         try:
-            for each in self._replicas if self.delay else []:  # without a delay, `subtract` has just found them
-                each.find_parameters()
+            if self.delay:  # without one, `subtract` has just found them
+                _, given = self._given()
+                for each in self._replicas:
+                    each.find_parameters(given)
         except Exception as error:
             self.exchange.fail(error)
         means = self.exchange.finish_vectors()
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
-        for each, mean in zip(self._replicas, means, strict=True):
+        for each, mean in zip(self._replicas, means, strict=False):  # without those that are held, at the end
             each.end_round(mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0)
         staging.complete(each.tensors[0].xp for each in self._replicas)
         if not self.rate:
@@ -326,7 +385,11 @@ class OuterLoop:
 
     def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Return a saved state, except that of the exchange, as arrays; raises ValueError if they do not fit."""
-        own = {name: np.asarray(state[name]) for name in state if not name.startswith("exchange/")}
+        names = {canonical: name for name, canonical in canonical_names(self._first).items()}
+        own = {
+            _own_key(key, names): np.asarray(array) for key, array in state.items() if not key.startswith("exchange/")
+        }
+        own.pop(TABLE, None)
         expected = {name: _kind(array) for name, array in self._arrays(in_flight=_is_in_flight(own)).items()}
         got = {name: _kind(array) for name, array in own.items() if name not in ("count", "rounds")}
         for name in sorted(got | expected):
@@ -357,6 +420,16 @@ def _of_exchange(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the exchange, a part of that of the loop."""
     prefix = "exchange/"
     return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+
+
+def _own_key(key: str, names: Mapping[str, str]) -> str:
+    """Return a key of a state as that of this loop, whatever wrapped the model that saved it."""
+    part, slash, name = key.partition("/")
+    return part + slash + names.get(name, names.get(canonical(name), name))
+
+
+def _is_trained(parameter: Any) -> bool:
+    return getattr(parameter, "requires_grad", False)
 
 
 def _is_in_flight(state: Mapping[str, Any]) -> bool:

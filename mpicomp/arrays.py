@@ -193,6 +193,25 @@ def writable_vector(out: Any) -> Array:
     return values.reshape(-1)
 
 
+def writable_memory(array: Any) -> Array:
+    """Return the memory of an array, in its shape and order; bfloat16 as uint16.
+
+    Raises the errors of `to_values`; ValueError for arrays that are read-only, or have gaps or overlaps in memory.
+    """
+    is_bfloat16, values = _is_bfloat16(array), to_values(array)
+    if is_bfloat16:
+        whole = hasattr(array, "untyped_storage")
+        values = to_array(array.detach().view(sys.modules["torch"].int16) if whole else array.view("u2")).view(
+            np.uint16
+        )
+    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+    if not values.transpose(order).flags.c_contiguous:
+        raise ValueError("the array is not contiguous in any order of its axes: expected one without gaps in memory")
+    if not (on_device(values) or values.flags.writeable):
+        raise ValueError(f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are)")
+    return values
+
+
 def address(array: Any) -> int:
     """Return the address of the first value of a NumPy or CuPy array."""
     if on_device(array):

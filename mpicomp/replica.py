@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from mpicomp.arrays import Array, address, check_apart, kernels_for, on_device
 from mpicomp.feedback.base import wide
 from mpicomp.tensors import DICT, Tensor, describe
@@ -20,12 +22,12 @@ _PIECE = 2**18  # values: the arithmetic after the exchange allocates no more th
 class Replica:
     """Parameters of this rank that are one vector: anchor, pseudo-gradient and momentum, one tensor after the other.
 
-    tensors: of one dtype, on one device. given: the caller's arrays by name, which are written to.
+    tensors: of one dtype, on one device. given: the caller's arrays by name, which are written to. Parameters in
+    bfloat16 are vectors in float32.
     """
 
     def __init__(self, tensors: Sequence[Tensor], given: Mapping[str, Any], momentum: float) -> None:
         self.tensors, self.momentum = tensors, momentum
-        self._given = [given[tensor.name] for tensor in tensors]
         bounds = [0, *accumulate(tensor.size for tensor in tensors)]
         self._spans = [slice(*span) for span in pairwise(bounds)]
         dtype, xp = tensors[0].dtype, tensors[0].xp
@@ -33,39 +35,52 @@ class Replica:
         self.deltas = self.by_tensor(self.delta)
         self.anchor: Array = xp.empty(bounds[-1], dtype)
         self.velocity: Array | None = xp.zeros(bounds[-1], wide(dtype)) if momentum else None
-        self._thetas: list[Array] = []
-        self.find_parameters()
+        self._memory: list[Array] = []  # of the parameters, and
+        self._thetas: list[Array] = []  # these as vectors in C order: views where possible, else copies
+        self.find_parameters(given)
         for span, theta in zip(self._spans, self._thetas, strict=True):
             self.anchor[span] = theta
 
-    def find_parameters(self) -> None:
-        """Store views of the parameters' current memory; raises for an array that no longer fits."""
-        pairs = zip(self.tensors, self._given, strict=True)
-        self._thetas = [tensor.writable(array, tensor.name) for tensor, array in pairs]
+    def find_parameters(self, given: Mapping[str, Any]) -> None:
+        """Store the parameters' current memory; raises for an array that no longer fits."""
+        self._memory = [tensor.memory(given[tensor.name]) for tensor in self.tensors]
+        self._thetas = [_vector(memory) for memory in self._memory]
+
+    def moved(self) -> set[str]:
+        """Return the names of the tensors that are not as they were at the start of the round, after `subtract`."""
+        pairs = zip(self.tensors, self._spans, strict=True)
+        return {tensor.name for tensor, span in pairs if self.delta[span].any()}
 
     def by_tensor(self, array: Array) -> dict[str, Array]:
         """Return the parts of one of the vectors, by name: views in the shapes of the tensors."""
         pairs = zip(self.tensors, self._spans, strict=True)
         return {tensor.name: array[span].reshape(tensor.shape) for tensor, span in pairs}
 
-    def subtract(self) -> None:
-        """Compute the pseudo-gradient, anchor - theta."""
-        self.find_parameters()
-        kernels_for(self.delta).add_parts(self.anchor, 1, self._thetas, self.delta, sign=-1)
+    def subtract(self, given: Mapping[str, Any]) -> None:
+        """Compute the pseudo-gradient, theta at the start - theta: the former is the anchor, rounded to bfloat16."""
+        self.find_parameters(given)
+        start = self.anchor
+        if any(memory.dtype == np.uint16 for memory in self._memory):
+            start = start.copy()
+            for memory, span in zip(self._memory, self._spans, strict=True):
+                start[span] = _rounded(start[span], memory)
+        kernels_for(self.delta).add_parts(start, 1, self._thetas, self.delta, sign=-1)
 
     def end_round(self, mean: SparseVector | Array, rate: float, *, nesterov: bool, delayed: bool) -> None:
         """Take the outer step, and continue from the new anchor; if delayed, with the progress since the start."""
-        if delayed:
-            for span, theta in zip(self._spans, self._thetas, strict=True):
-                theta += self.delta[span]
-                theta -= self.anchor[span]
+        parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
+        for memory, span, theta in parts if delayed else []:
+            for piece in _pieces(theta.size):
+                theta[piece] -= _rounded(self.anchor[span][piece], memory)
+            theta += self.delta[span]  # in this order it is 0 where there is no progress
         if rate:
             self._move(mean, rate, nesterov=nesterov)
-        for span, theta in zip(self._spans, self._thetas, strict=True):
+        for memory, span, theta in parts:
             if delayed:
                 theta += self.anchor[span]
             else:
                 theta[...] = self.anchor[span]
+            _write(theta, memory)
 
     def _move(self, mean: SparseVector | Array, rate: float, *, nesterov: bool) -> None:
         if self.velocity is None:
@@ -96,7 +111,7 @@ def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
     first: dict[str, str] = {}
     thetas = []
     for tensor in describe(arrays, DICT):
-        theta = tensor.writable(arrays[tensor.name], tensor.name)
+        theta = tensor.memory(arrays[tensor.name])
         memory = (address(theta), theta.nbytes, theta.dtype) if theta.size else tensor.name
         first[tensor.name] = found.setdefault(memory, tensor.name)
         if first[tensor.name] == tensor.name:
@@ -121,6 +136,34 @@ def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
         values = vector.values[piece]
         signed = SparseVector(vector.indices[piece], values if scale > 0 else -values, vector.length)
         signed.add_to(array, abs(scale))  # which does without a product where that is 1
+
+
+def _vector(memory: Array) -> Array:
+    """Return a parameter as a vector in C order: a view where possible, else a copy, of bfloat16 in float32."""
+    if memory.dtype == np.uint16:
+        memory = (memory.astype(np.uint32, order="C") << 16).view(np.float32)
+    return memory.reshape(-1)
+
+
+def _rounded(values: Array, memory: Array) -> Array:
+    """Return values as a parameter stores them: a copy that is rounded to bfloat16, ties to even, or themselves."""
+    if memory.dtype != np.uint16:
+        return values
+    bits = values.view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1)) >> 16) << 16).view(np.float32)
+
+
+def _write(theta: Array, memory: Array) -> None:
+    """Write a vector to a parameter, if it is not a view of it; allocates little memory."""
+    if memory.dtype == np.uint16:
+        for piece in _pieces(theta.size):
+            theta[piece] = _rounded(theta[piece], memory)
+        bits = theta.view(np.uint32)
+        bits >>= 16
+        theta = bits
+    elif memory.flags.c_contiguous:
+        return
+    memory[...] = theta.reshape(memory.shape)
 
 
 def _pieces(size: int) -> Iterator[slice]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
+from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_memory, writable_vector
 from mpicomp.names import canonical
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
@@ -72,6 +72,14 @@ class Tensor:
             return writable_vector(array)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
+
+    def memory(self, array: Any) -> Array:
+        """Return the memory of a parameter, of the first step's shape, dtype and device; see `writable_memory`."""
+        self._checked(self.name, array)
+        try:
+            return writable_memory(array)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
 
     def residual_in(self, gradient: Any) -> Array:
         """Return the gradient's own array as a writable vector; raises if it cannot hold the residual."""

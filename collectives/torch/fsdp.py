@@ -62,7 +62,7 @@ def attach_fsdp(model: FSDPModule, exchange: GradientExchange, *, scaler: Any = 
         return check_fsdp(model, exchange.comm)
 
     check_same("shard", gather_results(check, exchange.comm, "attach_fsdp"))
-    for hook in [*model._forward_pre_hooks.values()]:
+    for hook in [*parts_of(model, FSDPModule)[0]._forward_pre_hooks.values()]:
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, FSDPHandle):
             owner.remove()
@@ -87,7 +87,7 @@ class FSDPHandle(Handle):
         self._versions: list[int] = []  # of the parameters, before the backward pass
         self._taken: dict[Any, Any] = {}  # the gradients of this backward pass, and
         self._late: list[Any] = []  # the parameters whose exchange its end starts
-        self._hooks = [model.register_forward_pre_hook(self._compare, prepend=True)]
+        self._hooks = [self._modules[0].register_forward_pre_hook(self._compare, prepend=True)]
         self._hooks += [each.register_forward_hook(self._watch) for each in self._modules]
         self._hooks += [each.register_post_accumulate_grad_hook(self._take) for each in parameters.values()]
 
@@ -245,7 +245,7 @@ def _like_parameter(mean: torch.Tensor, parameter: Any) -> torch.Tensor:
 def check_fsdp(model: Any, comm: Any) -> dict[str, str]:
     """Raise unless this is an FSDP2 model of one replica, and `comm` has a rank of each; return which shard it is."""
     check_launcher()
-    if not isinstance(model, FSDPModule):
+    if not parts_of(model, FSDPModule):
         raise TypeError(f"model is {type(model).__name__}: expected one that fully_shard(model, mesh=...) has sharded")
     meshes = {parameter.device_mesh for parameter in trainable(model).values() if isinstance(parameter, DTensor)}
     if len(meshes) != 1:

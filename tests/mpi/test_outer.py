@@ -220,7 +220,7 @@ def test_the_debug_mode_compares_the_anchors_each_round(comm, monkeypatch):
         ({"nesterov": True}, "nesterov is set and momentum is 0"),
         ({"parameters": {}}, "it is empty: expected at least one array"),
         ({"parameters": np.arange(9)}, "values are int64: expected float16, float32 or float64"),
-        ({"parameters": np.zeros((4, 4)).T[::2]}, "not C-contiguous"),
+        ({"parameters": np.zeros((4, 4)).T[::2]}, "not contiguous in any order of its axes"),
     ],
 )
 def test_a_bad_argument_of_one_rank_raises_on_all(comm, bad, match):
@@ -263,6 +263,50 @@ def test_tied_parameters_count_once_and_a_list_and_an_array_are_taken(comm):
     second += 1
     loop.step()
     assert [each.sum() for each in loop.anchor] == [0, 1200]
+
+
+class Trained(np.ndarray):
+    """An array that requires a gradient, as PyTorch's parameters do."""
+
+    requires_grad = True
+
+
+@pytest.mark.parametrize("settings", [{}, {"delay": 1, "momentum": 0.5}])
+def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, settings):
+    """What it learnt in the round in which it was frozen is exchanged, also where only one rank had changed it."""
+    parameters = {name: array.copy().view(Trained) for name, array in START.items()}
+    _, loop = made(comm, parameters=parameters, every=2, **settings)
+    weight, rest = parameters["weight"], {"bias": parameters["bias"]}
+    train(comm, parameters, loop, 1, 5)
+    weight -= comm.rank == 0
+    weight.requires_grad = False
+    train(comm, rest, loop, 5, 8)
+    before = {key: array.tobytes() for key, array in loop.state_dict().items() if "weight/" in key or "/weight" in key}
+    kept = {key: array for key, array in before.items() if not key.endswith("/settings")}
+    anchor, theta = loop.anchor["weight"].tobytes(), weight.tobytes()
+    assert len(set(comm.allgather((anchor, theta)))) == 1
+    assert not np.array_equal(weight, START["weight"])
+    train(comm, rest, loop, 8, 14)
+    assert weight.tobytes() == theta
+    assert all(loop.state_dict()[key].tobytes() == array for key, array in kept.items())
+    weight.requires_grad = True
+    train(comm, parameters, loop, 14, 18)
+    assert weight.tobytes() != theta
+    assert same_everywhere(comm, loop.anchor)
+    assert loop.rounds == 8
+
+
+@few
+def test_a_function_returns_the_parameters_of_each_round(comm):
+    """As PyTorch's load_state_dict(assign=True) makes new ones."""
+    parameters = {"w": np.zeros(2000)}
+    _, loop = made(comm, parameters=lambda: dict(parameters), compressor=Dense(), every=1)
+    parameters["w"] = np.full(2000, 3.0)
+    loop.step()
+    assert (parameters["w"] == 3).all()
+    parameters["w"] = np.zeros(2001)
+    with pytest.raises(ValueError, match=r"w is float64 of shape \(2001,\): expected float64 of shape \(2000,\)"):
+        loop.step()
 
 
 # Saved and taken up again
@@ -332,6 +376,24 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
         loop.load_state_dict(good)
     learn(parameters, comm.rank, 5)
     loop.step()
+
+
+@few
+def test_a_state_names_its_settings_and_no_wrapper(comm):
+    parameters = {f"module._orig_mod.{name}": array.copy() for name, array in START.items()}
+    _, loop = made(comm, parameters=parameters, every=2, momentum=0.5)
+    state = loop.state_dict()
+    _, other = made(comm, every=2, momentum=0.5)
+    other.load_state_dict(state)
+    loop.load_state_dict(other.state_dict())
+    assert bits(other.state_dict()) == bits(state)
+    for name, value in {"every": 3, "momentum": 0.25, "rate": 0.5, "nesterov": True, "delay": 1}.items():
+        _, other = made(comm, **{"every": 2, "momentum": 0.5} | {name: value})
+        with pytest.raises(
+            ValueError, match=rf"saved with {name} .*: expected {value}; make the loop with the settings"
+        ):
+            other.load_state_dict(state)
+        other.load_state_dict(state, same_settings=False)
 
 
 # Faults

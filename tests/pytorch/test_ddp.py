@@ -3,6 +3,7 @@
 import io
 import math
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -554,9 +555,33 @@ def test_local_steps_of_a_module(world):
     assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)
 
 
-def test_local_steps_of_a_model_that_averages_gradients_are_refused(world):
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential, partial(torch.compile, backend="eager")])
+def test_local_steps_of_a_model_that_averages_gradients_are_refused(world, wrap):
     with pytest.raises(ValueError, match="again: pass the module without DistributedDataParallel"):
-        outer_loop(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
+        outer_loop(wrap(wrapped(Weighted())), GradientExchange(world, TopK(0.1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_local_steps_of_a_model_in_channels_last_freeze_a_layer_and_refuse_others(world, dtype):
+    network = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2)).to(dtype).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(1)
+    network[1].bias.requires_grad_(False)
+    outer = outer_loop(network, GradientExchange(world, Dense(), NoFeedback()), every=1)
+    for step in (1, 2):
+        with torch.no_grad():
+            network[0].weight[1] -= 0.5 * world.rank
+            network[1].weight -= (0.5 * world.rank) if step == 1 else 0
+        outer.step()
+        network[1].weight.requires_grad_(False)
+    assert have_same_bits(network, world)
+    halves = 0.25 * (world.size - 1)
+    assert network[0].weight[:, 0, 0, 0].tolist() == [1, 1 - 2 * halves, 1]
+    assert set(network[1].weight.flatten().tolist()) == {1 - halves}
+    network[1].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"unfrozen or added are '1.bias': make a new exchange and a new loop"):
+        outer.step()
 
 
 def test_local_steps_between_nodes_with_ddp_inside(world):

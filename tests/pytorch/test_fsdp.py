@@ -322,9 +322,10 @@ def test_local_steps_between_nodes_with_fsdp_inside(world, mesh):
     assert world.size == 2 or len(set(world.allgather(b"".join(each.tobytes() for each in apart)))) == world.size // 2
 
 
-def test_local_steps_of_a_model_sharded_over_ranks_of_the_exchange_are_refused(world, mesh):
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential])
+def test_local_steps_of_a_model_sharded_over_ranks_of_the_exchange_are_refused(world, mesh, wrap):
     with pytest.raises(ValueError, match=r"expected comm.Split\(mesh.get_local_rank"):
-        outer_loop(sharded(mesh["shard"]), GradientExchange(world, TopK(0.1)))
+        outer_loop(wrap(sharded(mesh["shard"])), GradientExchange(world, TopK(0.1)))
 
 
 def test_bad_meshes_models_and_communicators(world, mesh):
