@@ -45,12 +45,12 @@ def cache_folder() -> str | None:
 
 
 def may_others_compile() -> bool:
-    """Return whether other ranks may still compile a kernel: for ten times as long as this process compiled it."""
+    """Return whether other ranks may still compile a kernel: for twice as long as this process compiled it."""
     until, depth = 0.0, 0
     for (began, each), (ended, _) in pairwise(compilations.buffer):
         depth += 1 if each.is_start else -1  # a kernel may compile another one that it calls
         if depth:
-            until = max(until, ended + 10 * (ended - began))
+            until = max(until, ended + 2 * (ended - began))
     return perf_counter() < until
 
 
