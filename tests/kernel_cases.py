@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from mpicomp.kernels import host
+
 
 def expected_top_k(values, k):
     magnitudes = np.abs(values)
@@ -48,3 +50,10 @@ def families(dtype, n=3000):
 def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
     indices = np.sort(rng.choice(among, size, replace=False)).astype(index_dtype)
     return indices, rng.standard_normal((size, *shape)).astype(dtype)
+
+
+def last_plan(size, start):
+    """Return the plan of one segment whose last threshold is this one."""
+    plans = np.zeros(1, host.PLAN)
+    plans["size"], plans["room"], plans["start"], plans["share"] = size, size, start, 1
+    return plans

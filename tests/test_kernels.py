@@ -9,7 +9,7 @@ import pytest
 from few_bits_cases import quantised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families
+from kernel_cases import draw_sparse, expected_in_chunks, expected_top_k, families, last_plan, magnitude_keys
 from strategies import DTYPES, finite_values
 
 from mpicomp import SparseVector, codec
@@ -243,6 +243,18 @@ def test_values_that_are_not_finite_count_as_the_largest(mode, dtype, bad):
     host.raise_not_finite(values[:42])
 
 
+THRESHOLDS = 0, 1e-320, 0.1, 1, 3.0, np.nextafter(3, 0), np.nextafter(3, 9), 65504.0, np.nextafter(65504, 0), np.inf
+
+
+@DTYPE
+@FAMILY
+def test_a_threshold_is_not_rounded(dtype, family):
+    values = families(dtype)[family].astype(dtype)
+    keys, magnitudes = magnitude_keys(values)[0], np.abs(values.astype(np.float64))
+    for threshold, least in zip(THRESHOLDS, fitting.keys_above(np.array(THRESHOLDS), dtype).tolist(), strict=True):
+        np.testing.assert_array_equal(keys >= least, (magnitudes > threshold) | np.isinf(magnitudes))
+
+
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
 def test_every_nan_is_a_largest(monkeypatch, pattern):
     monkeypatch.setattr(selection, "_SAMPLE", 64)
@@ -334,19 +346,17 @@ def test_the_sums_on_both_sides_of_a_threshold(mode, dtype):
 
 @DTYPE
 @pytest.mark.parametrize("threshold", [0, 0.125, 2.0])
-def test_the_excess_has_the_sums(mode, dtype, threshold):
-    for family in set(families(dtype)) - {"infinite", "largest"} if mode == "compiled" else ["normal", "denormal"]:
+def test_the_excess_over_a_threshold_has_a_total(mode, dtype, threshold):
+    for family in set(families(dtype)) - {"largest"} if mode == "compiled" else ["normal", "infinite"]:
         values = families(dtype, 40_000 if mode == "compiled" else 2500)[family].astype(dtype)
-        over = np.maximum(np.abs(values.astype(np.float64)) - threshold, 0)
-        entries, total, squares = host.excess(values, threshold)
-        assert entries == np.count_nonzero(over)
-        assert (total, squares) == (pytest.approx(math.fsum(over)), pytest.approx(math.fsum(over * over)))
-    assert host.excess(values[:0], threshold) == (0, 0, 0)
-
-
-@NOT_FINITE
-def test_the_excess_shows_a_value_that_is_not_finite(mode, bad):
-    assert not math.isfinite(host.excess(np.array([1, bad, 2], np.float32), 1.5)[1])
+        magnitudes, plans = np.abs(values.astype(np.float64)), last_plan(values.size, threshold)
+        with np.errstate(invalid="ignore"):
+            positions, _ = host.end_fits(values, [0, values.size], plans, pareto=True)
+        above = magnitudes > threshold
+        largest = [magnitudes.argmax()] if magnitudes.any() else []
+        np.testing.assert_array_equal(positions, np.flatnonzero(above) if above.any() else largest)
+        assert (plans["above"][0], plans["threshold"][0]) == (np.count_nonzero(above), threshold)
+        assert plans["total"][0] == pytest.approx(math.fsum(magnitudes[above] - threshold))
 
 
 @DTYPE

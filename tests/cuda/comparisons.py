@@ -5,7 +5,7 @@ from inspect import isfunction, signature
 from itertools import pairwise, product
 
 import numpy as np
-from kernel_cases import draw_sparse, families, magnitude_keys
+from kernel_cases import draw_sparse, families, last_plan, magnitude_keys
 
 from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
@@ -244,10 +244,16 @@ def sides_of_thresholds(device, cupy):
 
 
 def excesses(device, cupy):
+    """In several blocks."""
     for dtype in DTYPES:
         values = families(dtype, 40_000)["laplace"].astype(dtype)
-        for size, threshold in ((0, 0.0), (1000, 0.0), (40_000, 0.5)):
-            compare(device, cupy, "excess", values[:size], threshold)
+        for size, threshold in ((1000, 0.0), (40_000, 0.5)):
+            plans = [last_plan(size, threshold) for _ in range(2)]
+            for each in plans:
+                each["share"], each["wanted"] = 0, size / 9
+            ours = device.end_fits(cupy.asarray(values[:size]), [0, size], plans[0], pareto=True)
+            assert_same(here(ours), host.end_fits(values[:size], [0, size], plans[1], pareto=True))
+            assert_same(*plans)
 
 
 def fits(device, cupy):
@@ -473,12 +479,10 @@ def misaligned_sums(device, cupy):
             a, b, out = (
                 cupy.asarray(each)[at : at + size] for each, at in zip((*values, values[0] * 0), starts, strict=True)
             )
-            form, expected = device.selection.FORMATS[dtype], a.get() + b.get()
-            places = np.flatnonzero(np.abs(expected) >= 1.5)
-            keys = [each.view(form.keys) for each in (out, a, b)]
-            floor = int(device.selection.first_reaching(1.5, dtype))
-            positions, kept = device.selection._found(keys[0], form, floor, (keys[1], keys[2]))
-            assert_same(here((positions, kept.view(dtype))), (places, expected[places]))
+            expected, plans = a.get() + b.get(), last_plan(size, 1.5)
+            places = np.flatnonzero(np.abs(expected) > 1.5)
+            found = device.end_fits(out, [0, size], plans, pareto=False, summands=(a, 1.0, [b]))
+            assert_same(here(found), (places, expected[places]))
             assert_same(out.get(), expected)
 
 

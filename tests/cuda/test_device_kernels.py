@@ -88,5 +88,5 @@ def test_the_benchmark_of_a_gpu_runs(cupy, monkeypatch):
     monkeypatch.setattr(kernels, "argpartition", lambda xp, values, k: xp.argsort(values)[-k:])
     options = argparse.Namespace(device="gpu", length=30_000, repeats=1)
     rows = list(kernels.rows(options))
-    assert {row["name"].split()[0] for row in rows} >= {"top_k", "excess", "merge", "accumulate", "scatter_add"}
+    assert {row["name"].split()[0] for row in rows} >= {"top_k", "sides", "merge", "accumulate", "scatter_add"}
     assert all(row["floor"] for row in rows if row["name"].startswith("top_k"))

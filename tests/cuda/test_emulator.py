@@ -24,7 +24,7 @@ UNFAIR = tuple(f"starving:{seed}" for seed in range(2, 9))
 RUNS = {
     COMMON: ([COMMON, "coding.cu"], [comparisons.bitmaps]),
     SELECTION: (
-        [COMMON, SELECTION],
+        [COMMON, SELECTION, "fitting.cu"],
         [
             comparisons.selections_by_a_grid,
             comparisons.top_k_of_several_blocks,

@@ -27,7 +27,7 @@ from mpicomp.kernels.device.coding import (
     to_offsets,
 )
 from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
-from mpicomp.kernels.device.fitting import end_fits, excess, sample
+from mpicomp.kernels.device.fitting import end_fits, sample
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
@@ -70,7 +70,6 @@ __all__ = [
     "divide_largest",
     "end_fits",
     "entries_in_bins",
-    "excess",
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",

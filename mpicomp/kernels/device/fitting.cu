@@ -57,13 +57,10 @@ __device__ inline double excess_of(double entries, double total, double squares,
     return shape == 0 ? scale * exponent : scale / shape * exponential_less_1(shape * exponent);
 }
 
-struct Excess {
-    double entries[THREADS], total[THREADS], squares[THREADS];
-    u64 turn;
-};
+struct Excess { double entries[THREADS], total[THREADS], squares[THREADS]; };
 
-// Add up the excess of `size` values, *counted if that is less, over a threshold; the last block writes the three sums
-// and the last threshold of the fit to `found`, and to `search` the largest magnitude up to it. sums: three of a block.
+// Add up the excess of `size` values, *counted if that is less, over a threshold; the last block writes the total and the
+// last threshold of the fit to `found`, and to `search` the largest magnitude up to that. sums: three of a block.
 // done: 0 when the kernel begins.
 template <typename Value>
 __device__ inline void fit_excess(
@@ -72,7 +69,7 @@ __device__ inline void fit_excess(
     SHARED(Excess, lanes);
     const int j = threadIdx.x;
     const double start = __longlong_as_double((i64)start_bits);
-    if (counted) size = lesser(size, (i64)*counted);
+    size = lesser(size, (i64)*counted);
     double entries = 0, total = 0, squares = 0;
     for (int row = 0; row < EXCESS_ROWS; row += EIGHT) {
         double eight_entries = 0, eight = 0, eight_squares = 0;
@@ -112,8 +109,7 @@ __device__ inline void fit_excess(
         if (!(share > 0)) share = __longlong_as_double((i64)wanted) / entries;
         threshold += excess_of(entries, total, squares, share, pareto);
     }
-    found[0] = entries, found[1] = total, found[2] = squares, found[3] = threshold;
-    if (!search) return;
+    found[0] = total, found[1] = threshold;
     Value nearest;
     narrow(threshold, nearest);
     search[0] = bits_of(nearest) - !((double)widened(nearest) <= threshold);

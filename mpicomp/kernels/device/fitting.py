@@ -14,15 +14,7 @@ from mpicomp.kernels.host.fitting import keys_above
 from mpicomp.kernels.host.segments import Summands
 
 _BLOCK, _THREADS = 16384, 256
-_REPORT = 7  # words: the sums of the excess, the threshold, and how many were found above `start` and above it
-
-
-def excess(values: Array, threshold: float = 0.0) -> tuple[float, float, float]:
-    """Return the sums of the excess over a threshold, as `mpicomp.kernels.host.excess` does: the same bits."""
-    found, done = zeros(4, 1)
-    _fit_excess(values, None, (threshold, 0.0, 1.0), False, done, found, None)
-    entries, total, squares, _ = found.get().view(np.float64).tolist()
-    return entries, total, squares
+_REPORT = 5  # words: how many exceed `start`, their total, the threshold; how many exceed that, and are equal to it
 
 
 def sample(values: Array, bounds: Any, counts: Any, *, summands: Summands | None = None) -> np.ndarray[Any, Any]:
@@ -77,9 +69,11 @@ def end_fits(
         parts.append(kept)
         if first < end:
             compact(bits[first:end], form, floors[row], None, *some, report[:1], rest[:2], summed)
-            fit = plans[row][["start", "wanted", "share"]].item()
-            _fit_excess(some[1].view(values.dtype), report[:1], fit, pareto, done, report[1:5], search)
-            select(some[1], report[:1], form.mask, search, some[0], *kept, report[5:], rest[2:])
+            fit = np.array(plans[row][["start", "wanted", "share"]].item()).view(np.uint64).tolist()
+            blocks = in_tiles(rooms[row], _BLOCK)
+            out = cupy.empty(3 * blocks), done, report[1:3], search
+            launch("fit_excess", [values.dtype], blocks, some[1], rooms[row], report[:1], *fit, int(pareto), *out)
+            select(some[1], report[:1], form.mask, search, some[0], *kept, report[3:], rest[2:])
     return _collected(values, bounds, plans, parts, reports.get().reshape(-1, _REPORT))
 
 
@@ -89,8 +83,8 @@ def _empty(room: int, bits: Array) -> Found:
 
 def _collected(values: Array, bounds: Any, plans: Any, parts: list[Found], reports: np.ndarray[Any, Any]) -> Found:
     """Set the last fields of the plans; return the entries of all segments, of one without any the largest."""
-    plans["above"], plans["kept"] = reports[:, 0], reports[:, 5]
-    plans["total"], plans["threshold"] = reports[:, [2, 4]].T.copy().view(np.float64)
+    plans["above"], plans["kept"] = reports[:, 0], reports[:, 3]
+    plans["total"], plans["threshold"] = reports[:, 1:3].T.copy().view(np.float64)
     plans["threshold"][np.isnan(plans["start"])] = np.nan  # of an empty segment nothing was launched
     found = []
     for plan, (positions, kept), (first, end) in zip(plans, parts, pairwise(bounds), strict=True):
@@ -100,12 +94,3 @@ def _collected(values: Array, bounds: Any, plans: Any, parts: list[Found], repor
             plan["kept"] = part[0].size
         found.append((part[0] + first if first else part[0], part[1]))
     return found[0] if len(found) == 1 else tuple(map(cupy.concatenate, zip(*found, strict=True)))
-
-
-def _fit_excess(
-    values: Array, counted: Array | None, fit: Any, pareto: bool, done: Array, found: Array, search: Array | None
-) -> None:
-    """Write the sums of the excess and the last threshold of a fit. fit: a threshold, wanted and share of `PLAN`."""
-    blocks, numbers = max(1, in_tiles(values.size, _BLOCK)), np.array(fit, np.float64).view(np.uint64).tolist()
-    given = values, values.size, counted, *numbers, int(pareto), cupy.empty(3 * blocks), done, found, search
-    launch("fit_excess", [values.dtype], blocks, *given)

@@ -3,7 +3,6 @@
 Source of the merge: O. Green, R. McColl and D. A. Bader, "GPU merge path", ICS 2012.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from numpy.typing import DTypeLike
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.selection import first_reaching
 
 _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
@@ -128,7 +126,7 @@ def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, 
     if not indices.size:
         return -1, -1, 0, -1
     found, form = cupy.full(4, -1, np.int64), FORMATS[values.dtype]
-    keys, infinity = values.reshape(-1).view(form.keys), int(first_reaching(math.inf, values.dtype))
+    keys, infinity = values.reshape(-1).view(form.keys), int(form.infinity)
     args = indices, indices.size, length, keys, keys.size, form.mask, infinity, found
     blocks = min(MOST_BLOCKS, in_tiles(max(indices.size, keys.size), THREADS))
     launch("inspect", [indices.dtype, keys.dtype], blocks, *args)

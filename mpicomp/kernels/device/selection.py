@@ -13,7 +13,7 @@ import numpy as np
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch, zeros
 from mpicomp.kernels.device.merging import add, add_parts, divide
 from mpicomp.kernels.host.bits import FORMATS, Format
-from mpicomp.kernels.host.selection import first_reaching, not_finite_error
+from mpicomp.kernels.host.selection import not_finite_error
 
 Found = tuple[Array, Array]
 Summands = tuple[Array, Array] | tuple[()]
@@ -103,26 +103,12 @@ def first_not_finite(values: Array) -> int:
     form = FORMATS[values.dtype]
     bits, position = values.view(form.keys), cupy.full(1, -1, np.int64)
     if bits.size:
-        infinity = int(first_reaching(math.inf, values.dtype))
-        launch("first_reaching", [bits.dtype], _blocks(bits), bits, bits.size, form.mask, infinity, position)
+        launch("first_reaching", [bits.dtype], _blocks(bits), bits, bits.size, form.mask, form.infinity, position)
     return int(position.get()[0])
 
 
 def _blocks(bits: Array) -> int:
     return min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
-
-
-def _found(bits: Array, form: Format, floor: int, summands: Summands = ()) -> Found:
-    """Return positions and bits of all magnitudes at or above `floor`; `summands` as for `compact`."""
-    room, total = min(bits.size, max(4096, bits.size // 64)), -1
-    while not 0 <= total <= room:
-        room = max(room, total)
-        positions, kept = cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
-        found, *work = zeros(1, *compacting(bits.size, bits))
-        if bits.size:
-            compact(bits, form, floor, None, positions, kept, found, work, summands)
-        total, summands = int(found.get()[0]), ()
-    return positions[:total], kept[:total]
 
 
 def _by_sample(bits: Array, form: Format, k: int, summands: Summands = ()) -> Found | None:

@@ -26,7 +26,7 @@ from mpicomp.kernels.host.bins import entries_in_bins
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
 from mpicomp.kernels.host.few_bits import add_quantised, dequantise, quantise
-from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, excess, sample
+from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
@@ -71,7 +71,6 @@ __all__ = [
     "divide_largest",
     "end_fits",
     "entries_in_bins",
-    "excess",
     "first_disorder",
     "from_bitmap",
     "from_elias_fano",

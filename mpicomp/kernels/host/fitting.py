@@ -17,8 +17,9 @@ from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together, jit
 from mpicomp.kernels.host.fused import _add_and_compact
 from mpicomp.kernels.host.instructions import WORD, array_at, bare
 from mpicomp.kernels.host.segments import Summands, as_vector
-from mpicomp.kernels.host.selection import Found, collect, compact
+from mpicomp.kernels.host.selection import Found, compact, joined
 from mpicomp.kernels.host.streaming import addresses
+from mpicomp.threads import in_pieces
 
 _LANES, _AT_ONCE = 256, 8
 _ROWS, _BLOCK = _LANES * _AT_ONCE, 64 * _LANES
@@ -45,16 +46,6 @@ PLAN = np.dtype(
     ]
 )
 """What is known of a segment: the first four fields before the sample is fitted, `above` to `kept` at the end."""
-
-
-def excess(values: Array, threshold: float = 0.0) -> tuple[float, float, float]:
-    """Return the number of magnitudes above a threshold, the sum of their excess, and of its square; one read.
-
-    values: 1-d contiguous float16, float32 or float64. A value that is not finite is in both sums.
-    """
-    wide = as_writable(values.astype(np.promote_types(values.dtype, np.float32), copy=False))
-    entries, total, squares = _sums(wide, float(threshold), np.empty(3 * _LANES), np.empty(_ROWS, wide.dtype))
-    return float(entries), float(total), float(squares)
 
 
 def sample(values: Array, bounds: Any, counts: Array, *, summands: Summands | None = None) -> Array:
@@ -102,13 +93,17 @@ def end_fits(
     vector, edges = as_vector(values, form, summands), np.asarray(bounds, np.int64)
     floors, parts = keys_above(plans["start"], values.dtype), addresses([] if summands is None else summands[2])
 
-    def compacted(start: int, end: int, room: int) -> tuple[Array, Array, int]:
-        positions, found = empty_together(min(room, end - start) + WORD, np.dtype(np.intp), form.signed)
-        kept = found.view(values.dtype) if vector.values.size else vector.values
-        count, done = _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
-        return positions[: int(count)], found[: int(count)], end - int(done)
+    def compacted(start: int, end: int) -> Found:
+        room, pieces = int(plans["room"].sum()), list[Found]()
+        while start < end or not pieces:
+            positions, found = empty_together(min(room, end - start) + WORD, np.dtype(np.intp), form.signed)
+            kept = found.view(values.dtype) if vector.values.size else vector.values
+            count, done = _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
+            pieces.append((positions[: int(count)], found[: int(count)]))
+            start, room = int(done), 4 * room
+        return joined(pieces)
 
-    positions, found = collect(compacted, values.size, threads, int(plans["room"].sum()))
+    positions, found = joined(in_pieces(compacted, values.size, threads))
     ends = np.searchsorted(positions, edges)
     wide = found.view(values.dtype).astype(np.promote_types(values.dtype, np.float32), copy=False)
     _end(wide, ends, plans, pareto)

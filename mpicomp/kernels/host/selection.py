@@ -5,7 +5,7 @@ runs at the speed of memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,14 +81,6 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
     return one[0][:chosen], kept, other[0][:rest], dropped
 
 
-def first_reaching(threshold: float, dtype: np.dtype[Any]) -> Any:
-    """Return the bits of a threshold >= 0 (else ValueError), rounded to a dtype, as magnitudes are compared: signed."""
-    if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold}: expected a number >= 0; magnitudes are compared with it")
-    with np.errstate(over="ignore"):  # infinite, if the threshold is out of range
-        return np.abs(np.asarray(threshold).astype(dtype)).reshape(1).view(FORMATS[dtype].signed)[0]
-
-
 def raise_not_finite(values: Array, *, threads: int | None = None) -> None:
     """Raise ValueError naming the first value of `values`, of any shape, that is NaN or infinite.
 
@@ -115,28 +107,6 @@ def first_not_finite(values: Array, threads: int | None = None) -> int:
         return start + place if place >= 0 else -1
 
     return next((place for place in in_pieces(first, bits.size, threads) if place >= 0), -1)
-
-
-def collect(
-    compacted: Callable[[int, int, int], tuple[Array, Array, int]],
-    size: int,
-    threads: int | None,
-    expected: int = 0,
-) -> Found:
-    """Return all that a compaction of ``[0, size)`` finds, in pieces, repeated while the room was too small.
-
-    compacted: called with start, end and room; returns as `_compacted` does. expected: as many as are found, if known.
-    """
-
-    def collected(start: int, end: int) -> Found:
-        rest, room, parts = end - start, expected or (end - start) // 64, list[Found]()
-        while rest or not parts:
-            positions, found, rest = compacted(end - rest, end, room)
-            parts.append((positions, found))
-            room *= 4
-        return joined(parts)
-
-    return joined(in_pieces(collected, size, threads))
 
 
 def joined(parts: Sequence[Found]) -> Found:
