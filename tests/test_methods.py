@@ -4,6 +4,7 @@ import ast
 
 import numpy as np
 import pytest
+from descents import NAMES
 from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop
@@ -14,7 +15,7 @@ EXCHANGES = [name for name, each in METHODS.items() if each.line.startswith("Gra
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_the_line_of_every_exchange_constructs_it(name):
-    assert isinstance(construct(name, MPI.COMM_SELF, rate=0.1, momentum=0.9), GradientExchange)
+    assert isinstance(construct(name, MPI.COMM_SELF, rate=0.1, momentum=0.9, **NAMES), GradientExchange)
 
 
 @pytest.mark.parametrize("name", METHODS)
