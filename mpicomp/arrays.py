@@ -182,6 +182,10 @@ def writable_vector(out: Any) -> Array:
         return out.reshape(-1)  # fast path
     if _is_bfloat16(out):
         raise TypeError("got bfloat16, which is exchanged as float32: expected float16, float32 or float64")
+    if isinstance(out, np.generic):
+        raise TypeError(
+            f"got the number {out!r}, which cannot be written to: expected an array, such as np.array({out})"
+        )
     values = to_values(out)
     if not (on_device(values) or values.flags.writeable):
         raise ValueError(

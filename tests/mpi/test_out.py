@@ -91,6 +91,7 @@ def bad_outs():
         "read-only": (fixed, "is read-only for NumPy"),
         "order": (np.empty((40, 30), np.float32).T, "not C-contiguous"),
         "kind": ("room", "str"),
+        "number": (np.float32(7), "the number .*cannot be written to"),
     }
 
 
@@ -98,14 +99,15 @@ def bad_outs():
 @pytest.mark.parametrize("named", [True, False])
 def test_a_bad_output_buffer_on_one_rank_raises_everywhere_and_nothing_changes(comm, fault, named):
     exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(), sparse_iallreduce)
+    shape = () if fault == "number" else (30, 40)
 
     def step(number, out):
-        gradient = gradients(comm.rank, number)["w"]
+        gradient = np.resize(gradients(comm.rank, number)["w"], shape)
         return exchange({"w": gradient}, out={"w": out})["w"] if named else exchange(gradient, out=out)
 
     step(0, None)
     before, (out, said) = exchange.state_dict(), bad_outs()[fault]
-    culprit, good = comm.rank == comm.size - 1, np.full((30, 40), 7, np.float32)
+    culprit, good = comm.rank == comm.size - 1, np.full(shape, 7, np.float32)
     with pytest.raises((TypeError, ValueError) if culprit else CollectiveError, match=said):
         step(1, out if culprit else good)
     assert (good == 7).all()
