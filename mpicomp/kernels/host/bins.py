@@ -10,12 +10,12 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, jit
-from mpicomp.kernels.host.instructions import WORD, array_at, bare, largest_of, lowest, ones, reaching
+from mpicomp.kernels.host.instructions import WORD, array_at, bare, fetch, largest_of, lowest, ones, reaching
 from mpicomp.kernels.host.selection import raise_not_finite
 from mpicomp.kernels.host.streaming import add_line_by_line, add_parts, addresses
 from mpicomp.threads import in_pieces
 
-_TILE = 1 << 10  # values at most, except in longer bins
+_TILE = 1 << 11  # values at most, except in longer bins
 _AT_ONCE = 4  # entries: written without branches
 
 Magnitudes = Callable[[Array, Array], Array]
@@ -157,7 +157,9 @@ def _mark(  # type: ignore[no-untyped-def]
                 keys[j] = 0  # the last bin is short
             top = largest[segment["place"] + (first - origin) // size :]
             marks = chosen, negative
-            state[0] += _mark_tile(first - start, length, size, part, sums, again, keys, more, lanes, top, *marks)
+            state[0] += _mark_tile(
+                first - start, length, size, a[first:beyond], part, sums, again, keys, more, lanes, top, *marks
+            )
             if not is_sum:
                 for j in range(0, length, WORD):
                     state[1] |= reaching(more, j, lanes[0], infinity)
@@ -179,8 +181,8 @@ def _add(a, b, sums, again):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mark_tile(first, length, size, b, sums, again, keys, more, lanes, largest, chosen, negative):  # type: ignore[no-untyped-def]
-    """Mark the entries of a tile, 64 values at a time, and return their number.
+def _mark_tile(first, length, size, a, b, sums, again, keys, more, lanes, largest, chosen, negative):  # type: ignore[no-untyped-def]
+    """Mark the entries of a tile, 64 values at a time, and return their number; meanwhile the next tile is loaded.
 
     Sums are rounded to the dtype: of those equal to the maximum, the ones that are below it in float64 are left out.
     """
@@ -196,6 +198,8 @@ def _mark_tile(first, length, size, b, sums, again, keys, more, lanes, largest, 
         for at in range(low, last, WORD):
             top = max(top, largest_of(keys, at, lanes, 0))
         for at in range(low, end, WORD):
+            fetch(a, length + at)
+            fetch(b, length + at)
             word = reaching(more, at, mask, top) & reaching(keys, at, mask, one)
             used = np.uint64(min(WORD, end - at))
             word &= every >> (np.uint64(WORD) - used)

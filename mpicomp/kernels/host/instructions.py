@@ -78,6 +78,10 @@ def lowest(word):  # type: ignore[no-untyped-def]
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
 
 
+def fetch(array, first):  # type: ignore[no-untyped-def]
+    """Start to load the 64 values from `first` on of a contiguous array into the cache; they need not exist."""
+
+
 def ones(word):  # type: ignore[no-untyped-def]
     """Return the number of bits set in a uint64, as a uint64."""
     return np.uint64(int(word).bit_count())
@@ -143,6 +147,11 @@ def _butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
 @overload(lowest)
 def _lowest(word):  # type: ignore[no-untyped-def]
     return lambda word: _trailing_zeros(word)
+
+
+@overload(fetch)
+def _fetch(array, first):  # type: ignore[no-untyped-def]
+    return lambda array, first: _fetch_lines(array, first)
 
 
 @overload(ones)
@@ -256,6 +265,21 @@ def _trailing_zeros(typing: Any, word: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: undefined for 0, which no word is
 
     return types.uint64(types.uint64), code
+
+
+@intrinsic
+def _fetch_lines(typing: Any, array: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        place = builder.bitcast(_vector_at(context, builder, array, *arguments, 1), byte)
+        for line in range(WORD * array.dtype.bitwidth // 8 // LINE):
+            at = builder.gep(place, [ir.Constant(ir.IntType(64), line * LINE)])
+            builder.call(prefetch, [at, *(ir.Constant(number, each) for each in (0, 3, 1))])  # to read, and keep, data
+        return context.get_dummy_value()
+
+    return (types.void(array, types.intp), code) if array.is_contig else None
 
 
 @intrinsic
