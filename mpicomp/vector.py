@@ -401,6 +401,8 @@ def whole(array: Array) -> SparseVector:
 
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
     """Return the number of entries before each of increasing positions, from 0 to the length of the vector."""
+    if [*bounds] == [0, vector.length]:
+        return [0, vector.nnz]
     edges = to_device_of(np.array(bounds, vector.indices.dtype), vector.indices)
     return np.searchsorted(vector.indices, edges).tolist()  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from devices import counted, cupy_for_tests, has_cupy_wheel, real_cupy
 
-from mpicomp import ChunkedTopK, Quantised, SIDCo, TopK
+from mpicomp import AdaComp, AggregationAware, ChunkedTopK, Quantised, SIDCo, TopK
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="there is a GPU, and no stand-in")
@@ -63,6 +63,8 @@ def test_what_cupy_does_not_take_is_refused(cupy):
 MOST = {
     "top-k": (TopK(0.01), 8, 2),
     "chunks": (ChunkedTopK(64, 4096), 6, 2),
+    "AdaComp": (AdaComp(50), 9, 2),
+    "aggregation-aware": (AggregationAware(0.01), 23, 4),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 14, 4),
     **{f"SIDCo {fit}": (SIDCo(0.01, fit), 7, 2) for fit in ("exponential", "pareto", "gamma")},
 }
@@ -74,7 +76,8 @@ def test_a_compressor_starts_and_waits_for_few_things(cupy, name):
     for seed in range(2):  # the first call compiles, and SIDCo adapts
         gradient = cupy.asarray(np.random.default_rng(seed).laplace(size=100_000).astype(np.float32))
         with counted(cupy) as found:
-            compressor.compress(gradient)
+            vector = compressor.compress(gradient, gradient=gradient)
+        compressor.observe(vector)
     assert found.launches <= launches, found
     assert found.synchronisations <= synchronisations, found
 

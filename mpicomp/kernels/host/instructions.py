@@ -273,7 +273,7 @@ def _fetch_lines(typing: Any, array: Any, first: Any) -> Any:
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        place = builder.bitcast(_vector_at(context, builder, array, *arguments, 1), byte)
+        place = builder.bitcast(_vector_at(context, builder, array, arguments[0], arguments[1], 1), byte)
         for line in range(WORD * array.dtype.bitwidth // 8 // LINE):
             at = builder.gep(place, [ir.Constant(ir.IntType(64), line * LINE)])
             builder.call(prefetch, [at, *(ir.Constant(number, each) for each in (0, 3, 1))])  # to read, and keep, data

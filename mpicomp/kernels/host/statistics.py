@@ -93,7 +93,8 @@ def with_magnitudes(values: Array, bounds: Sequence[int], rows: Array) -> Array:
 
 def added_sides(size: int, rows: Array) -> Sides:
     """Add up the rows of the blocks of `size` values: sums up to the threshold and above it, the largest, the count."""
-    below, beyond, _, _ = np.add.accumulate(rows)[-1].tolist()
+    with np.errstate(over="ignore"):
+        below, beyond, _, _ = np.add.accumulate(rows)[-1].tolist()
     entries = int(rows[:, 3].sum())
     return Sides(size - entries, entries, below, beyond, float(rows[:, 2].max()))
 
