@@ -15,7 +15,7 @@ from collectives.agreement import check_same, gather_objects, outcome_of
 from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.reduction import CONTRIBUTORS, SIGN, reduction
 from collectives.exchange.statistics import Statistics, report
-from collectives.exchange.step import OPERATION, Step
+from collectives.exchange.step import OPERATION, Started, Step
 from collectives.faults.interrupts import defer_interrupt
 from collectives.faults.ledger import balance, name_step
 from collectives.runtime.link import check_communicator
@@ -317,7 +317,15 @@ class GradientExchange:
         found = outcome_of(self._layout.rearranged, self.buckets, self._order, names, settings)
         is_error = isinstance(found, Exception)
         mine = found if is_error else {"names": str([name for each in found[1] for name in each.names])}
-        check_same("tensors to hold", gather_objects(mine, self.comm, f"{OPERATION}.hold"))
+        try:
+            everyone = gather_objects(mine, self.comm, f"{OPERATION}.hold({', '.join(sorted(names)[:3])})")
+        except Exception as error:  # the other ranks may be in a step, and have taken this call for its first sum
+            if not self._buckets:
+                raise
+            step = self._step = self._begin(self.comm, {}, {})
+            step.started.append(Started(self._buckets[0], self._reduction, None, {}, None, error))
+            self.fail(error)
+        check_same("tensors to hold", everyone)
         self._buckets, self._held = found
         self._names = {name for bucket in self._buckets for name in bucket.names_of_tensors}
 

@@ -13,7 +13,8 @@ mean.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -113,16 +114,26 @@ class DDPHandle(Handle):
         In a forward pass, and before it, an error of one rank would leave the others in sums of DDP.
         """
         if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
-            self._look_again()
+            with self._failing():
+                self._look_again()
 
     def fail(self, error: Exception) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised here.
 
         On the other ranks CollectiveError is raised from `backward()`.
         """
-        if self._ddp.find_unused_parameters:
-            self._ddp._match_unused_params_allreduce()
-        super().fail(error)
+        with self._failing():
+            super().fail(error)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """If the block raises, take part in DDP's own sum of a step, for which other ranks wait."""
+        try:
+            yield
+        except Exception:
+            if self._ddp.find_unused_parameters:
+                self._ddp._match_unused_params_allreduce()
+            raise
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""

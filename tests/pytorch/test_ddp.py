@@ -302,6 +302,17 @@ def test_a_frozen_layer_does_not_move_and_thaws(world, method, views):
     assert have_same_bits(model, world)
 
 
+def test_a_layer_that_only_one_rank_froze_raises_on_all(world):
+    model, handle = attached(world, {"find_unused_parameters": True})
+    for step in range(4):
+        odd = step % 2 == 1
+        model.module.branch.requires_grad_(not (odd and world.rank == 0))
+        with pytest.raises(CollectiveError, match=r"hold\(branch\) on rank 0") if odd else nullcontext():
+            backward(model, world, step)
+    assert handle.exchange.steps == 2
+    assert have_same_bits(model, world)
+
+
 class Wrapper(nn.Module):
     def __init__(self, inner):
         super().__init__()
