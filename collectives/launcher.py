@@ -34,6 +34,11 @@ def torchrun_warning(size: int, environment: Mapping[str, str]) -> str | None:
     )
 
 
+def master_address(environment: Mapping[str, str], host: str, *, is_one_node: bool) -> str:
+    """Return the address at which rank 0 listens for torch; host: its name, which may not resolve on one node."""
+    return environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else host)
+
+
 def torchrun_variables(rank: int, first_on_node: Sequence[int], address: str, port: int) -> dict[str, str]:
     """Return the environment variables of a rank as torchrun would set them, by name.
 

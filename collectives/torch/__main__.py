@@ -28,7 +28,7 @@ from mpi4py import run
 
 from collectives.faults import ulfm
 from collectives.faults.state import named_ranks
-from collectives.launcher import singleton_warning, torchrun_variables
+from collectives.launcher import master_address, singleton_warning, torchrun_variables
 from collectives.runtime.messages import mpi
 from collectives.runtime.waiting import TIMEOUT, initial_timeout
 
@@ -142,7 +142,7 @@ def set_variables(reserved: socket.socket) -> None:
     where = None
     if world.rank == 0:
         alone = len(set(first_on_node)) == 1
-        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else mpi().Get_processor_name())
+        address = master_address(os.environ, mpi().Get_processor_name(), is_one_node=alone)
         where = address, int(os.environ.get("MASTER_PORT") or _free_port(reserved)), os.environ.get(TIMEOUT, "600")
     address, port, timeout = world.bcast(where)
     os.environ.setdefault(TIMEOUT, timeout)

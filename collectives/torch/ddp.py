@@ -72,22 +72,26 @@ def attach(
     """
     check_exchange(exchange)
 
-    def check() -> float | None:
-        _check_ddp(model, exchange.comm)
+    def check() -> dict[str, Any]:
+        ddp = _check_ddp(model)
         check_scaler(scaler)
         remedy = ", the largest norm of a gradient, or None"
-        return None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
+        limit = None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
+        group = sorted(dist.get_process_group_ranks(ddp.process_group))
+        return {"limit": limit, "rank": dist.get_rank(), "group": group}
 
-    limit = gather_results(check, exchange.comm, "attach")[exchange.comm.rank]
+    everyone = gather_results(check, exchange.comm, "attach")
+    _check_groups([each["group"] for each in everyone], sorted(each["rank"] for each in everyone))
     (ddp,) = parts_of(model, DistributedDataParallel)
+    limit = everyone[exchange.comm.rank]["limit"]
     handle = DDPHandle(ddp, exchange, limit, scaler)
-    ddp.register_comm_hook(handle, DDPHandle._take)
-    ddp._comm_hooks[:] = [handle]  # only its class is looked at: copies of the model have no hook
     model.register_forward_hook(handle)
     return handle
 
 
 _ANEW = "wrap it in DistributedDataParallel again, and attach with a new exchange"
+
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 _Parts = list[tuple[torch.Tensor, torch.Tensor]]  # of a bucket: each parameter, and the view of its gradient
 
@@ -106,6 +110,13 @@ class DDPHandle(Handle):
         self._clip = clip
         self.norm: float | None = None  # with `clip`: of this rank's last gradient, before it was clipped
         self._buckets: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]] = []  # of this step
+        self._raised: Exception | None = None  # by the last step, on all ranks
+        self._hook()
+
+    def _hook(self) -> None:
+        """Have DDP's reducer call this object for its buckets."""
+        self._ddp.register_comm_hook(self, DDPHandle._take)
+        self._ddp._comm_hooks[:] = [self]  # only its class is looked at: copies of the model have no hook
 
     @partial(torch.compiler.disable, reason="attach to the compiled model: attach(torch.compile(ddp), exchange)")
     def __call__(self, *_: Any) -> None:
@@ -114,26 +125,52 @@ class DDPHandle(Handle):
         In a forward pass, and before it, an error of one rank would leave the others in sums of DDP.
         """
         if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
+            self._raised = None
             with self._failing():
                 self._look_again()
+                if self._held and not self._ddp.find_unused_parameters:
+                    self.exchange.fail(
+                        ValueError(
+                            f"{some(sorted(self._held))} is frozen, and DDP waits for its gradient: expected "
+                            f"DistributedDataParallel(..., find_unused_parameters=True); or {_ANEW}"
+                        )
+                    )
 
     def fail(self, error: Exception) -> NoReturn:
-        """End the step under way, or the next one, as a rank that failed: `error` is raised here.
+        """End the step under way as a rank that failed: `error` is raised here, CollectiveError on the other ranks.
 
-        On the other ranks CollectiveError is raised from `backward()`.
+        Their `backward()` raises it. For an error that the step has raised itself, which all ranks know of, it does
+        nothing else. The following steps are as usual: gradients and residuals of this one are not used.
         """
-        with self._failing():
-            super().fail(error)
+        if error is not self._raised:
+            with self._failing():
+                self.exchange.fail(error)
+        raise error
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """If the block raises, take part in DDP's own sum of a step, for which other ranks wait."""
+        """If the block raises, take part in DDP's own sum of a step, for which other ranks wait, and renew DDP."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             if self._ddp.find_unused_parameters:
-                self._ddp._match_unused_params_allreduce()
+                self._ddp.process_group.allreduce(self._ddp.reducer._get_local_used_map()).wait()
+            self._renew()
+            self._raised = error
             raise
+
+    def _renew(self) -> None:
+        """Make DDP's reducer anew, as all ranks do after a step that failed: that of a rank may be within the step."""
+        parameters, is_static = [*self._names], self._ddp.static_graph
+        frozen, self._buckets = [each for each in parameters if not each.requires_grad], []
+        for each in parameters:
+            each.requires_grad_(True)  # the reducer hooks the nodes that accumulate gradients
+        self._ddp._ddp_init_helper(parameters, [False] * len(parameters), {}, is_static)
+        for each in frozen:
+            each.requires_grad_(False)
+        if is_static:
+            self._ddp._set_static_graph()
+        self._hook()
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
@@ -172,9 +209,15 @@ class DDPHandle(Handle):
                 self._set_unused(parts)
             future.set_result(buffer)
         if failed is not None:
-            _raise_after_backward(failed)
+            _after_ddp(partial(self._raise, failed))
         elif self._drops:
             _after_ddp(self._drop_gradients)
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise an error from `backward()` after DDP has ended its step; else DDP refuses the next step."""
+        self._renew()
+        self._raised = error
+        raise error
 
     def _set_unused(self, parts: _Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
@@ -213,15 +256,6 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-def _raise_after_backward(error: Exception) -> None:
-    """Raise an error from `backward()` after DDP has ended its step; else DDP refuses the next step."""
-
-    def fail() -> None:
-        raise error
-
-    _after_ddp(fail)
-
-
 def _after_ddp(call: Callable[[], None]) -> None:
     """Call a function once DDP has ended its step, which it does after the backward pass."""
     try:
@@ -230,8 +264,8 @@ def _after_ddp(call: Callable[[], None]) -> None:
         call()
 
 
-def _check_ddp(model: Any, comm: Any) -> None:
-    """Raise TypeError, ValueError or RuntimeError unless this is a DDP model of the ranks of `comm` without a hook."""
+def _check_ddp(model: Any) -> DistributedDataParallel:
+    """Return the DDP module in a model; raise TypeError, ValueError or RuntimeError unless `attach` can take it."""
     check_launcher()
     found = parts_of(model, DistributedDataParallel)
     if len(found) != 1:
@@ -240,26 +274,63 @@ def _check_ddp(model: Any, comm: Any) -> None:
             "DistributedDataParallel(model), after init_process_group(comm); attach_fsdp is for FSDP2, and "
             "exchange(gradients, out=gradients) needs no wrapper"
         )
-    (model,) = found
-    if any(isinstance(each, DDPHandle) for each in model._comm_hooks):
+    ddp: DistributedDataParallel = found[0]
+    if any(isinstance(each, DDPHandle) for each in ddp._comm_hooks):
         raise ValueError("the model is already attached: use the handle that attach has returned")
-    if model.process_group.size() != comm.size:
+    if ddp._use_python_reducer:
         raise ValueError(
-            f"the model's process group has {model.process_group.size()} ranks, and the exchange's communicator "
-            f"{comm.size}: start with mpirun or srun, and call collectives.torch.init_process_group(comm)"
+            "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = 'python_reducer', which calls "
+            "no communication hook: set it to True before the model is wrapped"
         )
-    inside, ignored = _reduced(model), model.parameters_to_ignore
-    parameters = [(name, each) for name, each in model.module.named_parameters() if name not in ignored]
-    if late := [name for name, each in parameters if each.requires_grad and each not in inside]:
-        raise ValueError(
-            f"{some(late)} did not require a gradient when DistributedDataParallel was made, which does not exchange "
-            "it: wrap the model after requires_grad_(True)"
-        )
-    if any(isinstance(each, tuple) for each in model._comm_hooks):
+    if any(isinstance(each, tuple) for each in ddp._comm_hooks):
         raise ValueError(
             "the model has a communication hook, and DDP takes one only: attach to "
             "DistributedDataParallel(model.module), without mixed_precision="
         )
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise TypeError(
+                f"{name} is {type(module).__name__}(sparse=True), whose gradients are sparse tensors: expected "
+                f"sparse=False; the exchange sends few entries all the same"
+            )
+    _check_parameters(ddp)
+    return ddp
+
+
+def _check_parameters(ddp: DistributedDataParallel) -> None:
+    """Raise TypeError or ValueError for parameters that cannot be exchanged."""
+    inside, ignored = _reduced(ddp), ddp.parameters_to_ignore
+    parameters = {name: each for name, each in ddp.module.named_parameters() if name not in ignored}
+    if late := [name for name, each in parameters.items() if each.requires_grad and each not in inside]:
+        raise ValueError(
+            f"{some(late)} did not require a gradient when DistributedDataParallel was made, which does not exchange "
+            "it: wrap the model after requires_grad_(True)"
+        )
+    if bad := [name for name, each in parameters.items() if each in inside and each.dtype not in _DTYPES]:
+        raise TypeError(
+            f"{some(bad)} is {parameters[bad[0]].dtype}: expected real parameters, of float16, bfloat16, float32 or "
+            "float64; of a complex one keep torch.view_as_real(...), and use torch.view_as_complex in forward"
+        )
+    if len({each.device for each in inside}) > 1:
+        name, device = next((name, each.device) for name, each in parameters.items() if each.device != ddp.device)
+        raise ValueError(
+            f"{name!r} is on {device}, and other parameters on {ddp.device}: expected one device for a rank; start a "
+            "rank for each GPU"
+        )
+
+
+def _check_groups(groups: list[list[int]], ranks: list[int]) -> None:
+    """Raise ValueError unless the process groups of all models are the ranks of the exchange."""
+    if other := [group for group in groups if group != ranks]:
+        raise ValueError(
+            f"the model's process group has {len(other[0])} ranks, {_shown(other[0])}, and the exchange's communicator "
+            f"{len(ranks)}, {_shown(ranks)}: start with mpirun or srun, and call "
+            "collectives.torch.init_process_group(comm), or give both the same ranks"
+        )
+
+
+def _shown(ranks: list[int]) -> str:
+    return f"{ranks[:8]}" if len(ranks) <= 8 else f"{ranks[:8]} ..."
 
 
 def _reduced(model: DistributedDataParallel) -> set[Any]:

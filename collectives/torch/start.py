@@ -6,14 +6,15 @@ from typing import Any
 import torch.distributed as dist
 
 from collectives.agreement import gather_results
-from collectives.launcher import torchrun_warning
+from collectives.launcher import master_address, torchrun_warning
 
 
 def init_process_group(comm: Any, backend: str = "gloo") -> None:
     """Initialise torch.distributed with the ranks of an MPI communicator; all of them call it.
 
-    comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends its host and the port to all. backend:
-    for torch's own messages; with `attach` only the small ones of DDP. Raises RuntimeError under torchrun, whose
+    comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends the port and its address to all: its
+    MASTER_ADDR, else 127.0.0.1 on one node, else its host's name. backend: for torch's own messages; with `attach` only
+    the small ones of DDP. Raises RuntimeError under torchrun, whose
     processes MPI does not connect, and if there is a process group already; torch's error if rank 0 cannot listen, and
     CollectiveError on the other ranks.
 
@@ -22,6 +23,9 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
     from mpi4py import MPI
 
     check_launcher()
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    is_one_node = node.size == comm.size
+    node.Free()
     server: dist.TCPStore | None = None
 
     def listen() -> tuple[str, int] | None:
@@ -33,7 +37,7 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
             )
         if comm.rank > 0:
             return None
-        host = MPI.Get_processor_name()
+        host = master_address(os.environ, MPI.Get_processor_name(), is_one_node=is_one_node)
         server = dist.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
         return host, server.port
 
@@ -43,9 +47,14 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
 
 
 def check_launcher() -> None:
-    """Raise RuntimeError under torchrun, whose processes MPI does not connect."""
+    """Raise RuntimeError under torchrun, whose processes MPI does not connect, and where torch knows one process only."""
     from mpi4py import MPI
 
-    warning = torchrun_warning(MPI.COMM_WORLD.size, os.environ)
-    if warning:
+    ranks = MPI.COMM_WORLD.size
+    if warning := torchrun_warning(ranks, os.environ):
         raise RuntimeError(warning)
+    if dist.is_initialized() and dist.get_world_size() == 1 < ranks:
+        raise RuntimeError(
+            f"torch.distributed has 1 process, and MPI {ranks}: each would train alone; start with mpirun -n {ranks} "
+            "python -m collectives.torch train.py, or call collectives.torch.init_process_group(comm)"
+        )

@@ -1,13 +1,16 @@
 """`collectives.torch.attach`: a model in DistributedDataParallel, on all ranks of the world."""
 
+import copy
 import io
 import math
+import re
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from jobs import ROOT
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
 from models import SIZES, Weighted, blocking, gradients, have_same_bits, inputs_of, residuals  # noqa: E402
@@ -21,6 +24,8 @@ from mpicomp import Dense, MomentumCorrection, NoFeedback, TopK  # noqa: E402
 from mpicomp.errors import CollectiveError  # noqa: E402
 
 pytestmark = pytest.mark.mpi
+
+PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 
 
 def wrapped(module, **settings):
@@ -245,12 +250,13 @@ def test_the_scaler_skips_a_step_with_infinities_on_all_ranks(world):
     assert have_same_bits(model, world)
 
 
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
 @pytest.mark.parametrize("views", [False, True])
-def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world, views):
+def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world, views, scaler):
     """AdamW with weight decay and momentum passes over the parameters, and the next step is a usual one."""
     model = wrapped(Weighted(), gradient_as_bucket_view=views)
     exchange = GradientExchange(world, TopK(0.1), nonfinite="skip")
-    attach(model, exchange)
+    attach(model, exchange, scaler=scaler)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     for step, bad in enumerate([False, True, False]):
         optimizer.zero_grad()
@@ -396,6 +402,16 @@ def test_other_parameters_than_those_attached_raise_on_all_ranks(world, change, 
         backward(model, world, 2)
 
 
+def test_a_frozen_layer_for_which_ddp_waits_is_refused(world):
+    model, _ = attached(world)
+    backward(model, world, 0)
+    model.module.bias.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="'bias' is frozen, and DDP waits for its gradient.*find_unused_parameters=True"
+    ):
+        backward(model, world, 1)
+
+
 def test_a_parameter_unfrozen_before_attach_is_refused(world):
     module = Weighted()
     module.bias.requires_grad_(False)
@@ -405,12 +421,85 @@ def test_a_parameter_unfrozen_before_attach_is_refused(world):
         attach(model, GradientExchange(world, TopK(0.1)))
 
 
-def saved(state):
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_exception_in_the_backward_pass_of_one_rank(world, steps, unused):
+    """Handled as docs/frameworks.md says: no rank waits, and the steps after it are those of ranks without it."""
+    (lines,) = re.findall(r"```python\n(try:\n.*?)```", PAGE, re.DOTALL)
+    model, handle = attached(world, {"find_unused_parameters": unused})
+    twin, _ = attached(world, {"find_unused_parameters": unused})
+    for step in range(steps):
+        backward(model, world, step)
+        backward(twin, world, step)
+
+    def fail(gradient):
+        raise MemoryError("no room")
+
+    hook = model.module.b.register_hook(fail) if world.rank == 0 else None
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    before = handle.state_dict()
+    names = {"model": model, "handle": handle, "optimizer": optimizer, "batch": inputs_of(2, world.rank)}
+    names |= {"torch": torch, "CollectiveError": CollectiveError}
+    exec(lines, names | {"loss_of": lambda model, batch: model(batch)})
+    after = handle.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(each.grad is None for each in model.parameters())
+    if hook:
+        hook.remove()
+    for step in (3, 4):
+        backward(model, world, step)
+        backward(twin, world, step)
+    assert handle.exchange.steps == steps + 2
+    for name, mean in gradients(model.module).items():
+        np.testing.assert_array_equal(mean, gradients(twin.module)[name])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: saved(model, weights_only=False)])
+def test_a_copy_of_a_model_has_no_hook_and_may_be_attached(world, copied):
+    model, handle = attached(world)
+    backward(model, world, 0)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    ema.update_parameters(model)
+    twin = copied(model)
+    backward(twin, world, 1)
+    np.testing.assert_array_equal(gradients(twin.module)["a"] * world.size, total(world, 1)["a"])
+    other = attach(twin, GradientExchange(world, TopK(0.1)))
+    backward(twin, world, 2)
+    assert (handle.exchange.steps, other.exchange.steps) == (1, 1)
+
+
+class Unusual(nn.Module):
+    """With an embedding of sparse gradients, or a complex parameter."""
+
+    def __init__(self, is_sparse):
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=is_sparse)
+        if not is_sparse:
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("is_sparse", "words"),
+    [(True, r"table is Embedding\(sparse=True\).*sparse=False"), (False, "'phase' is torch.complex64.*view_as_real")],
+)
+def test_parameters_that_cannot_be_exchanged_are_refused_by_name(world, is_sparse, words):
+    with pytest.raises(TypeError, match=words):
+        attach(wrapped(Unusual(is_sparse)), GradientExchange(world, TopK(0.1)))
+
+
+def test_the_python_reducer_is_refused(world):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = wrapped(Weighted())
+    with pytest.raises(ValueError, match="optimize_ddp = 'python_reducer', which calls no communication hook"):
+        attach(model, GradientExchange(world, TopK(0.1)))
+
+
+def saved(state, **how):
     """Return what `torch.load` returns with its defaults."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, **how)
 
 
 def test_a_run_continues_bitwise_from_a_checkpoint(world):
@@ -513,8 +602,19 @@ def test_what_is_no_model_of_ddp_and_no_exchange(world):
         attach(wrapped(Weighted()), TopK(0.1))
 
 
+def test_a_process_group_of_other_ranks(world):
+    if world.size == 2:
+        pytest.skip("needs two groups of two")
+    inside, _ = torch.distributed.new_subgroups(world.size // 2)
+    between = world.Split(world.rank % (world.size // 2), world.rank)
+    with pytest.raises(ValueError, match=r"group has 2 ranks, \[., .\], and the exchange's communicator 2, \[., .\]:"):
+        attach(wrapped(Weighted(), process_group=inside), GradientExchange(between, TopK(0.1)))
+
+
 def test_a_process_group_of_another_size(world):
-    with pytest.raises(ValueError, match=rf"has {world.size} ranks, and the exchange's communicator 1: start with"):
+    with pytest.raises(
+        ValueError, match=rf"has {world.size} ranks, .*, and the exchange's communicator 1, .*: start with"
+    ):
         attach(wrapped(Weighted()), GradientExchange(MPI.COMM_SELF, TopK(0.1)))
 
 
@@ -524,19 +624,34 @@ def test_torchrun_is_refused(world, monkeypatch):
         attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
 
 
+@pytest.mark.parametrize("call", [attach, outer_loop, lambda model, exchange: init_process_group(exchange.comm)])
+def test_ranks_of_mpi_that_torch_does_not_know_are_noticed(world, monkeypatch, call):
+    """As under `mpirun -n 2 python train.py` with a script that takes itself for one process."""
+    model = wrapped(Weighted())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
+    with pytest.raises(RuntimeError, match=rf"has 1 process, and MPI {world.size}.* python -m collectives.torch"):
+        call(model, GradientExchange(world, TopK(0.1)))
+
+
 def test_a_second_process_group_is_refused(world):
     with pytest.raises(RuntimeError, match="has a process group already: expected"):
         init_process_group(world)
 
 
-def test_a_store_that_cannot_listen_raises_on_all_ranks(world, monkeypatch):
-    def refuse(*_, is_master, **__):
-        assert is_master, "a rank has waited for rank 0, and did not learn that it failed"
-        raise OSError("no free port")
+@pytest.mark.parametrize("address", ["", "node7.invalid"])
+def test_a_store_that_cannot_listen_raises_on_all_ranks(world, monkeypatch, address):
+    """It listens at MASTER_ADDR, or on one node at an address that always resolves."""
 
+    def refuse(host, *_, is_master, **__):
+        assert is_master, "a rank has waited for rank 0, and did not learn that it failed"
+        raise OSError(f"no free port at {host}")
+
+    monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
-    with pytest.raises(OSError if world.rank == 0 else CollectiveError, match="no free port"):
+    with pytest.raises(
+        OSError if world.rank == 0 else CollectiveError, match=f"no free port at {address or '127.0.0.1'}"
+    ):
         init_process_group(world)
 
 
