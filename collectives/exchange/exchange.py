@@ -316,9 +316,10 @@ class GradientExchange:
         settings = self._layout.settings(self.comm, self.steps)
         found = outcome_of(self._layout.rearranged, self.buckets, self._order, names, settings)
         is_error = isinstance(found, Exception)
-        mine = found if is_error else {"names": str([name for each in found[1] for name in each.names])}
+        held = [] if is_error else [name for each in found[1] for name in each.names]
         try:
-            everyone = gather_objects(mine, self.comm, f"{OPERATION}.hold({', '.join(sorted(names)[:3])})")
+            call = f"{OPERATION}.hold({', '.join(held[:3])})"
+            everyone = gather_objects(found if is_error else {"names": str(held)}, self.comm, call)
         except Exception as error:  # the other ranks may be in a step, and have taken this call for its first sum
             if not self._buckets:
                 raise

@@ -153,10 +153,11 @@ class DDPHandle(Handle):
         try:
             yield
         except Exception as error:
-            if self._ddp.find_unused_parameters:
-                self._ddp.process_group.allreduce(self._ddp.reducer._get_local_used_map()).wait()
-            self._renew()
-            self._raised = error
+            if error is not self._raised:  # not by an inner block
+                if self._ddp.find_unused_parameters:
+                    self._ddp.process_group.allreduce(self._ddp.reducer._get_local_used_map()).wait()
+                self._renew()
+                self._raised = error
             raise
 
     def _renew(self) -> None:

@@ -13,6 +13,7 @@ from collectives.exchange import GradientExchange
 from collectives.outer import OuterLoop
 from collectives.torch.common import ModelParameters, check_exchange, local_shard, parts_of, trainable
 from collectives.torch.fsdp import check_fsdp
+from collectives.torch.start import check_launcher
 
 
 def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any) -> OuterLoop:
@@ -31,6 +32,7 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
 
     >>> outer = outer_loop(network, exchange, every=10)
     """
+    check_launcher()
     if parts_of(model, FSDPModule):
         check_exchange(exchange)
         check = partial(check_fsdp, model, exchange.comm)

@@ -47,7 +47,7 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
 
 
 def check_launcher() -> None:
-    """Raise RuntimeError under torchrun, whose processes MPI does not connect, and where torch knows one process only."""
+    """Raise RuntimeError under torchrun, whose processes MPI does not connect, and where torch has one process only."""
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD.size

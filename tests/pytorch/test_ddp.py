@@ -407,7 +407,7 @@ def test_a_frozen_layer_for_which_ddp_waits_is_refused(world):
     backward(model, world, 0)
     model.module.bias.requires_grad_(False)
     with pytest.raises(
-        ValueError, match="'bias' is frozen, and DDP waits for its gradient.*find_unused_parameters=True"
+        ValueError, match=r"'bias' is frozen, and DDP waits for its gradient.*find_unused_parameters=True"
     ):
         backward(model, world, 1)
 
