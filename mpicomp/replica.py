@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, check_apart, kernels_for, on_device
+from mpicomp.arrays import Array, address, check_apart, kernels_for, on_device, writable_memory
 from mpicomp.feedback.base import wide
 from mpicomp.tensors import DICT, Tensor, describe
 from mpicomp.vector import SparseVector
@@ -43,7 +43,7 @@ class Replica:
 
     def find_parameters(self, given: Mapping[str, Any]) -> None:
         """Store the parameters' current memory; raises for an array that no longer fits."""
-        self._memory = [tensor.memory(given[tensor.name]) for tensor in self.tensors]
+        self._memory = [tensor.writable(given[tensor.name], tensor.name, writable_memory) for tensor in self.tensors]
         self._thetas = [_vector(memory) for memory in self._memory]
 
     def moved(self) -> set[str]:
@@ -111,7 +111,7 @@ def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
     first: dict[str, str] = {}
     thetas = []
     for tensor in describe(arrays, DICT):
-        theta = tensor.memory(arrays[tensor.name])
+        theta = tensor.writable(arrays[tensor.name], tensor.name, writable_memory)
         memory = (address(theta), theta.nbytes, theta.dtype) if theta.size else tensor.name
         first[tensor.name] = found.setdefault(memory, tensor.name)
         if first[tensor.name] == tensor.name:

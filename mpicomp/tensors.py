@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_memory, writable_vector
+from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
 from mpicomp.names import canonical
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
@@ -61,25 +61,17 @@ class Tensor:
             raise TypeError(f"{self.name} is a parameter, not a gradient: pass its .grad")
         return contiguous(self._checked(self.name, array)).reshape(-1)
 
-    def writable(self, array: Any, name: str) -> Array:
-        """Return an output array as one vector, a writable view.
+    def writable(self, array: Any, name: str, view: Callable[[Any], Array] = writable_vector) -> Array:
+        """Return an output array as one vector, a writable view; or what `view` returns of it.
 
         name: of the array in errors. Raises TypeError or ValueError for another shape, dtype or device than in the
-        first step, and for arrays that are read-only or not C-contiguous.
+        first step, and for arrays that are read-only or, for a vector, not C-contiguous.
         """
         self._checked(name, array)
         try:
-            return writable_vector(array)
+            return view(array)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-
-    def memory(self, array: Any) -> Array:
-        """Return the memory of a parameter, of the first step's shape, dtype and device; see `writable_memory`."""
-        self._checked(self.name, array)
-        try:
-            return writable_memory(array)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from error
 
     def residual_in(self, gradient: Any) -> Array:
         """Return the gradient's own array as a writable vector; raises if it cannot hold the residual."""

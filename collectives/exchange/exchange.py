@@ -25,7 +25,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.checkpoint import load_whole_state, restored_on_error, whole_state
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
-from mpicomp.errors import CollectiveError, NotFiniteError
+from mpicomp.errors import NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.redistribution import redistributed
 from mpicomp.settings import to_choice, to_integer
@@ -49,11 +49,10 @@ class GradientExchange:
     average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
     number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count; "sign" returns the sign of the
     sum, 1, -1 or 0. Tensors that are sent dense (small ones, and those of `Dense`) are divided by the number of ranks.
-    basis: compress the coefficients of each tensor in an orthonormal basis, such as `Hadamard()`, and transform the
-    mean back: a dense array, also of few coefficients. The residual is in the basis. small: named tensors with fewer
-    values are sent dense; by default 1024, and 0 in a basis and for dense arrays. bucket_nbytes: approximate size of
-    the gradients in one message, in bytes. log: called with the `Statistics` of each step that was kept; an error in it
-    becomes a warning.
+    basis: compress the coefficients of each tensor in an orthonormal basis, such as `Hadamard()`, keep the residual in
+    it, and transform the mean back: a dense array. small: named tensors with fewer values are sent dense; by default
+    1024, and 0 in a basis and for dense arrays. bucket_nbytes: bytes of the gradients in one message, about. log:
+    called with the `Statistics` of each step that was kept; an error in it becomes a warning.
 
     nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN or an infinity, which takes one
     more pass over the gradients. Residuals do not change, all means are zero, so that an optimiser without momentum
@@ -131,8 +130,7 @@ class GradientExchange:
         of these, with indices into each array in C order, without a pass over all values. See `SparseVector.add_to`.
 
         Raises KeyError, TypeError or ValueError for a bad gradient or `out`, RuntimeError within a step, and
-        `CollectiveError` on the other ranks; OverflowError on all ranks if the sum leaves the range of the dtype.
-        Residual, gradient and `out` are then unchanged.
+        `CollectiveError` on the other ranks; OverflowError on all ranks if the sum leaves its range. Nothing changes.
         """
         try:
             check_between_steps(self)
@@ -149,12 +147,10 @@ class GradientExchange:
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
 
-        tensors: arrays by name; only their kind, shape and dtype are used. Without this call the first step registers
-        them.
+        tensors: arrays by name; only kind, shape and dtype are used. Without this call the first step registers them.
 
-        Raises TypeError or ValueError on a rank whose tensors are bad, or the error of a `compressor` function, and
-        `CollectiveError` on the other ranks; CollectiveError on all if tensors or settings differ; RuntimeError if
-        tensors are already registered, as their residuals would be lost.
+        Raises TypeError or ValueError for bad tensors, or the error of a `compressor` function, and `CollectiveError`
+        on the other ranks, or on all if tensors or settings differ; RuntimeError if tensors are registered.
         """
         if self._buckets:
             raise RuntimeError("the tensors are registered: expected one call, before the first step")
@@ -165,12 +161,10 @@ class GradientExchange:
     def start(self, name: str, array: Any, *, out: Any = None) -> None:
         """Pass the gradient of a tensor; its bucket is sent once it is full and all earlier buckets were sent.
 
-        name: of a tensor, once a step. array: of the registered shape and dtype; None for zeros, once tensors are
-        registered. Do not change it before `finish`, which raises its errors. In the first step, without `register`,
-        `finish` sends the buckets. out: the output buffer, as in a call; it may be `array`.
+        name: of a tensor, once a step. array: of the registered shape and dtype; None for zeros. Do not change it
+        before `finish`, which raises its errors, and sends the buckets if no tensors are registered. out: as in a call.
 
-        Raises KeyError, TypeError or ValueError at once for a name that is unknown, or was passed before in this step;
-        the step continues.
+        Raises KeyError, TypeError or ValueError for an unknown or a repeated name; the step continues.
         """
         if self._step is not None and name in self._step.arrays:
             raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
@@ -196,10 +190,8 @@ class GradientExchange:
     def finish(self, *, sparse: bool = False) -> dict[str, Any]:
         """Wait for the sums of this step, and return the means by name, as the registered kinds of array.
 
-        A registered tensor that was not started on this rank counts as zero: one that the step did not use, or all of
-        them on a rank without a batch. Entries of its residual may be sent. sparse: as in a call.
-
-        Raises the errors of a call; the residuals of all tensors are then unchanged on all ranks.
+        A tensor that was not started on this rank counts as zero, such as all of them on a rank without a batch, but
+        entries of its residual may be sent. sparse, errors: as of a call.
         """
         return self._run(DICT, "sparse" if sparse else "dense").results
 
@@ -241,10 +233,7 @@ class GradientExchange:
         return {ALONE if name is None else name: each for some in found for name, each in some.items()}
 
     def report(self) -> str:
-        """Return lines to print: bytes and milliseconds of an exchange on this rank, compared with a dense allreduce.
-
-        The mean of all but the first one, which compiles and connects.
-        """
+        """Return lines to print: bytes and milliseconds of an exchange, in the mean of all but the first one."""
         itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
         return report(self._first, self._later, self.skipped, self.comm, itemsize)
 
@@ -252,9 +241,8 @@ class GradientExchange:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
 
         Each rank saves its own state, at any time: within a step it is the state before that step. A run resumed from
-        it continues bitwise. Each tensor's part contains rank, number of ranks, step and settings as text. The state
-        does not contain the order of named tensors (`register` them in the same order first), nor residuals in place
-        (save the gradients).
+        it continues bitwise. Rank, number of ranks, step and settings are in the part of each tensor; the order of
+        named tensors (`register` them in it first) and residuals in place (save the gradients) are not.
         """
         with set_back(self._step.snapshots if self._step else []):
             return whole_state(self.buckets, self._layout.settings(self.comm, self.steps))
@@ -333,17 +321,13 @@ class GradientExchange:
     def continue_on(self, comm: Any) -> None:
         """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
 
-        comm: a communicator of ranks that have this exchange; all of them call. The residuals of dead ranks are lost;
-        the mean is then over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks if
-        they have not kept the same steps: load a checkpoint then; RankFailedError and CollectiveTimeoutError as a step
-        does. The exchange is then unchanged.
+        comm: of ranks that have this exchange; all of them call. The residuals of dead ranks are lost; the mean is then
+        over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks if they have kept
+        different steps; RankFailedError and CollectiveTimeoutError as a step does. Nothing changes then.
         """
         check_between_steps(self)
-        mine = self.steps, len(self._buckets)
-        kept, buckets = zip(*gather_objects(mine, comm, f"{OPERATION}.continue_on"), strict=True)
-        if len({*zip(kept, buckets, strict=True)}) > 1:
-            got = f"{list(kept)}, of {list(buckets)} buckets"
-            raise CollectiveError(f"the ranks have kept different numbers of steps, {got}: load a checkpoint")
+        mine = {"steps kept": str(self.steps), "buckets": str(len(self._buckets))}
+        check_same("state, or load a checkpoint", gather_objects(mine, comm, f"{OPERATION}.continue_on"))
         self.comm = comm
 
     @defer_interrupt

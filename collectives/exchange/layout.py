@@ -2,8 +2,7 @@
 
 The rules, in the order in which they apply:
 
-1. Named tensors are in the order of rank 0: that of its gradients in the first step, or of `register`. Buckets start in
-   that order on all ranks in every step.
+1. Named tensors are in rank 0's order, of its gradients in the first step or of `register`; so do buckets start.
 2. A named tensor of fewer than `small` values is sent dense, in one bucket for each dtype, after the others.
 3. A bucket contains tensors of one dtype, up to about `bucket_nbytes`; a tensor is never divided. Each is a segment of
    the bucket's vector: its entries compete with each other only.
@@ -141,13 +140,10 @@ class Layout:
     def rearranged(
         self, buckets: Sequence[Bucket], order: Sequence[str], names: Iterable[str], settings: Mapping[str, Any]
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states.
-
-        order: of all tensors when they were registered, so that a resumed run has the same buckets.
-        """
+        """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states."""
         held = dict.fromkeys(names)
         found = {each.name: (each, bucket.compressor_of(each.name)) for bucket in buckets for each in bucket.tensors}
-        parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}
+        parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}  # a resumed run has these buckets
         check_same_form(DICT, held, DICT, parts)
         if held.keys() == parts.keys():
             raise ValueError("no named tensor is left to exchange: expected one at least")

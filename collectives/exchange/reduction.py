@@ -74,10 +74,9 @@ class Reduction:
     def received(self, outcome: Any, length: int) -> Received:
         """Return the parts of what the collective returned for vectors of a length.
 
-        outcome: of arrays the sum, with what was rejected if it `writes`. Of vectors a SparseVector; (sum, rejected) or
-        (sum, votes); a list of every rank's vector, which are added up in rank order; or a dense array, the sum of
-        arrays. float16 is converted to float32 first, so that it is rounded once, and a mean may be in range if the sum
-        is not. Raises TypeError for anything else, ValueError for another length.
+        outcome: the sum of arrays, with what was rejected if it `writes`; of vectors a SparseVector, a dense array,
+        (sum, rejected), (sum, votes), or a list, which is added up in rank order. float16 is converted to float32
+        first, so that it is rounded once. Raises TypeError for anything else, ValueError for another length.
         """
         result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
         if self.takes_arrays:

@@ -82,9 +82,7 @@ def test_ranks_that_kept_different_steps_do_not_go_on(comm):
     if comm.rank == 1:
         exchange.comm = alone
         exchange(gradient(comm.rank, 1))
-    with pytest.raises(
-        CollectiveError, match=r"different numbers of steps, \[1, 2, 1\], of \[1, 1, 1\] buckets: load a checkpoint"
-    ):
+    with pytest.raises(CollectiveError, match="load a checkpoint: 'steps kept' is 1 on rank 0, and 2 on rank 1"):
         exchange.continue_on(comm)
     assert exchange.comm is (alone if comm.rank == 1 else comm)
     alone.Free()
@@ -98,7 +96,7 @@ def test_ranks_of_which_some_have_registered_nothing_do_not_go_on(comm):
         exchange.comm = MPI.COMM_SELF
         exchange.register({"a": np.zeros(3)})
         exchange.comm = comm
-    with pytest.raises(CollectiveError, match=r"steps, \[0, 0\], of \[0, 1\] buckets: load a checkpoint"):
+    with pytest.raises(CollectiveError, match="load a checkpoint: 'buckets' is 0 on rank 0, and 1 on rank 1"):
         exchange.continue_on(comm)
 
 
