@@ -1,11 +1,25 @@
 """The lines that `mpicomp explain --train` prints run, on all ranks of the world."""
 
+import pathlib
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
 import torch.distributed as dist  # noqa: E402
+from models import have_same_bits  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
+from collectives import GradientExchange  # noqa: E402
+from collectives.torch import attach, attach_fsdp  # noqa: E402
+from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
 from mpicomp_bench import advice  # noqa: E402
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
 
 pytestmark = pytest.mark.mpi
 
@@ -39,3 +53,53 @@ def test_one_node_alone_trains_on_all_batches(world):
     names = {"network": network, "batches": batches, "optimizer": optimizer}
     exec(advice.lines_of(advice.ALONE), {**names, "loss_of": lambda network, batch: network(batch).sum()})
     torch.testing.assert_close(before - network.weight.detach(), torch.full((1, 2), 0.5))
+
+
+def lines_with(text):
+    """Return the block of docs/frameworks.md that contains a text."""
+    (lines,) = (found for found in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if text in found)
+    return lines
+
+
+def test_replicas_with_uneven_numbers_of_batches_stay_the_same(world):
+    mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replica", "shard"))
+    torch.manual_seed(0)
+    model, replica = fully_shard(nn.Linear(64, 8, bias=False), mesh=mesh["shard"]), mesh.get_local_rank("replica")
+    exchange = GradientExchange(world.Split(mesh.get_local_rank("shard"), world.rank), Dense(), NoFeedback())
+    attach_fsdp(model, exchange)
+    names = {"comm": world, "MPI": MPI, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 1.0)}
+    names |= {"batches": [torch.ones(1, 64)] * (1 + 2 * replica), "loss_of": lambda model, batch: model(batch).sum()}
+    before = model.weight.full_tensor()
+    exec(lines_with("0 * loss"), names)
+    most = 2 * exchange.comm.size - 1  # and 1, 3, 5, ... batches: their sum is the square of the number of replicas
+    assert exchange.steps == most
+    torch.testing.assert_close(before - model.weight.full_tensor(), torch.full((8, 64), float(exchange.comm.size)))
+
+
+def test_a_checkpoint_of_all_ranks_has_the_state_of_each(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(world.bcast(str(tmp_path)))
+
+    def made():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(64, 32))
+        return {
+            "torch": torch,
+            "comm": world,
+            "model": model,
+            "handle": attach(model, GradientExchange(world, TopK(0.1))),
+        }
+
+    def train(names):
+        names["model"].zero_grad()
+        (names["model"](torch.ones(1, 64) * (1 + world.rank)).square().sum()).backward()
+        torch.optim.SGD(names["model"].parameters(), 0.01).step()
+        return names["handle"].state_dict()
+
+    first, second = made(), made()
+    train(first)
+    exec(lines_with("dcp.save"), first)
+    exec(lines_with("read_metadata"), second | {name: first[name] for name in ("dcp", "own")})
+    one, other = train(first), train(second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert have_same_bits(second["model"], world)
