@@ -41,16 +41,24 @@ def whole(cluster):
 
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(2, 2), (4, 1)])
-def test_train_digits(cluster, launch, nodes, tasks):
+def test_an_example(cluster, launch, nodes, tasks):
     pytest.importorskip("sklearn")
     job = cluster.submit(
-        launch, f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "train_digits.sbatch", "--steps", "12"
+        launch,
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={tasks}",
+        "example.sbatch",
+        "examples/numpy_digits.py",
+        "--steps",
+        "12",
+        "--plot",
+        "here.png",
     )
     state, printed = cluster.ended(job)
     assert state == "COMPLETED", printed
     assert re.search(r"ranks +4 on", printed)
     assert printed.count("check: ") == printed.count(": ok") == 5
-    assert (cluster.work / f"train_digits-{job}.png").exists()
+    assert (cluster.work / "here.png").exists()
 
 
 def test_local_steps_over_two_partitions(cluster):
@@ -65,7 +73,7 @@ def test_local_steps_over_two_partitions(cluster):
 
 @pytest.mark.parametrize("wrong", ["srun --mpi=none", "srun --mpi=pmi2"])
 def test_a_launcher_that_does_not_fit_the_mpi_stops_the_job_before_the_training(cluster, wrong):
-    state, printed = cluster.ended(cluster.submit(wrong, "train_digits.sbatch"))
+    state, printed = cluster.ended(cluster.submit(wrong, "example.sbatch"))
     assert state == "FAILED"
     assert "the launcher says SLURM_STEP_NUM_TASKS=4, and MPI sees 1" in printed or "PMI_SIZE=4" in printed, printed
     assert "check:" not in printed
