@@ -94,7 +94,10 @@ def is_array(array: Any) -> bool:
 
 
 def _from_dlpack(array: Any) -> Array:
-    device = int(array.__dlpack_device__()[0])
+    try:
+        device = int(array.__dlpack_device__()[0])
+    except BufferError as error:  # of JAX, on several devices
+        raise TypeError(f"{_type_name(array)}: {error}; pass a copy in one memory, as of jax.device_get") from error
     if device not in _HOST_DEVICES + _CUDA_DEVICES:
         raise TypeError(
             f"{_type_name(array)} is on a device that is not supported (DLPack type {device}): copy it to host memory"

@@ -152,3 +152,14 @@ def test_torch_tensors_without_memory_of_their_own_are_refused(call):
             call(tensor)
     with pytest.raises(TypeError, match=r"pass tensor.resolve_neg\(\)"):
         call(torch.tensor([1 + 2j, 3 + 4j]).conj().imag)
+
+
+def test_an_array_on_several_devices_is_refused_with_the_remedy():
+    class Sharded:
+        def __dlpack_device__(self):
+            raise BufferError("array is on 2 devices")
+
+    with pytest.raises(
+        TypeError, match=r"Sharded: array is on 2 devices; pass a copy in one memory, as of jax.device_get"
+    ):
+        to_array(Sharded())

@@ -3,6 +3,7 @@
 import json
 import math
 import operator
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives.exchange import GradientExchange
 from mpicomp.names import canonical_names
@@ -222,6 +224,25 @@ def to_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
         key.removeprefix(_TEXT): np.array(json.loads(bytes(value)), np.str_) if key.startswith(_TEXT) else value
         for key, value in arrays.items()
     }
+
+
+def check_signs(parameters: Collection[Any]) -> None:
+    """Have the first step of the parameters' optimiser warn unless it is plain SGD, and their gradients are signs."""
+    mine = {id(each) for each in parameters}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        found = [each for group in groups for each in group["params"] if id(each) in mine and each.grad is not None]
+        if not found:
+            return
+        handle.remove()
+        advice = "average='sign' gives 1, -1 and 0, to be multiplied by the rate alone: expected torch.optim.SGD"
+        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in groups):
+            warnings.warn(f"{advice} without momentum, got {type(optimizer).__name__}", RuntimeWarning, stacklevel=3)
+        if not all(local_shard(each.grad).abs().sub(0.5).abs().eq(0.5).all() for each in found):
+            warnings.warn(f"{advice} without clipping, and .grad was scaled", RuntimeWarning, stacklevel=3)
+
+    handle = register_optimizer_step_pre_hook(look)
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -24,12 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.agreement import gather_results
 from collectives.exchange import GradientExchange
+from collectives.exchange.reduction import SIGN
 from collectives.torch.common import (
     Handle,
     ModelParameters,
     after_backward,
     check_exchange,
     check_scaler,
+    check_signs,
     named,
     parts_of,
     some,
@@ -86,6 +88,8 @@ def attach(
     limit = everyone[exchange.comm.rank]["limit"]
     handle = DDPHandle(ddp, exchange, limit, scaler)
     model.register_forward_hook(handle)
+    if exchange.average == SIGN and exchange.comm.rank == 0:
+        check_signs(handle._names)
     return handle
 
 

@@ -94,7 +94,9 @@ def raise_not_finite(values: Array, *, threads: int | None = None) -> None:
 def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueError:
     """Return the error that names a value by its position in an array of a shape."""
     place = ", ".join(str(int(each)) for each in np.unravel_index(position, shape))
-    return ValueError(f"values[{place}] is {bad}: expected finite values; skip the step or clip them")
+    return ValueError(
+        f"values[{place}] is {bad}: expected finite values; skip the step (nonfinite='skip') or clip them"
+    )
 
 
 def first_not_finite(values: Array, threads: int | None = None) -> int:
