@@ -7,12 +7,11 @@ import pytest
 from compilers import available, instructions, nvrtc_libraries, spills
 from devices import cupy_for_tests, has_cupy_wheel
 
-WHEEL = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy")
+RARE = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy"), pytest.mark.slow
 
 
-@pytest.mark.parametrize("architecture", [*(pytest.param(each, marks=WHEEL) for each in ("sm_80", "sm_90")), "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_90", *(pytest.param(each, marks=RARE) for each in ("sm_80", "sm_100"))])
 @pytest.mark.skipif(not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed")
-@pytest.mark.slow
 def test_no_kernel_spills_registers(architecture):
     cupy_for_tests()
     source = importlib.import_module("mpicomp.kernels.device.compiling").source()

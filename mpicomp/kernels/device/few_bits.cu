@@ -83,7 +83,7 @@ __device__ inline double warp_total(double value) { return warp_sum(value); }
 template <typename T, typename Key>
 __device__ inline T sum_up_to(const Corrected<T>& c, i64 block, Key threshold, T share, i64& above) {
     T lanes[4] = {T(0.0), T(0.0), T(0.0), T(0.0)};
-    i64 found = 0;
+    u32 found = 0;  // with 64 bits registers spill on sm_90
     for (i64 start = 0; start < block; start += 128)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -92,7 +92,7 @@ __device__ inline T sum_up_to(const Corrected<T>& c, i64 block, Key threshold, T
             if (magnitude <= threshold) lanes[k] = lanes[k] + number_of(magnitude) * share;
             found += magnitude > threshold;
         }
-    above = (i64)warp_sum((u64)found);
+    above = warp_sum(found);
     return warp_total((lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
 }
 
