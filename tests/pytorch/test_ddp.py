@@ -313,7 +313,7 @@ def test_a_layer_that_only_one_rank_froze_raises_on_all(world):
     for step in range(4):
         odd = step % 2 == 1
         model.module.branch.requires_grad_(not (odd and world.rank == 0))
-        with pytest.raises(CollectiveError, match=r"hold\(branch\) on rank 0") if odd else nullcontext():
+        with pytest.raises(CollectiveError, match=r"hold\(branch\).* on rank 0") if odd else nullcontext():
             backward(model, world, step)
     assert handle.exchange.steps == 2
     assert have_same_bits(model, world)
