@@ -11,8 +11,8 @@ long step then misses by factors that change from call to call; no controller ca
 thresholds scale with the vector.
 
 Under the controller each stage asks for the share that is still missing, by the count of the magnitudes above the
-threshold before it, so that an error of one stage does not last. All stages but the last see a sample: a 16th of a
-segment, from 8192 to 65536 values; what decides in one stage, or without the counts, takes up to 2^20. One read adds
+threshold before it, so that an error of one stage does not last. All stages but the last see a sample: a 64th of a
+segment, from 4096 to 32768 values; what decides in one stage, or without the counts, takes up to 2^20. One read adds
 the residual and stores what exceeds the threshold before the last, a few times as many entries as are sent; the last
 stage fits and selects from those. Where the sample misled the selection is exact. Equal vectors give equal bits.
 
@@ -40,7 +40,7 @@ ADAPTATIONS = "control", "published", None
 
 _FIRST_SHARE = 0.25  # that exceeds the threshold of the first of several stages
 _NO_SPREAD = 1e-5  # of the logarithms, below which rounding errors would show in it
-_SAMPLE = 1 << 12, 1 << 16, 1 << 20  # values: at least, at most, and at most where counts correct no error
+_SAMPLE = 1 << 12, 1 << 15, 1 << 20  # values: at least, at most, and at most where counts correct no error
 
 _GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
 _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
