@@ -51,6 +51,7 @@ def test_variables_of_the_user_are_kept(tmp_path, monkeypatch, threads):
     users = {"MASTER_ADDR": "ib-node7", "MASTER_PORT": "29511", "MPICOMP_TIMEOUT": ""}
     users |= {"OMP_NUM_THREADS": threads} if threads else {}
     monkeypatch.setattr("jobs.THREADS", {})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for ranks, expected in (0, threads or None), (2, threads or "1"):
         done = start(tmp_path, SHOW, ranks=ranks, **users)
         assert done.returncode == 0, done.stderr
