@@ -14,7 +14,7 @@ vector that is not zero, its largest entry is sent. Messages are those of `mpico
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +42,6 @@ class AdaComp(Compressor):
     >>> AdaComp(bin_size=2).compress(gradient, gradient=gradient).indices.tolist()
     [1, 3]
     """
-
-    needs_gradient: ClassVar[bool] = True
 
     def __init__(self, bin_size: int = 50) -> None:
         self.bin_size = to_integer("bin_size", bin_size, 1, 16384)

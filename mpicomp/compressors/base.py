@@ -56,9 +56,6 @@ class Compressor(Configured):
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
-    needs_gradient: ClassVar[bool] = False
-    """Whether `compress` needs the new gradient."""
-
     report: Report | None = None
     """Statistics of the last call; None before any."""
 

@@ -73,7 +73,7 @@ class Segments(Compressor):
             if summands is not None:
                 own = summands[0][span], summands[1], summands[2][first:end]
             try:
-                if own is None and (end - first == 1 or compressor.needs_gradient):
+                if own is None and (end - first == 1 or (len(compressors) > 1 and gradient is not None)):
                     calls = zip(compressors, pairwise(self.bounds[first : end + 1]), strict=True)
                     sent = concatenate([_compressed(each, vector, gradient, slice(*edges)) for each, edges in calls])
                 else:

@@ -97,7 +97,7 @@ def test_each_tensor_is_exchanged_as_if_it_were_alone(comm, feedback, settings):
         for step in range(3):
             for place, (name, array) in enumerate(gradients(comm.rank, step, np.float64).items()):
                 for home in homes:  # of a residual in place
-                    home[name] = home[name] * in_place + array * 4.0**place
+                    home[name] = np.asarray(home[name] * in_place + array * 4.0**place)
             means = together(homes[0])
             for name, array in homes[1].items():
                 message = f"{compressor!r}, {name}, step {step}"
