@@ -1,8 +1,7 @@
 """Agreement of all ranks on an object, or on whether a step succeeded.
 
-Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of one number for a step. Objects are sent in the
-library's messages, and failures are counted by MPI's sum on the library's duplicate of the communicator: deadlines
-apply to both, and the error of a rank reaches all ranks.
+Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of one number for a step. Both are operations of
+the library: deadlines apply, and the error of a rank reaches all ranks.
 """
 
 import zlib
@@ -25,8 +24,8 @@ from mpicomp.vector import SparseVector
 def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     """Return every rank's value, in rank order, on all ranks.
 
-    value: serialisable as JSON; or an exception: this rank raises it, and the others raise CollectiveError that names
-    it. operation: the name in errors; CollectiveError if it differs between ranks.
+    value: serialisable as JSON, or an exception, as `Call.contribution`. operation: the name in errors; CollectiveError
+    if it differs between ranks.
     """
     contribution: Any = value if isinstance(value, Exception) else NOTHING
     return Call(contribution, comm, own={"value": value}, operation=operation)
@@ -58,10 +57,9 @@ def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
     A rank whose block raised raises that error, with the block's traceback (`contextmanager` restores it, so no frame
-    of the agreement holds the error); the others raise CollectiveError, or StepSkippedError if the only errors are
-    gradients that are not finite. All blocks must have started the same collectives. An interrupt is not reported.
-    operation: the name in errors. place: what this rank is about to complete; if ranks are at different places, all
-    raise CollectiveError. One agreement at the end: an allreduce of three numbers, or MPI's under ULFM.
+    of the agreement holds it); the others raise CollectiveError, or StepSkippedError if the only errors are gradients
+    that are not finite. All blocks must have started the same collectives. An interrupt is not reported. operation: the
+    name in errors. place: what this rank is about to complete; at different places all raise CollectiveError.
     """
     error: Exception | None = None
     try:

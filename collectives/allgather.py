@@ -1,10 +1,8 @@
 """Sparse allgather: every rank gets every rank's vector.
 
 Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in
-multiport message-passing systems", IEEE TPDS 8(11), 1997: the dissemination allgather, for any number of ranks.
-
-Rounds: ceil(lg P). Bytes sent by a rank: (P-1) k s on average, when each contributes k entries of s bytes.
-Invariant: before round j a rank holds the blocks of 2^j consecutive ranks, its own first.
+multiport message-passing systems", IEEE TPDS 8(11), 1997: the dissemination allgather, for any number of ranks. Costs:
+docs/collectives.md. Invariant: see `schedule.dissemination`.
 
 Differences from the paper: parts may differ in size and be empty; headers contain the sizes, so no round exchanges
 them, and several parts are sent as one message.

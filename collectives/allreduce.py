@@ -1,14 +1,12 @@
-"""Sparse allreduce: the exact sum of all ranks' vectors on every rank.
+"""Sparse allreduce: the exact sum of all ranks' vectors on every rank. Rounds and bytes: docs/collectives.md.
 
 Source: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling and split + allgather.
 
-Rounds and bytes: docs/collectives.md. Invariant: the order of additions depends only on the number of ranks (and, in
-algorithms that use nodes, on their placement). An entry is summed on one rank, or on several with the same bits, so all
-ranks hold the same bits.
+Invariant: the order of additions depends only on the number of ranks (and, in algorithms that use nodes, on their
+placement). An entry is summed on one rank, or on several with the same bits, so all ranks hold the same bits.
 
-Differences from the paper: any number of ranks; parts of unequal size; a piece is sent as a bitmap or a dense range as
-soon as that is smaller; shares hold about equal numbers of entries, however these are distributed; a metadata exchange
-comes first.
+Differences from the paper: any number of ranks; a piece is sent as a bitmap or a dense range as soon as that is
+smaller; shares hold about equal numbers of entries, however these are distributed; a metadata exchange comes first.
 """
 
 import math
@@ -59,15 +57,12 @@ def sparse_allreduce(
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
     algorithm: "allgather", "recursive_doubling", "split_allgather", or "dense_mpi": MPI's own allreduce of the filled
     vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node "node_lanes"; or "auto", the
-    fastest one by the formulas of `collectives.choice`.
-    votes: also count the ranks that contribute each entry (`collectives.votes`); the same on all ranks.
-
-    The ranks first exchange metadata in ceil(lg P) small messages. "auto" omits this for two ranks; it sends vectors in
-    these messages if they are small, or if the last call for this length gathered them.
+    fastest one by the formulas of `collectives.choice`. votes: also count the ranks that contribute each entry
+    (`collectives.votes`); the same on all ranks.
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero are kept;
-    "dense_mpi" returns an entry for every position. The sum may share memory with `vector`. With votes
-    returns (sum, counts), of which type checkers see the sum alone: counts is int64, one for each entry.
+    "dense_mpi" returns an entry for every position. The sum may share memory with `vector`. With votes returns (sum,
+    counts), of which type checkers see the sum alone: counts is int64, one for each entry.
 
     >>> vector = TopK(k=2).compress(gradient)
     >>> sparse_allreduce(vector, comm).to_dense().tolist()
@@ -129,11 +124,10 @@ def run_counting(
 
 
 def choose_freely(vector: SparseVector, group: Group, *, whole: bool = True) -> Steps[Choice]:
-    """Choose an algorithm by the contributions of the ranks.
+    """Choose an algorithm by the contributions of the ranks, with metadata as docs/collectives.md says.
 
-    Two ranks need no metadata to choose: none sends less than the vectors. Small vectors are sent in the metadata
-    exchange itself, and so are those that the last call like this one gathered; the choice is the same as without.
-    whole: the group contains all ranks of the communicator, so it can call MPI's own allreduce.
+    Two ranks need none to choose: no algorithm sends less than the vectors. whole: the group contains all ranks of the
+    communicator, so it can call MPI's own allreduce.
     """
     if group.size <= 2:
         return "recursive_doubling", NO_METADATA

@@ -1,9 +1,7 @@
-"""Error averaging: the residuals of all ranks are replaced by their mean.
+"""Error averaging: the residuals of all ranks are replaced by their mean, by a dense allreduce of each.
 
 Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training with compressed gradient", AAAI
 2021 (arXiv 2008.05823), which averages every p steps.
-
-Rounds and bytes: those of a dense allreduce of the gradients, each time.
 
 Invariant: the sum of the residuals over the ranks is unchanged, exactly where additions and the division are exact.
 """
@@ -26,9 +24,8 @@ OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
 def average_residuals(exchange: GradientExchange) -> None:
     """Replace the residual of each tensor by its mean over the ranks; all ranks call it, between two steps.
 
-    Residuals in place belong to the gradients: average those. Raises RuntimeError within a step; OverflowError if a
-    sum leaves the range of float32 (float64 for float64), on all ranks, whose residuals are then unchanged; the errors
-    of a collective.
+    Residuals in place belong to the gradients: average those. Raises RuntimeError within a step; OverflowError on all
+    ranks if a sum leaves the range of float32 (float64 for float64); the errors of a collective. Nothing changes then.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
     >>> for step in range(20):

@@ -2,16 +2,10 @@
 
     @collective(promise=...)
     def name_of_it(vector, comm, *, algorithm="auto", codec="auto") -> Call[Result]:
-        '''Say what it does.'''
         return Call(vector, comm, algorithm, codec)
 
     @name_of_it.algorithm
-    def an_algorithm(vector, group):
-        ...
-
-declares the blocking form; `name_of_it.nonblocking` is the other one. `algorithms` contains the declared algorithms by
-name, and `COLLECTIVES` all collectives: benchmarks and `mpicomp explain` iterate over them. The debug mode checks
-`promise`.
+    def an_algorithm(vector, group): ...
 
 All checks of the caller's arguments run in one `try`, before any message: if one raises, the rank does not start, but
 notifies the others, and `run_or_notify` raises on every rank. Only a bad `comm` raises at once, as there is nobody to
@@ -70,7 +64,6 @@ def sound(call: "Call[Any]", size: int) -> SparseVector:
 
 
 def _remedy(vector: Any) -> str:
-    """Return how to convert an object to a SparseVector."""
     if remedy := sparse_remedy(vector):
         return f"; {remedy}"
     if is_array(vector):
@@ -88,13 +81,12 @@ def on_every_rank(result: Any) -> tuple[list[Any], list[Any]]:
 class Call(Generic[T]):
     """The arguments of a rank's call of a collective.
 
-    contribution: the rank's input, which `prepare` turns into a vector; or an exception, if the rank failed before the
-    collective: this rank raises it, and the others CollectiveError. arguments: further arguments of the algorithms by
-    name, the same on all ranks; integers and votes are checked. own: arguments of this rank's algorithm that are not
-    compared. prepare: a function of the call, whose arguments it may change, and the number of ranks; returns the
-    vector, or raises. finish: converts the result of the algorithm to that of the call. follow: take length and dtype
-    from the root; other ranks' contribution is ignored except for its device. operation: the name in errors, if it is
-    not that of the collective.
+    contribution: the rank's input; or an exception, if the rank failed before: this rank raises it, and the others
+    CollectiveError. arguments: of the algorithms by name, the same on all ranks; integers and votes are checked. own:
+    those of this rank's algorithm that are not compared. prepare: a function of the call, whose arguments it may
+    change, and the number of ranks; returns the vector, or raises. finish: converts the result of the algorithm to that
+    of the call. follow: take length and dtype from the root; other ranks' contribution is ignored except for its
+    device. operation: the name in errors, if it is not that of the collective.
     """
 
     contribution: Any
@@ -236,8 +228,8 @@ def collective(
 ) -> Callable[[Callable[P, Call[T]]], Collective[P, T]]:
     """Return a decorator that turns a function that returns a `Call` into a collective.
 
-    promise: a function of an algorithm's result that returns two lists: the vectors that are the same on all ranks, and
-    those that are this rank's part of the sum; the debug mode checks both. None: the result has no vectors, and the
+    promise: a function of an algorithm's result that returns two lists, which the debug mode checks: the vectors that
+    are the same on all ranks, and those that are this rank's part of the sum. None: the result has no vectors, and the
     collective is not in `COLLECTIVES`. compare: compares the calls of the ranks before an algorithm that needs it, over
     the schedule with which "auto" begins. gives_sum, takes_arrays: see `Collective`.
     """
@@ -282,8 +274,8 @@ def declared_by(function: Any) -> "Collective[Any, Any] | None":
 def with_votes(function: Any) -> Any:
     """Return a collective whose result contains the number of senders of each entry, with bound arguments.
 
-    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted. A
-    function that is not a collective of this library is returned unchanged. Raises ValueError for other collectives.
+    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted; other functions than
+    collectives of this library are returned unchanged. Raises ValueError for other collectives.
     """
     known = declared_by(function)
     if known is None or get_origin(signature(known).return_annotation) is list:

@@ -2,18 +2,14 @@
 
 Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
 double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957), with a server; H. Tang et al., "1-bit Adam",
-ICML 2021 (arXiv 2102.02888), with shares of the vector in place of the server. Both compressions with step-ahead error
-feedback: arXiv 2008.05823.
+ICML 2021 (arXiv 2102.02888), with shares in place of the server. Costs: docs/collectives.md.
 
-Rounds: 1 + ceil(lg P). Bytes sent by a rank: f (k + K) s, with k entries of a rank, K of the compressed sum, f =
-(P-1)/P.
+Invariant: result and rejected entries of all ranks are the sum of the vectors: an owner adds the parts of its share in
+rank order, and keeps as `rejected` what it does not send of their sum.
 
-Invariant: an owner adds the parts of its share in rank order, and keeps as `rejected` what it does not send of their
-sum. The other ranks receive what it sends: result and rejected entries of all ranks are the sum of the vectors.
-
-Differences from the papers: no server; the error of a share is not kept apart, but returned to its owner. A rank does
-not send the entries of its own share, so it may contribute all of them: `GradientExchange` does, and then the residual
-in this share is the server's. A compressor that counts entries counts them in each share.
+Differences from the papers: the error of a share is not kept apart, but returned to its owner. A rank may contribute
+all entries of its own share, which it does not send: `GradientExchange` does, and then the residual in this share is
+the server's.
 """
 
 from typing import TYPE_CHECKING, Any, Literal

@@ -1,7 +1,6 @@
-"""Dense allreduce by MPI, the baseline, with the interface of the sparse collectives.
+"""Dense allreduce by MPI, the baseline, with the interface of the sparse collectives. Costs: docs/collectives.md.
 
-Rounds: MPI's, after ceil(lg P) rounds of 64 bytes a rank that compare the call signatures: MPI does not detect a
-mismatch, but corrupts memory or hangs. Bytes sent by a rank: at least 2 (P-1)/P n v for n values of v bytes.
+The call signatures are compared first: MPI does not detect a mismatch, but corrupts memory or hangs.
 """
 
 from functools import partial

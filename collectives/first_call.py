@@ -30,9 +30,8 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
 
     operation: of the caller, for the text of errors. Raises the errors of `check_communicator`; ValueError on all ranks
     for a bad environment variable on one; RuntimeError under torchrun, whose processes MPI does not connect, and on a
-    network without matched probes.
-    CollectiveTimeoutError if a rank is absent and there is a timeout: then all later calls on the communicator raise
-    the same.
+    network without matched probes; CollectiveTimeoutError if a rank is absent at the timeout, as do all later calls
+    then.
     """
     check_communicator(comm)
     return link_if_any(comm) or _make_link(comm, operation)
@@ -85,9 +84,9 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
 
 
 def missing_probes(comm: "MPI.Intracomm") -> str | None:
-    """Return an error with its remedy if MPI has no matched probes on this network; all receive by them, else None.
+    """Return an error with its remedy if MPI has no matched probes on this network, the same on all ranks; else None.
 
-    Collective, blocks; no rank may have sent a message on `comm` yet. The same on all ranks.
+    Collective, blocks; no rank may have sent a message on `comm` yet.
     """
     from mpi4py import MPI
 
@@ -105,7 +104,7 @@ def missing_probes(comm: "MPI.Intracomm") -> str | None:
 
 
 def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
-    """Return, for each rank, the first rank on its node (that shares its memory). Collective, blocks."""
+    """Return, for each rank, the first rank on its node (that shares its memory)."""
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -134,9 +133,8 @@ def _checked(comm: "MPI.Intracomm") -> bool:
 def _keep_pages() -> None:
     """Have malloc keep the pages of freed message buffers, up to 64 MiB.
 
-    glibc raises its mmap threshold to the size of the largest block freed so far, up to 32 MiB, and its trim threshold
-    to twice that (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange of 250,000
-    entries.
+    glibc raises its mmap and trim thresholds by the largest block freed so far (mallopt(3)). Touching newly mapped
+    pages took a quarter of the time of an exchange of 250,000 entries.
     """
     np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
 

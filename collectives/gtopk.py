@@ -1,22 +1,16 @@
-"""gTop-k: the k largest entries of a sum, without computing the whole sum.
+"""gTop-k: the k largest entries of a sum, without computing the whole sum. Costs: docs/collectives.md.
 
 Source: S. Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359). `tree` is the published algorithm, the baseline: it reduces over a tree and
-broadcasts the result.
+networks", ICDCS 2019 (arXiv 1901.04359). `tree` is the published algorithm, the baseline.
 
-Rounds of `recursive_doubling`: floor(lg P), and 2 more when P is no power of two. Bytes sent by a rank: at most k s a
-round. `exact` is a reduce-scatter, after which the owners of the shares gather their largest entries, usually in one
-allgather of slightly more than k entries (`largest_of_all`). There is no search for a threshold, whose rounds would
-carry only counts (as in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed networks", PODC 2004).
-`node_leaders` is exact too: nodes exchange the indices of each node's sum once, values only at indices of several
-nodes, and slightly more than k entries.
+`exact` and `node_leaders` have no search for a threshold, whose rounds would carry only counts (as in P. Cao and Z.
+Wang, "Efficient top-k query calculation in distributed networks", PODC 2004): see `largest_of_all`.
 
-Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bitwise, because merge() is commutative
-and top_k() breaks ties by index; so they drop the same entries, and each keeps its share of these as `rejected`.
+Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bitwise, because merge() is commutative and
+top_k() breaks ties by index; so they drop the same entries, and each keeps its share of these as `rejected`.
 
-Differences from the paper: any P; unequal k; nothing is lost. Except for the exact algorithms, the result approximates
-the k largest of the sum, as in the paper: an entry that is small in every block is dropped although its sum may be
-large.
+Differences from the paper: any P; unequal k; nothing is lost. Except for the exact algorithms the result approximates
+the k largest, as in the paper: an entry that is small in every block is dropped although its sum may be large.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,10 +129,9 @@ def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
 
 @gtopk_allreduce.algorithm(compares_calls=True)
 def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
-    """Sum every share on its owner, and select from the owners' sums; see the module.
+    """Sum every share on its owner, which keeps the rejected entries, and select from the owners' sums.
 
-    Owners keep the rejected entries of their shares. The call signatures take no extra rounds: in the first step every
-    rank sends to every other one (`collectives.faults.notification`).
+    In the first step every rank sends to every other one, which compares the call signatures.
     """
     parts = yield from scatter(vector, group, equal_bounds(vector.length, group.size))
     share = without_zeros(add_up([theirs for theirs, _ in parts]))  # what cancelled out is missing nowhere
@@ -167,8 +160,8 @@ def node_leaders(vector: SparseVector, group: Group, k: int | None = None) -> St
 def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVector]:
     """Return the k largest of the sum of vectors; values are sent only for indices that several ranks have.
 
-    The owner of a share of the index space receives the indices in it, and requests the values of those that several
-    ranks have. All other entries stay on their ranks. Then every rank holds disjoint entries of the sum.
+    The owner of a share receives the indices in it, and requests the values of those that several ranks have: then
+    every rank holds disjoint entries of the sum.
     """
     parts = cut(vector, equal_bounds(vector.length, group.size))
     supports = yield from group.all_to_all([part.support() for part in parts], vector.nnz)

@@ -43,8 +43,7 @@ def torchrun_variables(rank: int, first_on_node: Sequence[int], address: str, po
     """Return the environment variables of a rank as torchrun would set them, by name.
 
     first_on_node: for each rank, the lowest rank on its node. address, port: where rank 0 will listen for torch's
-    `env://`. Ranks on a node need not be consecutive. TORCHELASTIC_RUN_ID is what Lightning recognises torchrun by,
-    before it looks at Slurm's variables.
+    `env://`. TORCHELASTIC_RUN_ID is what Lightning recognises torchrun by, before it looks at Slurm's variables.
 
     >>> torchrun_variables(3, [0, 0, 2, 2], "node7", 29500)["LOCAL_RANK"]
     '1'

@@ -1,10 +1,7 @@
 """The metadata exchange before an exact sum: the number of entries of each rank, and samples of their indices.
 
-One allgather of small messages, which also compares the call signatures. All ranks choose by its result.
-
-A message contains the number of entries and the bits of a value as coded, in one integer, and evenly spaced samples of
-the indices, for the bounds of shares. A rank may send its whole vector instead, if it is short or if the last call like
-this one gathered the vectors. If all ranks do, the metadata exchange is the allgather; if only some do, the chosen
+One allgather of small messages, which also compares the call signatures. A rank may send its whole vector instead
+(docs/collectives.md, below "Costs"). If all ranks do, the exchange is the allgather; if only some do, the chosen
 algorithm follows as usual.
 """
 
@@ -26,8 +23,7 @@ MOST_BITS = 2**15 - 1  # of a value as coded: the field has 15 bits
 class Metadata:
     """The metadata of all ranks: entries of each, and the length.
 
-    received: of each rank its vector, where it is whole, or a vector at samples of its indices. bits: the mean bits of
-    an entry's values as coded.
+    received: of each rank its vector, where it is whole, or one at samples of its indices. bits: mean bits of a value.
     """
 
     counts: list[int]
@@ -54,8 +50,7 @@ def exchange_metadata(
 ) -> Steps[Metadata]:
     """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
 
-    sampling: send samples for the bounds of shares. bits: of an entry's values as coded. whole: send the vector
-    instead.
+    sampling: send samples for the bounds of shares. bits: of an entry's values as coded. whole: send the vector itself.
     """
     sent = vector if whole else samples_of(vector, group) if sampling else group.nothing
     received = yield from group.gather(sent, pack(vector.nnz, bits, whole))

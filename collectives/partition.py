@@ -1,7 +1,6 @@
-"""Partitions of the index space into shares: pure functions, the same on every rank.
+"""Partitions of the index space into shares, ranges given by their bounds: pure functions, the same on every rank.
 
-Shares are ranges, given by their bounds: owner r has bounds[r] <= index < bounds[r + 1]. They are of equal length,
-between sampled quantiles of the indices, or the caller's own.
+Owner r has bounds[r] <= index < bounds[r + 1].
 """
 
 import math
@@ -50,10 +49,7 @@ def likely(mean: float, size: int) -> int:
 
 
 def given_bounds(bounds: Any, length: int, size: int) -> Bounds:
-    """Return the caller's bounds, any iterable of integers, as Python's.
-
-    Raises ValueError or TypeError if they do not cover the index space.
-    """
+    """Return the caller's bounds as integers of Python; ValueError or TypeError unless they cover the index space."""
     try:
         found = tuple(index(bound) for bound in bounds)
     except TypeError as error:
@@ -70,8 +66,7 @@ def given_bounds(bounds: Any, length: int, size: int) -> Bounds:
 def sample(indices: Array, rank: int, size: int) -> Array:
     """Return evenly spaced samples of a rank's indices, for quantiles between `size` shares.
 
-    The entries are cut into equal runs, with one sample in each, at an offset that depends on the rank: ranks with the
-    same support have different samples.
+    One in each of equal runs of entries, at an offset that depends on the rank: equal supports have different samples.
     """
     edges = _run_edges(indices.size, min(SAMPLES_A_SHARE * size, MOST_SAMPLES, indices.size // SAMPLED_ENTRIES))
     chosen: Array = indices[to_device_of(edges[:-1] + np.diff(edges) * (2 * rank + 1) // (2 * size), indices)]
@@ -81,7 +76,7 @@ def sample(indices: Array, rank: int, size: int) -> Array:
 def balanced_bounds(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Bounds:
     """Return the bounds of shares with about equal numbers of entries, from every rank's `sample` and entries.
 
-    These are `equal_bounds`, if no share has over 1.25 times the mean, else quantiles of the samples.
+    These are `equal_bounds`, if no share has over `SKEW` times the mean, else quantiles of the samples.
     """
     equal, (places, entries) = equal_bounds(length, size), _distribution(samples, counts)
     if not entries.size:

@@ -1,7 +1,4 @@
-"""Communication patterns for any number of ranks, and any function that combines two parts.
-
-A part is a vector and an integer, its count.
-"""
+"""Communication patterns for any number of ranks. A part is a vector and an integer, its count."""
 
 from collections.abc import Callable
 
@@ -19,9 +16,9 @@ def add(ours: Part, theirs: Part, block: int = 1) -> Part:
 
 
 def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
-    """Exchange over doubling distances and combine, and return the result of all ranks. lg(core) rounds.
+    """Exchange over doubling distances and combine, and return the result of all ranks. lg(core) rounds, or 2 more.
 
-    The ranks beyond the core ranks, a power of two, first fold into these, and receive the result last: 2 rounds more.
+    The ranks beyond the core ranks, a power of two, first fold into these, and receive the result last.
 
     combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.
     Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is bitwise commutative.
@@ -42,10 +39,7 @@ def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
 
 
 def compare_by_doubling(group: Group) -> Steps[None]:
-    """Compare the call signatures, over the schedule of recursive doubling.
-
-    So ranks that run recursive doubling by default detect ranks that named another algorithm.
-    """
+    """Compare the call signatures as recursive doubling, the default, does, to detect ranks with another algorithm."""
 
     def received(ours: Part, theirs: Part, block: int) -> Part:
         return ours

@@ -1,7 +1,6 @@
 """Shared supports: agree on the indices once, then sum values at these indices many times.
 
-Creating a plan costs an exact sum of rows of width 0. An `allreduce` by a plan is MPI's own: 2 (P-1)/P K v bytes for K
-indices with v bytes each, after ceil(lg P) small messages that compare the plans; ranks whose plans differ raise.
+Costs: docs/collectives.md. Invariant: the plans of the ranks are compared before each sum.
 """
 
 import math
@@ -64,9 +63,8 @@ class SupportPlan:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.
 
         values: an array of shape (entries,), or (entries, width) for rows, where entries is the number of indices;
-        float16, float32 or float64; see `mpicomp.arrays` for the kinds. They are copied first.
-
-        Returns the sums as a new array of the same kind, shape and dtype.
+        float16, float32 or float64; see `mpicomp.arrays` for the kinds. They are copied first; the sums are a new array
+        of that kind.
 
         Raises ValueError or TypeError on a rank whose array is bad, and CollectiveError on the others; CollectiveError
         on every rank when the shape, the dtype or the plans differ.
@@ -80,8 +78,7 @@ class SupportPlan:
     def take(self, array: Any) -> Any:
         """Return the values of a dense array at the plan's indices.
 
-        array: of shape (length, width) for rows; of any other shape with `length` values, taken in C order. Raises
-        ValueError for another one.
+        array: of shape (length, width) for rows; of any other shape with `length` values, in C order; else ValueError.
         """
         if math.prod(array.shape) == self.length:
             return array.reshape(-1)[self.indices]
@@ -98,7 +95,6 @@ class SupportPlan:
 
 
 def _digest(support: SparseVector) -> int:
-    """Return a 64-bit digest of the indices of a support."""
     digest = blake2b(support.length.to_bytes(8, "little"), digest_size=8)
     digest.update(to_numpy(support.indices).data)
     return int.from_bytes(digest.digest(), "little")

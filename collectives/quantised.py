@@ -2,19 +2,13 @@
 
 Sources: H. Tang et al., "1-bit Adam", ICML 2021 (arXiv 2102.02888), for the compressed allreduce with an error on both
 sides; H. Tang et al., "DoubleSqueeze", ICML 2019 (arXiv 1905.05957); G. Wang et al., "ZeRO++" (arXiv 2306.10209), for
-blocks of 4 bits and sums inside nodes.
+blocks of 4 bits and sums inside nodes. Costs and errors: docs/collectives.md.
 
-m = n b / 8 bytes of codes, and 2 (for 2 bits: 4) bytes of scales a block, twice that for float64; f = (P-1)/P.
-`direct`: 2 rounds, 2 f m. `node_lanes`: after the comparison of the call signatures 1 round and f 4 n inside a node,
-`direct` between the nodes with the share of a lane, 1 round and f m inside a node.
-
-Invariant: each rank rounds each index once, either when it sends its values, or as the owner of the sum; `rejected`
-contains the error of that rounding. So result and rejected entries of all ranks are the sum of the arrays. Owners send
-the codes of the sum, and all ranks decode the same codes: the same bits everywhere.
+Invariant: each rank rounds each index once, when it sends its values or as the owner of the sum, and `rejected` has the
+error. So result and rejected entries of all ranks are the sum of the arrays. All ranks decode the same codes.
 
 Differences from the papers: any number of ranks; the owner of a share adds its own values as they are, last, and rounds
-only the sum, so it has one error, not two; scales have 8 significant bits, so that errors need no rounding; shares are
-whole blocks.
+only the sum; scales have 8 significant bits, so that errors need no rounding; shares are whole blocks.
 """
 
 from collections.abc import Sequence
@@ -73,20 +67,17 @@ def quantised_allreduce(
 
     array: any shape, float16, float32 or float64, of one size and dtype on all ranks; see `mpicomp.arrays` for the
     kinds. bits: of a value, 8, 4, 2 or 1; block: consecutive values with one scale, a power of two from 32 to 65536;
-    both the same on all ranks. 8 and 4 bits: 255 or 15 levels, evenly spaced up to the largest magnitude of the block.
-    2 bits: a sign and one of two magnitudes. 1 bit: a sign and the mean magnitude. The scales take 16 bits a block
-    more, 32 for 2 bits, and twice that for float64.
-    algorithm: "direct"; "node_lanes", for several ranks on each of several nodes, which does not round inside a node;
-    or "auto", which chooses by `collectives.choice`.
+    both the same on all ranks (docs/collectives.md describes levels and scales). algorithm: "direct"; "node_lanes", for
+    several ranks on each of several nodes, which does not round inside a node; or "auto", which chooses by
+    `collectives.choice`.
 
     out: two C-contiguous arrays of the size and dtype of `array`, of which the second may be `array` itself: they are
     written to and returned, which saves the time to map new memory. Their contents are undefined if an error is raised.
 
-    Returns (total, rejected), arrays of the same kind, shape and dtype. total: the same bits on every rank.
-    rejected: what this rank must keep, for example in its residual. total + the sum of all ranks' rejected is the sum
-    of the arrays: bitwise if all partial sums are exact, as on small integers, else within the rounding of one
-    addition a rank. A single rank rounds its array as well. Zeros stay zeros for 8 and 4 bits, and in blocks of zeros;
-    for 2 and 1 bits a zero becomes the smaller magnitude of its block, and `rejected` has its negative.
+    Returns (total, rejected), arrays of the same kind, shape and dtype. total: the same bits on every rank. rejected:
+    what this rank must keep, for example in its residual. total + the sum of all ranks' rejected is the sum of the
+    arrays: bitwise if all partial sums are exact, as on small integers, else within the rounding of one addition a
+    rank. With 2 and 1 bits a zero becomes the smaller magnitude of its block, and `rejected` has its negative.
 
     >>> total, rejected = quantised_allreduce(gradient, comm, bits=8)
     >>> (total + rejected).tolist()  # of a single rank

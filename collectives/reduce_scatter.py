@@ -1,12 +1,10 @@
 """Sparse reduce-scatter: every rank gets the sum on its share of the index space.
 
-Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021).
+Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021). Costs: docs/collectives.md.
 
-Rounds: one step of P - 1 messages a rank. Bytes sent by a rank: (P-1)/P k s, when its k entries are spread evenly.
 Invariant: an owner adds the parts of its share in rank order, so every run has the same bits.
 
-Differences from the paper: the parts are sent to their owners directly in one step, with their sizes in the headers;
-the shares are ranges of equal length, or the caller's own.
+Differences from the paper: the parts are sent to their owners directly in one step, with their sizes in the headers.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,7 @@
 """Sparse reduce and broadcast: the two halves of the server pattern.
 
-Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005.
-
-Rounds: ceil(lg P) with vectors, after ceil(lg P) of 64 bytes a rank that compare the call signatures, as most ranks
-communicate with few others in the tree. Bytes sent by a rank: a reduce sends the sum of its subtree once; a broadcast
-sends the vector once to each child, up to ceil(lg P) times at the root.
+Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005. Costs: docs/collectives.md; most
+ranks communicate with few others in the tree, so call signatures are compared first.
 
 Differences from the paper: any root and any number of ranks; vectors of unequal size; a mismatch raises everywhere.
 """
@@ -64,8 +61,7 @@ def sparse_bcast(
     """Broadcast the root's vector to all ranks.
 
     vector: on the root, of any length and dtype. Other ranks' `vector` is ignored, except for its device, on which the
-    result is placed; it may be None, or an exception if the rank failed. root: the same on all ranks. algorithm: "auto"
-    or "tree".
+    result is placed; it may be None, or an exception if the rank failed. root, algorithm: as of `sparse_reduce`.
 
     Returns the root's vector on every rank, the same bits; on the root it is `vector` itself.
 

@@ -1,7 +1,6 @@
 """Communication schedules: pure functions of (rank, size), without MPI.
 
-A butterfly needs a power of two, the *core*: the largest one that fits. Each other rank folds its data into a core rank
-before the butterfly, and receives the result from it afterwards.
+A butterfly needs a power of two, the *core*: the largest one that fits. Each other rank folds into a core rank.
 """
 
 from collections.abc import Iterator
@@ -14,10 +13,7 @@ def core_size(size: int) -> int:
 
 
 def butterfly(rank: int, core: int) -> Iterator[int]:
-    """Yield the partner of each round of recursive doubling: distances 1, 2, 4, ..., core / 2.
-
-    After round j (counted from 0) each of the 2^(j+1) consecutive ranks of a block has the data of all of them.
-    """
+    """Yield the partner of each round of recursive doubling: distances 1, 2, 4, ..., core / 2."""
     distance = 1
     while distance < core:
         yield rank ^ distance
@@ -26,10 +22,7 @@ def butterfly(rank: int, core: int) -> Iterator[int]:
 
 @lru_cache(maxsize=16)
 def fold_partner(rank: int, size: int) -> int | None:
-    """Return the partner of `rank` in the fold and unfold rounds; None without one.
-
-    A rank at or above core sends to rank - core, and receives from it at the end.
-    """
+    """Return the partner in the fold round before, and the unfold round after a butterfly; None without one."""
     core = core_size(size)
     if rank >= core:
         return rank - core
@@ -90,7 +83,6 @@ def dissemination(rank: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield the ceil(lg size) rounds after which every rank holds every rank's block (Bruck et al., 1997).
 
     A round is (dest, source, blocks): send the first `blocks` blocks held to `dest`, and receive as many from `source`.
-
     Before round j a rank holds the blocks of rank, rank + 1, ..., rank + 2^j - 1 (modulo size), in this order.
     """
     distance = 1

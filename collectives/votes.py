@@ -1,8 +1,8 @@
-"""Votes: the number of ranks that contributed each entry of a sum.
+"""Votes: the number of ranks that contributed each entry of a sum, exact up to 2^24 ranks.
 
 They are counted on a rank that has the vectors of all ranks: on every rank, or on the owner of a share, which then
 sends them in a byte each, with their positions in its share. In other schedules the ranks also send the indices,
-without values, to the owners. The coding of values does not change. Counts are exact up to 2^24 ranks.
+without values, to the owners.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from mpicomp.vector import SparseVector, join
 def gather_votes(total: SparseVector, counts: SparseVector, bounds: Bounds, group: Group) -> Steps[Array]:
     """Return the votes for each entry of a sum that all ranks have, as int64, from the counts of the shares' owners.
 
-    counts: for this rank's share, float32. An owner sends its most frequent count once, without indices.
+    counts: of this rank's share, float32. An owner sends its most frequent count once, without indices.
     """
     supports = cut(total, bounds)
     own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)

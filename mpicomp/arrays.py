@@ -1,9 +1,7 @@
-"""Array conversion: from any framework to NumPy or CuPy, and back to the original kind.
+"""Array conversion: from any framework to NumPy or CuPy without a copy, and back to the original kind (`kind_of`).
 
-Arrays are taken without a copy: in host memory as NumPy arrays, through the array interface, or through DLPack; on a
-GPU as CuPy arrays, through the CUDA array interface, or through DLPack. Results are converted back by ``from_dlpack``
-of the library of the input. No framework is imported here: the library of an array is loaded already. CuPy is imported
-when the first GPU array is passed.
+No framework is imported here: the library of an array is loaded already. CuPy is imported when the first GPU array is
+passed.
 
 Array algebra is written once: NumPy's functions dispatch on CuPy's arrays, and ``namespace(array)`` makes new arrays on
 the same device. Hot loops are in `mpicomp.kernels`; `kernels_for` returns the module for an array.
@@ -41,8 +39,8 @@ def to_array(array: Any) -> Array:
     support DLPack (PyTorch, JAX, ...). A PyTorch tensor that requires grad is detached. bfloat16 is copied to float32.
 
     Raises TypeError for anything else, for masked arrays, for PyTorch's tensors without memory of their own, such as a
-    DTensor, for arrays on a device of another kind, and for arrays on a CUDA device without CuPy. Raises ValueError for
-    arrays on another CUDA device than CuPy's current one.
+    DTensor, for arrays on a device of another kind, and for arrays on a CUDA device without CuPy; ValueError for arrays
+    on another CUDA device than CuPy's current one.
     """
     if type(array) is np.ndarray and array.dtype in VALUE_DTYPES:
         return array  # fast path
@@ -239,7 +237,7 @@ def new_vector(xp: Any, size: int, dtype: Any) -> Array:
 
 
 def adjacent(parts: Sequence[Array]) -> Array | None:
-    """Return one vector over 1-d arrays that lie one after the other in host memory, without a copy; None for others.
+    """Return one vector over 1-d arrays that follow each other in host memory, without a copy; None for others.
 
     It holds a reference to the first one only.
     """
@@ -304,7 +302,6 @@ def to_values(array: Any) -> Array:
 
 
 def _remedy(dtype: Any) -> str:
-    """Return how to send values of another dtype, and what a conversion would lose."""
     if dtype.kind == "c":
         return "; pass array.real and array.imag as two arrays: astype would drop the imaginary part"
     if dtype.kind in "iu":
@@ -330,9 +327,8 @@ def like(result: Array, original: Any) -> Any:
 def kind_of(original: Any) -> Callable[[Array], Any]:
     """Return the function that converts results to the kind of array of `original`, without a copy where possible.
 
-    It calls ``from_dlpack`` of the library of `original` (JAX: of ``jax.numpy``); without that function, it returns
-    NumPy's or CuPy's array. For a bfloat16 `original` a float32 result is rounded to bfloat16. It holds no reference to
-    `original`.
+    It calls ``from_dlpack`` of the library of `original`, to which it holds no reference; without that function, it
+    returns NumPy's or CuPy's array. For a bfloat16 `original` a float32 result is rounded to bfloat16.
     """
     if type(original) is np.ndarray and original.dtype in VALUE_DTYPES:
         return lambda result: result

@@ -7,9 +7,8 @@ collective work on coefficients as on values, and the residual stays in the basi
 Invariant: inverse(forward(x)) = x within rounding. The result has the same bits on the host and on a device, and for
 any number of threads: additions have a fixed order, and no product is fused with a sum.
 
-Differences from the paper: chunks are of consecutive values of the flat vector; the paper cuts tensors into tiles of up
-to 64 x 64. The basis is that of Walsh and Hadamard, which needs no products, and loses as little:
-benchmarks/every_step has the cosine transform.
+Differences from the paper: chunks of the flat vector, not tiles of tensors; the basis of Walsh and Hadamard, which
+needs no products, and loses as little (benchmarks/every_step has the cosine transform).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +25,9 @@ class Basis(Configured):
     """Base class of bases: transform every chunk of consecutive values of a vector.
 
     A basis implements `_forward` and `_inverse`, which write the result for a vector to an array of its length and
-    dtype, which may be the vector. Constructor arguments are stored in attributes of the same name: `repr` shows them.
+    dtype, which may be the vector. Constructor arguments are stored in attributes of the same name.
 
-    chunk: values, 1 to 4096, else ValueError. A vector of any length is transformed; each basis says how it transforms
-    the shorter chunk at the end.
+    chunk: values, 1 to 4096, else ValueError. Each basis says how it transforms the shorter chunk at the end.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -40,9 +38,8 @@ class Basis(Configured):
 
         vector, out: arrays of one length and dtype (float16, float32 or float64) on one device, of any shape, in C
         order; `out` is contiguous, and may be `vector`. float16 is computed in float32 and rounded once. A coefficient
-        may be sqrt(chunk) times as large as a value, and is infinite beyond the range of its dtype; in `Hadamard` the
-        sums before the last product, chunk times as large, have to be in range. A value that is not finite makes all
-        coefficients of its chunk not finite.
+        may be sqrt(chunk) times as large as a value, and is infinite beyond the range of its dtype; in `Hadamard` sums
+        are up to chunk times as large. A value that is not finite makes all coefficients of its chunk not finite.
 
         Raises ValueError for another length, dtype or device of `out`, and if the two overlap without being the same.
         """
@@ -62,12 +59,9 @@ class Basis(Configured):
 class Hadamard(Basis):
     """The Walsh-Hadamard basis: lg(chunk) additions a value, then one product with 1 / sqrt(chunk).
 
-    chunk: a power of two from 1 to 4096, else ValueError. Of a power of four the scale is a power of two, so that
-    integer-valued floats are transformed exactly. Coefficients are in the order of the Hadamard matrix of Sylvester
-    (`scipy.linalg.hadamard`). The shorter chunk at the end is transformed in parts of descending powers of two: 100
-    values as 64, 32 and 4.
-
-    Forward and inverse are the same. A transform of float32 takes about as long as copying the vector.
+    chunk: a power of two from 1 to 4096, else ValueError; of a power of four integer-valued floats are transformed
+    exactly. Coefficients are in Sylvester's order (`scipy.linalg.hadamard`). The shorter chunk at the end is
+    transformed in parts of descending powers of two: 100 values as 64, 32 and 4. Forward and inverse are the same.
 
     >>> basis = Hadamard(chunk=4)
     >>> vector = np.array([1.0, 2, 3, 6, 5])
@@ -98,7 +92,6 @@ def runs(edges: Sequence[int], chunk: int) -> Iterator[slice]:
 
 
 def _checked(vector: Any, out: Any) -> tuple[Array, Array]:
-    """Return both arrays as vectors."""
     vector, out = to_vector(vector), writable_vector(out)
     if on_device(vector) != on_device(out):
         raise ValueError("vector and out are on different devices: move both to the host or both to the GPU")

@@ -1,7 +1,6 @@
-"""A bucket: the tensors that are one vector of an exchange, with its compressors and its feedback.
+"""A bucket: the tensors that are one vector of an exchange, one after the other, with compressors and feedback.
 
-The vector has the tensors one after the other. A named tensor is a segment of its own: its entries compete with each
-other only. The arrays of a list, or one array, are one segment.
+A named tensor is a segment of its own: its entries compete with each other only. A list, or one array, is one segment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,8 +46,7 @@ class Bucket:
     """Tensors that are one vector: constant, but for the state that outlives a step.
 
     names: of the segments: [ALONE] for one, else those of the tensors. compressors: one for each segment. dense: the
-    vector is sent as an array. basis: in which each segment is compressed, and its residual kept; None for the values
-    themselves.
+    vector is sent as an array. basis: in which each segment is compressed, and its residual kept; None for none.
     """
 
     def __init__(
@@ -77,8 +75,7 @@ class Bucket:
     def gradient(self, arrays: Mapping[str, Any]) -> Gradient:
         """Return the gradients, by tensor name, as one vector or its parts, in the basis if there is one.
 
-        A tensor without an array counts as zero. Adjacent arrays are one vector, without a copy. Raises TypeError or
-        ValueError for a bad gradient.
+        A tensor without an array counts as zero. Raises TypeError or ValueError for a bad gradient.
         """
         view = self.feedback.view
         parts = [view(tensor, arrays.get(tensor.name)) for tensor in self.tensors]

@@ -1,8 +1,7 @@
 """The debug mode, MPICOMP_CHECK=1: the mass of vectors, by which both packages check that a sum is complete.
 
 The mass of entries is a triple: their sum in float64, their sum with weights by position (within -1 and 1), which a
-misplaced entry changes too, and the sum of their magnitudes, which bounds rounding errors. `collectives.faults.debug`
-checks operations, `collectives.faults.ledger` steps.
+misplaced entry changes too, and the sum of their magnitudes, which bounds rounding errors.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Checkpoints of an exchange: the states of its buckets as arrays by name, which np.savez can store.
 
 A state is by segment, "segment/part.name", so it fits other buckets; wrappers of a model do not change the names. Each
-segment lists its keys, so that a missing one is noticed, and has a table, as text: rank, number of ranks and step, so
-that states of several ranks or steps are not mixed, and the settings.
+segment lists its keys, and has a table, as text: the settings, and `PLACE`, so that states of several ranks or steps
+are not mixed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +33,8 @@ def load_whole_state(
 ) -> int:
     """Load copies of a `whole_state`, all or nothing, and return its step.
 
-    same_settings: also refuse a state with other settings; a state of another rank, or number of ranks, is always
-    refused. Raises ValueError that names both settings, and ValueError for a state that does not fit, is incomplete, or
-    is of several steps.
+    same_settings: also refuse a state with other settings. Raises ValueError that names both for a state of another
+    rank, number of ranks or settings, and ValueError for one that does not fit, is incomplete, or is of several steps.
     """
     saved = _saved_names(buckets)
     names = {*saved.values()}
@@ -112,7 +111,8 @@ def _state(bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]
 def _load(bucket: Bucket, state: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any] | None) -> None:
     """Load copies of the states of segments, by name, which may have been in other buckets.
 
-    settings: to be found in the tables, besides those of the parts; None for any. Raises ValueError if it does not fit.
+    settings: to be found in the tables, besides those of the parts; None for any. Raises ValueError if one does not
+    fit.
     """
     kept: list[dict[str, Any]] = []
     for name in bucket.names:

@@ -24,8 +24,8 @@ _CHUNK = 1 << 18  # values of a sum that stay in the cache, from the first addit
 class FewBits:
     """Hold `size` consecutive values in `bits` bits each, or as they are.
 
-    codes: uint8. scales: uint16 for values that decode to float32, uint32 for float64. bits, block: see
-    `mpicomp.kernels.host.few_bits`; all bits of the dtype if codes contains the values as they are, without scales.
+    codes: uint8. scales: the upper halves of floats. bits, block: see `mpicomp.kernels.host.few_bits`; all bits of the
+    dtype if codes contains the values as they are, without scales.
     """
 
     codes: Array
@@ -92,7 +92,7 @@ def quantise(
     """Return values, added to the sum of the others in order, in few bits, and write the error of each to `rejected`.
 
     own, rejected: float32 or float64, 1-d contiguous; with others they may be the same array. short: the decoded values
-    are float16 numbers. In host memory the sum is in the cache only, a chunk after the other.
+    are float16 numbers. In host memory the sum is computed in chunks that stay in the cache.
     """
     coded, kernels = unfilled(own, own.size, bits, block), kernels_for(own)
     if not others:
@@ -127,9 +127,6 @@ def join(parts: Sequence[FewBits]) -> FewBits:
 
 
 def block_bounds(length: int, block: int, shares: int) -> tuple[int, ...]:
-    """Return the bounds of consecutive shares of a vector: multiples of the block, and the length.
-
-    Uses Python integers, as blocks * shares may exceed 64 bits.
-    """
+    """Return the bounds of consecutive shares of a vector: multiples of the block, and the length."""
     blocks = -(-length // block)
     return tuple(min(length, block * (blocks * share // shares)) for share in range(shares + 1))

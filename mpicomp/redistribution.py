@@ -1,12 +1,11 @@
 """States that P ranks saved, redistributed over P' ranks: a checkpoint continues in a job of another size.
 
 Rank r of P' continues the ranks r, r + P', r + 2P', ... of P. Arrays that differ by rank (residuals, velocities) are
-added in this order; a rank r >= P has zeros. The state of compressors is copied.
+added in this order; a rank r >= P has zeros. The state of compressors is copied. A rank holds one loaded state at a
+time.
 
 Invariant: the sum over the ranks of each such array is unchanged, exactly where the additions are exact. All feedback
 methods are linear in these arrays, except for masked velocities, so the sums develop as on P ranks.
-
-A rank holds one loaded state at a time beside the sums.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Settings: checked arguments as plain Python values, and as text that is compared with that of saved states.
 
-A setting of another kind raises TypeError, and one out of range ValueError; both name it. Scalars of NumPy become
-Python's, so that settings are the same text on all ranks and are computed with in float64.
+A setting of another kind raises TypeError, and one out of range ValueError; both name it. NumPy's scalars become
+Python's, the same text on all ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -94,10 +94,7 @@ def from_table(table: Any) -> dict[str, str]:
 
 
 def check_table(state: str, table: Any, settings: Mapping[str, Any], remedy: str) -> None:
-    """Raise ValueError that names both values if a table from `to_table` differs from `settings`.
-
-    state: whose table it is, in the error.
-    """
+    """Raise ValueError that names both values if a table from `to_table`, of a state, differs from `settings`."""
     saved = from_table(table)
     for name, value in settings.items():
         if saved.get(name) != str(value):

@@ -1,7 +1,6 @@
 """Tensors, and the three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name.
 
-Internally all tensors have names. The first step describes each tensor; later gradients, and the arrays that means are
-written to, are compared with it.
+The first step describes each tensor by name; later gradients, and the arrays for means, are compared with it.
 """
 
 import math
@@ -24,8 +23,7 @@ ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"  # the for
 class Tensor:
     """The description of a tensor from the first step.
 
-    dtype: in which it is exchanged. xp: the module that makes arrays on its device. wrap: converts such an array to the
-    caller's kind of array.
+    dtype: in which it is exchanged. xp: the module that makes its arrays. wrap: converts one to the caller's kind.
     """
 
     name: str
@@ -51,7 +49,7 @@ class Tensor:
         """Return a gradient as one vector, a view where possible; zeros for None.
 
         Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for a parameter of
-        PyTorch in place of its gradient.
+        PyTorch.
         """
         if self._is_like(array) and array.flags.c_contiguous:
             return array.reshape(-1)  # type: ignore[no-any-return]  # fast path
@@ -64,8 +62,7 @@ class Tensor:
     def writable(self, array: Any, name: str, view: Callable[[Any], Array] = writable_vector) -> Array:
         """Return an output array as one vector, a writable view; or what `view` returns of it.
 
-        name: of the array in errors. Raises TypeError or ValueError for another shape, dtype or device than in the
-        first step, and for arrays that are read-only or, for a vector, not C-contiguous.
+        name: of the array in errors. Raises as `flatten` and `view` do.
         """
         self._checked(name, array)
         try:
@@ -155,7 +152,6 @@ def check_same_form(form: str, arrays: Mapping[str, Any], first: str, names: Col
 
 
 def _remedy(name: str, names: Collection[str]) -> str:
-    """Return the remedy for a name that is not in `names`."""
     other = next((each for each in names if canonical(each) == canonical(name)), None)
     if other is None:
         return "use another exchange for them"

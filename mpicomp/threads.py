@@ -1,7 +1,6 @@
-"""The number of threads of a kernel, and the division of a vector among them.
+"""The number of threads of a kernel, and the division of a vector among them; any number gives the same bits.
 
-Compiled kernels release the global interpreter lock, so Python threads run them in parallel. Every kernel returns the
-same bits on any number of threads.
+Compiled kernels release the global interpreter lock, so Python threads run them in parallel.
 """
 
 import contextlib
@@ -34,8 +33,8 @@ _kept_off: Any = None  # the core that is excluded from their affinity, and the 
 def count() -> int:
     """Return the number of threads that a kernel may use: MPICOMP_THREADS, else this rank's share of the cores.
 
-    The share is the number of cores in the affinity mask of the calling thread, at most the CPU quota of the container,
-    divided by the ranks given to `share`, and at least 1. Raises ValueError if MPICOMP_THREADS is not an integer >= 1.
+    That is the cores in the affinity mask of the calling thread, at most the CPU quota of the container, divided by the
+    ranks given to `share`, and at least 1. Raises ValueError if MPICOMP_THREADS is not an integer >= 1.
     """
     given = os.environ.get(VARIABLE)
     if given is None:
@@ -71,10 +70,7 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
 
 
 def share(ranks: int) -> None:
-    """Set the number of ranks, including this one, that share the cores of this process; the largest number counts.
-
-    Raises ValueError below 1.
-    """
+    """Set the number of ranks, at least 1 with this one, that share this process's cores; the largest number counts."""
     global _ranks
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: expected at least 1, this process itself")
@@ -86,9 +82,8 @@ def in_pieces(
 ) -> list[Result]:
     """Return ``work(start, end)`` for each of the consecutive pieces of ``[0, size)``, one per thread, in order.
 
-    work: called once per piece, in parallel; the calling thread runs the first piece. threads: the most pieces; None
-    for `count`. There are fewer pieces if one would have less than about a million values. step: the length of every
-    piece but the last is a multiple of it.
+    threads: the most pieces; None for `count`. There are fewer if one would have less than about a million values.
+    step: the length of every piece but the last is a multiple of it. The calling thread runs the first piece.
     """
     pieces = size // _LEAST
     if pieces > 1:

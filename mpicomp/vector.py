@@ -1,7 +1,7 @@
 """SparseVector, a compressed gradient, and the operations of the collectives on it: merge, add, join, split, select.
 
-Invariant of the whole library: indices strictly increase. So merging is a single pass, selection is reproducible, and
-two vectors with the same entries are bitwise equal.
+Invariant: indices strictly increase. So merging is a single pass, selection is reproducible, and two vectors with the
+same entries are bitwise equal.
 """
 
 import math
@@ -52,13 +52,12 @@ class SparseVector:
     values: float16, float32 or float64, of shape (entries,), or (entries, width) if an index stands for a row of
     `width` values, as in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
 
-    Both arrays are in host memory (NumPy) or on one device (CuPy); vectors made from this one are on the same device.
-    Arrays of the right dtype are stored without a copy, and the results of operations may share them: do not modify
-    them.
+    Both arrays are in host memory (NumPy) or on one device (CuPy). Arrays of the right dtype are stored without a copy,
+    and the results of operations may share them: do not modify them.
 
     Raises TypeError or ValueError by checks without a pass over the entries: dtypes, shapes, the length, the first and
-    the last index, more entries than positions between these. `validate` checks every entry; every sparse collective
-    calls it on its input.
+    the last index, more entries than positions between these. `validate` checks every entry; so does every sparse
+    collective.
 
     >>> SparseVector([1, 4], [0.5, -2.0], length=6).to_dense()
     array([ 0. ,  0.5,  0. ,  0. , -2. ,  0. ])
@@ -120,8 +119,8 @@ class SparseVector:
     def from_entries(cls, indices: ArrayLike, values: ArrayLike, length: int) -> "SparseVector":
         """Return the vector of entries in any order, such as the tokens of a batch; repeated entries are added.
 
-        indices, values, length: as for the constructor, except for the order. Repeated entries are added in the order
-        in which they are given, float16 in float32. In host memory only; raises TypeError for arrays on a device.
+        indices, values, length: as for the constructor, except for the order, in which repeated entries are added;
+        float16 in float32. In host memory only; raises TypeError for arrays on a device.
         """
         places, given = _array(indices), _checked_values(values)
         if on_device(places) or on_device(given):
@@ -185,9 +184,8 @@ class SparseVector:
         """Add `scale` times the values to a dense array, in place, at the indices.
 
         array: of any shape with `length` values, taken in C order; for rows of shape (length, width). float16, float32
-        or float64, also another than the dtype of the values: each sum is rounded once, to the dtype of the array.
-        C-contiguous, writable, and on the device of the vector: NumPy, CuPy, or a kind that supports DLPack, such as
-        PyTorch's tensors.
+        or float64: each sum is rounded once, to the dtype of the array. C-contiguous, writable, and on the device of
+        the vector: NumPy, CuPy, or a kind that supports DLPack, such as PyTorch's tensors.
 
         Raises TypeError for an array of another dtype, kind or device; ValueError for one of another size, one that is
         read-only, a scale that is not finite, and indices out of order or range. Nothing is added then.
@@ -359,8 +357,8 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
 def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the sum of one or more vectors of one length and dtype, over the union of their supports.
 
-    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) + ...: entries at other indices do
-    not change the bits. float16 is added in float32 and rounded once.
+    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) + ..., float16 in float32, rounded
+    once.
     """
     some = [each for each in vectors if each.nnz] or list(vectors[:1])
     if len(some) < 3 or (len(some) < 5 and sum(each.nnz for each in some) <= _FEW and some[0].dtype != np.float16):
@@ -467,7 +465,7 @@ _empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)  # in host memor
 
 
 def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
-    """Return whether a vector of numbers in host memory stores these as they are; a fast path of the constructor."""
+    """Return whether a vector of numbers in host memory stores these as they are: the constructor's fast path."""
     return (
         type(indices) is type(values) is np.ndarray
         and type(length) is int

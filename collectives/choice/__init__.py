@@ -1,9 +1,7 @@
-"""The choice of the algorithm of a collective called with "auto".
+"""The choice of the algorithm of a collective called with "auto" (docs/collectives.md, "Predicted costs").
 
-Pure functions of values known to all ranks, so all ranks make the same choice. Closed formulas (`formulas`) give
-rounds, messages, bytes and merged entries of each algorithm from the number and the coded size of the entries; the
-constants of the links (`links`), of a node's memory and of its cores turn these into seconds, and the fastest algorithm
-is taken.
+Pure functions of values known to all ranks, so all ranks make the same choice: formulas give the cost of each
+algorithm, the constants of links, memory and cores turn it into seconds, and the fastest is taken.
 """
 
 from functools import lru_cache
@@ -36,10 +34,7 @@ def choose(collective: str, case: Case, links: Links, *, whole: bool = True) -> 
 
 
 def predicted(collective: str, case: Case, links: Links) -> dict[str, tuple[float, Cost]]:
-    """Return seconds and cost of each algorithm that has a formula.
-
-    For algorithms that ignore nodes, all ranks of a node share its link.
-    """
+    """Return seconds and cost of each algorithm that has a formula, for a node's link that all of its ranks share."""
     constants = constants_of(case, links)
     costs = {name: formula(case) for name, formula in FORMULAS[collective].items()}
     taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}

@@ -1,8 +1,6 @@
 """The links between nodes, as the choice takes them: latency and rate, named, given or measured.
 
-`measured` sends messages between the first ranks of neighbouring nodes, all pairs at once, and takes the slowest pair,
-in milliseconds. Both figures are rounded to powers of 10 times those of 1 Gbit/s: two runs over the same links choose
-the same algorithms, and get the same bits, unless a link is close to the middle between two powers.
+docs/collectives.md, "Predicted costs", says when they are measured, and why they are rounded.
 """
 
 import math
@@ -42,8 +40,7 @@ TAG = 0  # nothing else has been sent on the library's duplicate by then
 class Links:
     """Links between nodes. latency: seconds of a short message. rate: bytes a second of the link of a node.
 
-    crowding: ranks that share a core, on the node with the most; in predictions of ranks that copy and add faster than
-    one core, as a GPU does, below 1.
+    crowding: ranks that share a core, on the node with the most; below 1 for ranks faster than a core, as a GPU is.
     """
 
     latency: float
@@ -102,8 +99,8 @@ def links_of(text: str) -> Links:
 def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 1.0) -> Links:
     """Return the links between the nodes, the same on all ranks. Collective, blocks.
 
-    These are the links that MPICOMP_NETWORK names on rank 0, else `measured` ones. nodes: the first rank of each rank's
-    node. crowding: see `Links`. Raises ValueError on all ranks for a bad MPICOMP_NETWORK.
+    These are the links that MPICOMP_NETWORK names on rank 0, else `measured` ones. nodes: for each rank, the first rank
+    of its node. Raises ValueError on all ranks for a bad MPICOMP_NETWORK.
     """
     text = comm.bcast(os.environ.get(VARIABLE, ""))
     try:
@@ -116,10 +113,7 @@ def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 
 
 
 def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
-    """Return the links between the nodes, rounded, the same on all ranks. Collective, blocks.
-
-    nodes: the first rank of each rank's node, of at least two nodes. Each second node and the one before are a pair.
-    """
+    """Return the links of the slowest pair of neighbouring nodes, rounded, the same on all ranks; as `agreed_links`."""
     from mpi4py import MPI
 
     firsts, mine, slowest = sorted(set(nodes)), np.zeros(2), np.empty(2)

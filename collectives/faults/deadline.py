@@ -1,14 +1,8 @@
-"""Deadlines: a rank that waits too long notifies the others, and raises an error that names the absent ranks.
+"""Deadlines: the notices of ranks that waited too long (docs/reliability.md, "Deadlines").
 
-Off unless set by `configure`. The clock runs while a rank waits inside the library. It restarts when a message moves,
-and when this rank itself did not run (SIGSTOP, `scontrol suspend`, a frozen cgroup). A rank that gives up sends all
-others a notice of the ranks it waits for, and receives their notices: ranks that wait too give up at once and answer.
-So the error names the ranks that did not respond. If all did, as in a deadlock of different collectives, it lists which
-rank waits for which (`state.Faults`).
-
-Then the library no longer uses the communicator: all later calls on it raise at once. Other communicators stay usable.
-A late rank may have received all its messages, and return a result although the others raised. In the first call on a
-communicator the notices are sent on that communicator (`collectives.first_call`).
+A rank that gives up sends all others a notice of the ranks it waits for, and receives theirs: ranks that wait too give
+up at once and answer. So the error names the ranks that did not respond, or, if all did, which rank waits for which
+(`state.Faults`).
 """
 
 import time

@@ -1,15 +1,7 @@
-"""The debug mode of the collectives, MPICOMP_CHECK=1: checks the promise of every call, in additional rounds.
+"""The debug mode of the collectives, MPICOMP_CHECK=1 (docs/reliability.md): calls are compared, results audited.
 
-Each call takes 2 ceil(lg P) more rounds, over the schedule of the allgather:
-
-* before it, the ranks compare the operation and the calling line. Ranks that call different operations raise; without
-  the debug mode some combinations deadlock until a deadline passes.
-* after it, every input and output is validated (in order, in range, finite); a result promised to all ranks must have
-  the same bits on all; results and rejected entries must add up to the inputs (see `mpicomp.checking`), within the
-  rounding of one addition a rank.
-
-Every message has a checksum (`runtime.group`). The variable is read once for each communicator, at its first operation,
-and must be the same on all of its ranks.
+The variable is read once for each communicator, at its first operation. `mpicomp.checking` has the masses and their
+tolerance, `runtime.group` the checksums.
 """
 
 import sys
@@ -43,7 +35,6 @@ def checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise | 
 
 
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
-    """Run an operation once the ranks have compared their calls: the operation and the calling line."""
     with group.reserve_turn():
         _compare_calls((yield from group.gather_objects(call)), _where(group))
         return (yield from run_or_notify(group, steps))

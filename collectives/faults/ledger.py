@@ -1,8 +1,7 @@
 """The debug mode of the exchange, MPICOMP_CHECK=1: checks that each step conserves mass over all ranks.
 
-Let c be the compressed vector (the gradient plus, for example, the decayed residual), e the residual afterwards, and s
-the sum over the ranks before division. In every step the sum over the ranks of (c - e) must equal s; for a method that
-keeps nothing, c - e is the sent minus the rejected entries. All values must be finite.
+Of the compressed vector c, the residual e afterwards and the received sum s: the sum over the ranks of (c - e) is s;
+for a method that keeps nothing c - e is the sent minus the rejected entries. All values are finite.
 """
 
 from collections.abc import Sequence
@@ -79,8 +78,7 @@ def _sparse(vector: SparseVector | Array) -> SparseVector:
 def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
     """Raise CheckError unless the mass that left the ranks is the mass received.
 
-    everyone: the accounts of each rank, in rank order. The account of a segment has its name, the mass that left the
-    rank ("left"), that of the received mean, its dtype and entries, and a fault that this rank found ("fault").
+    everyone: the accounts (`Audit.entries`) of each rank, in rank order.
     """
     where = f"MPICOMP_CHECK: step {step}, "
     for of_one in zip(*everyone, strict=True):

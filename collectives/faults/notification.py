@@ -1,14 +1,10 @@
 """Raise on every rank or on none: the call signature, and error notifications.
 
-The header of every message contains a digest of the call signature: all arguments that must be the same on all ranks. A
-rank that receives another digest stops, and a rank with a bad argument does not start: it sends an error notification
-to every other rank, as its last message, and receives theirs. A rank that waits for a message of such a rank receives
-its notification instead, and stops too. In every collective's schedule, or in the round before it, data of every rank
-reach every other rank, so all ranks raise.
-
-This also holds between two different schedules if one of them begins with a message from every rank to every other one,
-as the exact gTop-k does: each rank of that schedule has sent to all ranks of the other one, and receives from them a
-message of the other schedule, or a notification.
+The header of every message has a digest of the arguments that must be the same on all ranks. A rank that receives
+another digest stops, and a rank with a bad argument does not start: it sends an error notification to every other rank,
+as its last message, and receives theirs. In every schedule, or in the round before it, data of every rank reach every
+other rank, so all ranks raise; also between two schedules, if one begins with a message from every rank to every other
+one, as the exact gTop-k does.
 """
 
 from typing import TypeVar

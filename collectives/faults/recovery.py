@@ -1,27 +1,11 @@
-"""Continue without the ranks that died, under ULFM (Open MPI 5, `mpirun --with-ft ulfm`).
-
-After a death, operations raise `RankFailedError` on all survivors. `shrink` returns a communicator of the survivors,
-and `GradientExchange.continue_on` continues on it with their residuals:
-
-    exchange = GradientExchange(comm, ...)
-    try:
-        mean = exchange(gradient)
-    except RankFailedError:
-        comm = collectives.shrink(comm)
-        exchange.continue_on(comm)
-
-Across hosts the launcher needs the options that `mpicomp info --recovery` prints (`ulfm.FLAGS`). MPI_Finalize may then
-hang, so survivors end with os._exit. In a network partition each side takes the other one for dead; `shrink` therefore
-has a quorum, more than half of the ranks, and the smaller side ends. Without ULFM the launcher ends the whole job;
-examples/save_on_failure.py saves first.
+"""Continue without the ranks that died, under ULFM (docs/reliability.md).
 
 MPI numbers the agreements on a communicator, including those inside its Shrink: the n-th agreement of one rank matches
-the n-th of the others, whatever its purpose. But ranks learn of a death in different operations. A rank in a step of an
-exchange next agrees on the step, while a rank in another operation calls `shrink` at once. If `shrink` were MPI's, its
-agreements would match the agreement on the step, the ranks would be out of step by one, and one of them would finally
-hang in MPI's Shrink. Therefore each rank contributes bits for its purpose, and MPI returns the bitwise AND: ranks that
-called `shrink` repeat the agreement until all have called it, and only then call MPI's Shrink. The same bits compare
-their quorums: each rank contributes its quorum and the complement, of which a bit is left in neither if ranks differ.
+the n-th of the others, whatever its purpose. But ranks learn of a death in different operations: one in a step next
+agrees on the step, another one calls `shrink` at once, and out of step by one they would hang in MPI's Shrink. So each
+rank contributes bits for its purpose, and MPI returns the bitwise AND: ranks that called `shrink` repeat the agreement
+until all have called it, and only then call MPI's Shrink. The same bits compare their quorums: each rank contributes
+its quorum and the complement, of which a bit is left in neither if ranks differ.
 
 Invariant: every living rank gets the same bits from the n-th agreement. So all count the same number of consecutive
 agreements in which all called `shrink`; for a rank that took part for another purpose, or joins later, the count is 0.
@@ -51,18 +35,16 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     """Return a communicator of the living ranks of `comm`, in their order; all of them call it.
 
     quorum: the least number of ranks that continue, 1 to `comm.size`, the same on all ranks; None, the default, is more
-    than half of `comm`. In a network partition each side takes the other one for dead: with the default at most one
-    side continues. A smaller quorum is safe if all ranks are on one host.
+    than half. In a network partition each side takes the other one for dead: with the default at most one side
+    continues. On one host, where no link can be cut, `shrink(comm, quorum=1)` is safe.
 
     Operations of this library in flight on `comm` end with RankFailedError, and `comm` is revoked inside MPI. All ranks
     of the new communicator were alive when it was created.
 
-    Raises RankFailedError that names the missing ranks if fewer than `quorum` are left: end the job, and restart it
-    from a checkpoint. CollectiveError on all ranks if their quorums differ. CollectiveTimeoutError if a living rank is
-    absent (`configure`). After these two `comm` does not change, and a rank may call again. ValueError for a bad
-    `quorum`. RuntimeError without ULFM.
-
-    On one host, where no link can be cut, `shrink(comm, quorum=1)` lets any number of ranks continue.
+    Raises RankFailedError that names the missing ranks if fewer than `quorum` are left: restart the job from a
+    checkpoint. CollectiveError on all ranks if their quorums differ, and CollectiveTimeoutError if a living rank is
+    absent (`configure`): then `comm` does not change, and a rank may call again. ValueError for a bad `quorum`.
+    RuntimeError without ULFM.
     """
     from mpi4py import MPI
 

@@ -1,17 +1,10 @@
 """State machine of the faults of a communicator: events in, notices and errors out. No MPI, no clock, no I/O.
 
-Some faults end one operation on all of its ranks, and the communicator stays usable: a bad argument or arguments that
-differ (`report`, `disagreement`), an interrupt (`interruption`). After the others (`Faults`) the library no longer uses
-the communicator.
+A bad argument, arguments that differ (`disagreement`) and an interrupt (`interruption`) end one operation on all of its
+ranks. After the other faults (`Faults`) the library no longer uses the communicator:
 
     usable --give_up--> notices are awaited --error--> finished
     usable --die, shrink, free-----------------------> finished
-
-* `give_up`: a deadline passed, a message was damaged, or a notice of another rank arrived. It returns the notice to
-  send to every other rank; these send theirs, if they can. `awaited`: the ranks whose notices may still arrive.
-* `die`: MPI reported the death of a rank; `shrink`: the ranks continue without the dead; `free`: the communicator was
-  freed with operations in flight. After `die` and `shrink` MPI's Revoke is called (`revoked`), so all ranks get an
-  error.
 
 Invariants: the first event on a rank determines its error; later ones change nothing. All operations in flight and all
 later ones raise the same text, from the notices that have arrived when it is first raised.
@@ -70,8 +63,8 @@ class Faults:
     ) -> str | None:
         """Stop using the communicator; return the notice for every other rank, None if it is finished already.
 
-        round_number: of this rank's operation; 0 before its first message. awaiting: the ranks whose messages it waits
-        for. waited: seconds, after a deadline. damage: a description of the damaged message, if there is one.
+        round_number: 0 before the first message. awaiting: the ranks whose messages this rank waits for. waited:
+        seconds, after a deadline. damage: a description of the damaged message, if there is one.
         """
         if self.finished:
             return None

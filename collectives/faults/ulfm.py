@@ -1,13 +1,7 @@
 """The death of a rank, as reported by MPI with ULFM; without it the launcher ends the job.
 
 The rank that receives the report revokes the communicator inside MPI, so that ranks that wait for others get an error
-too.
-
-Across hosts Open MPI's failure detector is needed: without it a survivor may wait inside MPI for ever. It considers a
-rank whose heartbeats stop as dead, and aborts it. Heartbeats are sent inside MPI calls only, so its timeout must exceed
-the longest time that a rank spends outside MPI (evaluation, a checkpoint), and the longest link failure to be
-tolerated. The end of a process is detected at once, as its connections are closed. Do not use the detector's thread,
-which sends heartbeats at any time: with it MPI_Iagree sometimes returns wrong bits (Open MPI 5.0.11).
+too. docs/reliability.md has what the failure detector needs, and why.
 """
 
 import os
@@ -34,10 +28,7 @@ GRACE = 1.0  # seconds in which MPI may find out who died; all ranks get an erro
 
 
 def survives() -> bool:
-    """Return whether this job continues after the death of a rank: with Open MPI 5 and `mpirun --with-ft ulfm`.
-
-    MPICH has the functions, but they hang.
-    """
+    """Return whether this job survives a death: Open MPI 5 under `mpirun --with-ft ulfm`; MPICH's functions hang."""
     if not is_on(ENABLE, os.environ):  # first, as MPI's text takes 10 us, and every step asks
         return False
     from mpi4py import MPI
@@ -64,7 +55,6 @@ def detector_warning(environment: Mapping[str, str]) -> str | None:
 
 
 def _detector_timeout(environment: Mapping[str, str]) -> float:
-    """Return the seconds without a heartbeat after which a rank is considered dead."""
     try:
         return float(environment.get(ENVIRONMENT + TIMEOUT, "10"))
     except ValueError:

@@ -1,8 +1,4 @@
-"""Whether to pass pointers to CUDA device memory to MPI: only if asked to, as a wrong answer is a segmentation fault.
-
-MPICOMP_CUDA_AWARE=1 selects direct messages; by default they are staged through pinned memory. All ranks stage messages
-if one of them does.
-"""
+"""Whether to pass device pointers to MPI: only if all ranks ask for it (docs/devices.md, "How messages pass MPI")."""
 
 import ctypes
 import os
@@ -19,10 +15,7 @@ _BAD, _STAGED, _DIRECT = -1, 0, 1
 
 
 def is_direct(comm: "MPI.Intracomm") -> bool:
-    """Return whether all ranks may pass device pointers to MPI. Collective, blocks.
-
-    Raises ValueError on all ranks if one of them has an invalid setting.
-    """
+    """Return whether all ranks may pass device pointers to MPI; ValueError on all for a bad setting. Collective."""
     from mpi4py import MPI
 
     wrong = f"another rank has a bad {VARIABLE}: see its error; set the same value on all ranks"

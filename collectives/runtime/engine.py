@@ -1,12 +1,11 @@
 """The engine: run collectives to their end, or keep them in flight.
 
-A collective is a generator that yields tuples of pending messages. The engine resumes it when all of them are complete.
-A single operation waits inside MPI, unless ranks share cores (`waiting`). With several in flight, waiting for one
-advances all, as its peer may wait for another one first. The engine yields the core between two rounds of polling: with
-more ranks than cores, ranks that poll without a pause starve each other.
+A collective is a generator that yields tuples of pending messages; the engine resumes it when all of them are complete.
+A single operation waits inside MPI, unless ranks share cores (`waiting`) or there is a timeout. With several in flight,
+waiting for one advances all, as its peer may wait for another one first, and the core is yielded between two rounds of
+polling: with more ranks than cores, ranks that poll without a pause starve each other.
 
-The operations in flight belong to the process, as in MPI, and so does the timeout (`deadline`). With a timeout a rank
-polls.
+The operations in flight belong to the process, as in MPI, and so does the timeout.
 """
 
 import math
@@ -159,10 +158,7 @@ class Engine:
         return request
 
     def __enter__(self) -> None:
-        """Keep other threads out, before anything is consumed that all ranks count, and until a wait has ended.
-
-        Raises RuntimeError if a thread is inside already.
-        """
+        """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
         if not self._one_thread.acquire(False):
             raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
 
@@ -199,7 +195,7 @@ class Engine:
     def wait_for_ranks(self, pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str) -> None:
         """Return when all ranks have made their first call on a communicator; raises on all that wait if one is absent.
 
-        A rank that comes after the others gave up raises as well: their notices are there.
+        So does a rank that comes after the others gave up: their notices are there.
         """
         if not self._in_flight and self.timeout is None:
             pending.wait()
@@ -220,9 +216,8 @@ class Engine:
         """Poll, and yield the core after every round in which no message moved.
 
         watch: called after such a round, with the seconds since a message moved; raises, or makes `reached` true, after
-        the timeout. If two rounds are more than half of the timeout apart, this rank did not run in between, and the
-        seconds start anew. It first yields the core without sleeping: most messages arrive soon, and the shortest sleep
-        takes longer than a round of polling.
+        the timeout. Rounds more than half of the timeout apart start the seconds anew, as this rank did not run in
+        between. The core is first yielded without sleeping: most messages arrive sooner than the shortest sleep ends.
         """
         longest = max((self.timeout or math.inf) / 2, _LONGEST_ROUND)
         pause, began = _SHORTEST_PAUSE, time.monotonic()
@@ -310,8 +305,8 @@ def configure(*, timeout: float | None) -> None:
     """Set the timeout of a wait inside the library during which no message moves; the same on all ranks.
 
     timeout: seconds above 0, longer than the longest message takes; None, the default, for ever. MPICOMP_TIMEOUT is its
-    initial value. After the timeout all ranks that wait raise `CollectiveTimeoutError`; see
-    `collectives.faults.deadline`. With a timeout a rank polls instead of waiting inside MPI.
+    initial value. After it all ranks that wait raise `CollectiveTimeoutError`. With a timeout a rank polls instead of
+    waiting inside MPI.
 
     Raises ValueError for another value.
 

@@ -1,14 +1,8 @@
 """A group: the ranks of an operation, and all communication functions that an algorithm uses.
 
-A message is a header of 64 bytes (`mpicomp.codec`), a payload (the entries of a vector, or text), and zeros up to a
-multiple of 64 bytes (a line); several messages may be concatenated. The header contains an integer, the count, and the
-digest of the call signature, which must be the same on all ranks.
-
-MPI and the layers below it deliver messages intact. A damaged message is detected if its structure is not valid, and in
-the debug mode (`collectives.faults.debug`) always, by a CRC-32. Its receiver cannot continue the schedule, and gives up
-as after a deadline (`DamagedMessageError`).
-
-Another implementation of this protocol, without MPI, is `mpicomp_bench.network`.
+A message is one of `mpicomp.codec`, and zeros up to a multiple of 64 bytes (a line); several may be concatenated. The
+receiver of a damaged one, by its structure or, in the debug mode, its CRC-32, cannot continue the schedule, and gives
+up as after a deadline (`DamagedMessageError`). `mpicomp_bench.network` implements this protocol without MPI.
 """
 
 import json
@@ -149,11 +143,7 @@ class Group:
             self.fail(error.with_traceback(None))  # its frames would hold vectors
 
     def compare_calls(self) -> Steps[None]:
-        """Compare the call signatures first, in ceil(lg P) messages of one line; raises DisagreementError.
-
-        For algorithms whose schedule does not detect ranks with different calls; see
-        `collectives.collective.Collective.algorithm`.
-        """
+        """Compare the call signatures first, in ceil(lg P) messages of one line; see `Collective.algorithm`."""
         yield from self.gather(self.nothing)
 
     def exchange(self, vector: V, partner: int, count: int = 0) -> Steps[PartOf[V]]:
@@ -228,8 +218,8 @@ class Group:
     def notify(self, text: str) -> Steps[list[str]]:
         """Send an error notification to every rank, and return those of all ranks, in rank order.
 
-        Receives and discards earlier messages of each rank, so ranks in different rounds or schedules end together, and
-        no message stays in flight.
+        Earlier messages are received and discarded: ranks in different rounds or schedules end together, none stays in
+        flight.
         """
         message = self._pack_text(text, ERROR)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -247,7 +237,6 @@ class Group:
         return self._with_checksum(message)
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
-        """Return the contents of a message that has arrived."""
         contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
         if arrival.copy is not None and isinstance(contents, FewBits):  # read after the arrival is released
             staging.wait_for_stream()
@@ -390,7 +379,6 @@ def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
 
 
 def _whole(nbytes: int) -> int:
-    """Return the size of a message, padded to whole lines."""
     return -(-nbytes // LINE) * LINE
 
 

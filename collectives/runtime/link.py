@@ -1,6 +1,5 @@
 """The link of a communicator: the library's duplicate of it, the tags, and the settings agreed by all ranks.
 
-`collectives.first_call` makes it.
 Only this module and `staging` distinguish host arrays, device arrays with a CUDA-aware MPI, and staged ones.
 """
 
@@ -27,10 +26,7 @@ _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
 
 class Turn:
-    """An operation's turn to call MPI's own collectives, which all ranks must start in the same order.
-
-    A context manager: the next operation's turn begins when the context ends.
-    """
+    """An operation's turn to call MPI's own collectives, in the same order on all ranks: until the context ends."""
 
     def __init__(self, queue: "deque[Turn]") -> None:
         self._queue = queue
@@ -63,10 +59,10 @@ class Traffic:
 class Link:
     """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it.
 
-    duplicate: the library's, of which this makes the link. nodes: for each rank, the first rank on its node. choice: by
-    which "auto" chooses, of no meaning here. backs_off: this rank polls, and sleeps in between. direct: MPI accepts
-    device pointers. checked: the debug mode is on. on_free: called before the duplicate is freed. gathered: the kinds
-    of sums whose last call on this rank gathered all vectors; ranks may differ in it, after an error on one of them.
+    duplicate: the library's. nodes: for each rank, the first rank on its node. choice: by which "auto" chooses.
+    backs_off: this rank polls, and sleeps in between. direct: MPI accepts device pointers. checked: the debug mode is
+    on. on_free: called before the duplicate is freed. gathered: the kinds of sums whose last call on this rank gathered
+    all vectors; ranks may differ in it, after an error on one of them.
     """
 
     def __init__(

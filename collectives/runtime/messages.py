@@ -1,18 +1,14 @@
 """Messages between two ranks, and the pending operations that a collective waits for.
 
-A message is one contiguous buffer of whole 64-byte lines. The receiver gets its size from a matched probe. A long
-message is sent in pieces whose counts fit a C int, after a size header of 8 bytes (less than a line, so it cannot be
-confused with a message).
+A message is one contiguous buffer of whole 64-byte lines, of a size that the receiver gets from a matched probe. A long
+one is sent in pieces whose counts fit a C int, after a size header of 8 bytes (less than a line).
 
-In a bidirectional exchange both ranks send long messages in the same step. MPI sends a long message when its receiver
-is ready (clear to send). Over TCP a clear-to-send can queue behind the sender's own payload (head-of-line blocking),
-which serialises the two directions. Both ranks therefore send a size header first, post their sends when the peer's
-size header has arrived, and only then their receives. Over TCP this takes 0.58 to 1.0 of the time (docs/performance.md,
-"Bidirectional exchange").
+In a bidirectional exchange of long messages a clear-to-send over TCP can queue behind the sender's own payload, which
+serialises the two directions. Both ranks therefore send a size header first, post their sends when the peer's has
+arrived, and only then their receives: 0.58 to 1.0 of the time (docs/performance.md, "Bidirectional exchange").
 
-A collective waits for `Pending` objects: `wait` blocks inside MPI; `test` polls once. In a step that both sends and
-receives, wait for the arrival first: a large send ends only when its peer receives, and the peer may be in the same
-step.
+In a step that both sends and receives, wait for the arrival first: a large send ends only when its peer receives, and
+the peer may be in the same step.
 """
 
 import os
@@ -60,8 +56,7 @@ def in_host_memory(nbytes: int) -> tuple[Buffer, None]:
 class Sending:
     """MPI requests without a result, such as those of a message being sent; keeps their buffers alive.
 
-    after: an arrival, and a function that starts further requests once the arrival's size is known, before it is
-    received; wait for the arrival first.
+    after: an arrival, to be waited for first, and a function that starts further requests once its size is known.
     """
 
     def __init__(
@@ -194,9 +189,8 @@ def in_bytes(buffer: Buffer) -> list[Any]:
 def mpi() -> Any:
     """Return mpi4py's module MPI, whose import initialises MPI: so at the first call, and not on import.
 
-    Child processes of one of several ranks then do not initialise it: a worker of a DataLoader, started by spawn or
-    forkserver, imports the main module, and mpi4py with it, and would be the same rank once more. Raises RuntimeError
-    in such a process.
+    Child processes of one of several ranks then do not initialise it, though a worker of a DataLoader imports the main
+    module, and mpi4py with it. Raises RuntimeError in such a process.
     """
     from mpi4py import MPI
 

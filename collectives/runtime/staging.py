@@ -1,9 +1,4 @@
-"""Device buffers in MPI messages: staged through pinned memory, or passed to MPI directly.
-
-A CUDA-aware MPI accepts device pointers; any other one crashes. There a message is copied to pinned memory
-(page-locked, so that the device copies at the full rate of the bus) and sent from it, and received into pinned memory.
-Messages above 8 MiB are sent in pieces: one is on the network while the next one is copied. Pinned memory is from
-CuPy's pool, which keeps it for the next message.
+"""Device buffers in MPI messages: staged through pinned memory, or passed to MPI directly (docs/devices.md).
 
 MPI ignores streams and accesses memory at once. So this module, and no other one, synchronises CuPy's current stream
 before it passes a buffer to MPI, and before a step returns arrays that the caller uses on streams of its own.
@@ -43,9 +38,8 @@ def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bo
 def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
     """Return a buffer for a message for the device, and where `copy_in` copies it; see `Arrival`.
 
-    direct: the buffer is on the device, and there is no copy. Else it is pinned memory, from which the host reads the
-    header and other fields. The copy is asynchronous: keep the buffer until `wait_for_stream` has returned, or until an
-    operation that reads the copy has been synchronised, as `decode` does.
+    direct: the buffer is on the device, and there is no copy. Else it is pinned memory: keep it until `wait_for_stream`
+    has returned, or an operation that reads the asynchronous copy has been synchronised, as `decode` does.
     """
     if direct:
         buffer = _on_device(nbytes)

@@ -1,9 +1,4 @@
-"""Waiting: inside MPI, or by polling with backoff; and the timeout.
-
-Inside MPI a rank polls without a pause, which is best if it has a core of its own. If ranks share cores, a waiting rank
-blocks a computing one, unless MPI yields the core between two polls, as Open MPI does. Under another MPI such a rank
-polls with backoff, and may detect a message up to 0.2 ms late.
-"""
+"""Waiting inside MPI, or by polling with backoff (docs/collectives.md, "Waiting"); and the timeout."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +9,7 @@ from mpicomp.settings import to_number
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-VARIABLE = "MPICOMP_WAIT"  # "backoff" or "block"; "auto", the default, is described above
+VARIABLE = "MPICOMP_WAIT"  # "backoff" or "block"; "auto", the default: if ranks share cores, and MPI does not yield
 SETTINGS = ("auto", "backoff", "block")
 TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
@@ -22,9 +17,9 @@ TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 def agree_on_waiting(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int, float]:
     """Return whether this rank polls with backoff, how many ranks share its cores, and the crowding of all nodes.
 
-    The number of ranks includes this one. The crowding, the same on all ranks, is the number of ranks to a core on the
-    node with the most, at least 1. nodes: for each rank, the first rank that shares its memory. Collective, blocks;
-    ValueError on all ranks for a bad variable.
+    The crowding, the same on all ranks, is the number of ranks to a core on the node with the most, at least 1. nodes:
+    for each rank, the first rank that shares its memory. Collective, blocks; ValueError on all ranks for a bad
+    variable.
     """
     settings = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
     for rank, (setting, time, _) in enumerate(settings):

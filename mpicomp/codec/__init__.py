@@ -1,12 +1,8 @@
-"""The codec: a SparseVector as one contiguous, self-describing message.
-
-Layout, little-endian: a header of 64 bytes (docs/wire_format.md), the indices, the values. The indices take a multiple
-of 8 bytes.
+"""The codec: a SparseVector as one contiguous, self-describing message (docs/wire_format.md). No format loses a bit.
 
 count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes zeros by default, and `decode`
-ignores them. A decoder compares all sizes with each other and with the buffer before it reads anything after the
-header. A message of M bytes holds at most 8 M entries: rows of width 0, which have no values, are not written as a
-range. No format loses a bit.
+ignores them. A message of M bytes holds at most 8 M entries: rows of width 0, which have no values, are not written as
+a range.
 """
 
 import struct
@@ -68,10 +64,9 @@ def plain(vector: SparseVector) -> Coding:
 
 
 def quick(vector: SparseVector) -> Coding:
-    """Return the plain coding, or for dense vectors one that takes hardly longer.
+    """Return the plain coding, or for dense vectors a range, or a bitmap of at most a quarter of the plain indices.
 
-    That is a range, or a bitmap of at most a quarter of the plain indices; finding the bits of a larger one takes
-    longer than copying the bytes that it saves.
+    Finding the bits of a larger bitmap takes longer than copying the bytes that it saves.
     """
     coding, room = plain(vector), vector.indices.nbytes // 4
     for form in (RANGE, BITMAP):

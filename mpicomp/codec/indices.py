@@ -1,11 +1,11 @@
-"""Index formats: the indices of a vector, as bytes.
+"""Index formats (docs/wire_format.md): the indices of a vector as bytes. A range is of a dense piece of width above 0.
 
-docs/wire_format.md lists them. A range is of a dense piece, not of rows of width 0. A bitmap has the first index, the
-span S, and S bits in 64-bit words. Elias-Fano has the first index and the span; with l = floor(log2(S / N)) the l low
-bits of each index from the first on, then S >> l zeros among N ones that stand for the high bits.
+A bitmap has the first index, the span S, and S bits in 64-bit words. Elias-Fano has the first index and the span; with
+l = floor(log2(S / N)) the l low bits of each index from the first on, then S >> l zeros among N ones that stand for the
+high bits.
 
-A format returns its size, fills a section of a message, and reads one. A section is a multiple of 8 bytes. `read`
-validates the section, and returns None unless its size is that of the format for N entries.
+A section of a message is a multiple of 8 bytes. `read` validates it, and returns None unless its size is that of the
+format for N entries.
 """
 
 import struct

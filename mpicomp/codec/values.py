@@ -1,13 +1,9 @@
-"""Value formats: the values of a vector, as bytes. None of them loses a bit.
+"""Value formats (docs/wire_format.md): the values of a vector as bytes. None of them loses a bit.
 
-docs/wire_format.md lists them. Runs have a plane of signs, and for two magnitudes one of bits that are set at the
-larger one. Offsets have w bits and a sign each, in planes of 8 bits and of one; then the least magnitude and w.
-
-A plane has one bit a value, and is a multiple of 8 bytes. Runs are of values that follow each other: a message of
-several tensors has at least one run for each. After the planes come, for each run, the position of its first value and
-the bits of its magnitudes, the least first; then the number of runs. All of these are int64.
-
-`mpicomp.compressors.Quantised` rounds values to a shorter format, and returns the error to the sender.
+A plane has one bit a value, and is a multiple of 8 bytes. Runs have a plane of signs, and for two magnitudes one of
+bits that are set at the larger one. Then come, for each run, the position of its first value and the bits of its
+magnitudes, the least first; then the number of runs. Offsets have w bits and a sign each, in planes of 8 bits and of
+one; then the least magnitude and w. All of these are int64.
 """
 
 import struct

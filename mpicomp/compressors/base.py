@@ -1,7 +1,6 @@
 """The contract of a compressor: the selection, its properties for an exchange, and its state between steps.
 
-A compressor of your own derives from `Compressor` and implements `compress`; everything else has a default. One that
-wraps another compressor derives from `Wrapper`. docs/own_compressor.md has an example.
+docs/own_compressor.md says what one of your own implements, with an example.
 """
 
 import math
@@ -32,8 +31,8 @@ Raises ValueError with a text that says what was expected, such as "an integer o
 class Report:
     """Statistics of a call of a compressor.
 
-    target, achieved: densities. nbytes: of the returned indices and values in memory (a message may be smaller:
-    `mpicomp.codec.encoded_nbytes`). threshold: of the magnitude, None for methods without one. rounds: of its search.
+    target, achieved: densities. nbytes: of the returned indices and values in memory. threshold: of the magnitude, None
+    for methods without one. rounds: of its search.
     """
 
     target: float
@@ -47,7 +46,7 @@ class Compressor(Configured):
     """Select the entries of a dense vector that are sent.
 
     Store every constructor argument in an attribute of the same name: `repr` shows them, and ranks compare settings by
-    it. Assign new values to attributes instead of changing lists or arrays in place: `snapshot` stores references.
+    it. Assign new values to attributes, and change no list or array in place: `snapshot` stores references.
     """
 
     state: ClassVar[Mapping[str, Check]] = {}
@@ -74,13 +73,13 @@ class Compressor(Configured):
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
-        """Return the entries selected in each segment of a vector, as one vector.
+        """Return the entries that `compress` selects in each segment of a vector, as one vector.
 
         corrected: 1-d, C-contiguous. bounds: the first position of each segment, and the length of the vector.
         summands: (residual, scale, parts); `corrected` is first overwritten by ``scale * residual`` plus the parts, one
-        gradient for each segment. A compressor with a kernel that adds and selects in one pass, or that selects in all
-        segments at once, implements this method, with the result of `compress` for each segment: one object then
-        serves all segments with equal settings that follow each other, otherwise each segment has its own.
+        gradient for each segment. A compressor with a kernel that adds and selects in one pass, or in all segments at
+        once, implements this method: one object then serves all segments with equal settings that follow each other,
+        otherwise each has its own.
 
         Raises the errors of `compress`; `corrected` is written in any case.
         """

@@ -4,12 +4,11 @@ Source: A. Sarfi et al., "Communication efficient LLM pre-training with SparseLo
 of 4096 entries are selected from the sum of 15 to 30 local steps.
 
 A chunk fits the cache of a core, and is one block of threads on a GPU, so that a selection is one read of the gradient.
-Every part of a vector sends its share, also a layer with small gradients. On independent values it captures the norm of
-exact top-k with as many entries, within half a per cent.
+Every part of a vector sends its share. On independent values it captures the norm of exact top-k within half a per
+cent.
 
 Differences from the paper: chunks are of consecutive entries of the flat vector, of any length; the paper cuts tensors
-by divisors of their dimensions, and a prime dimension then makes chunks of one entry, or one chunk of everything. The
-chunk at the end is shorter, and keeps the same share. Ties go to the lowest indices, and exact zeros are never sent.
+by divisors of their dimensions, and a prime dimension then makes chunks of one entry, or one chunk of everything.
 """
 
 from collections.abc import Sequence
@@ -25,13 +24,10 @@ from mpicomp.vector import SparseVector
 
 
 class ChunkedTopK(Density):
-    """Select the k largest magnitudes of every chunk of consecutive entries, exactly.
+    """Select the k largest magnitudes of every chunk of consecutive entries, exactly; ties go to the lowest indices.
 
     k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The last chunk, of length m < chunk,
     keeps max(1, round(k m / chunk)).
-
-    A vector of length n <= chunk is one chunk: the selection is that of `TopK` with k = max(1, round(k n / chunk)),
-    which for n = chunk is `TopK(k=k)`.
 
     >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
     [1, 3, 6]
@@ -50,10 +46,7 @@ class ChunkedTopK(Density):
         return chunks * self.k + (max(1, round(self.k * rest / self.chunk)) if rest else 0)
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the largest magnitudes of each chunk; see `Compressor.compress`. Ties go to the lowest indices.
-
-        corrected: an array of any shape, taken in C order; float16, float32 or float64.
-        """
+        """Return the largest magnitudes of each chunk; see `Compressor.compress`."""
         dense = to_vector(corrected)
         return self.compress_segments(dense, [0, dense.size])
 

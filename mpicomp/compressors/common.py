@@ -50,10 +50,9 @@ class Density(Compressor):
 
 
 def mean_and_largest(values: Array) -> tuple[float, float]:
-    """Return the mean of the magnitudes, and the largest one.
+    """Return the mean of the magnitudes, in range also if the sum is not, and the largest one.
 
-    The mean is in range also if the sum is not, and at most the largest, whatever rounding does. Raises ValueError
-    naming the first value that is not finite.
+    Raises ValueError naming the first value that is not finite.
     """
     kernels, count = kernels_for(values), max(1, values.size)
     sums = kernels.sides(values, math.inf)
@@ -80,7 +79,7 @@ def placed(positions: Array, values: Array, length: int) -> SparseVector:
 def at_positions(dense: Array, positions: Array) -> SparseVector:
     """Return the non-zero entries of a dense vector at increasing positions (intp).
 
-    If there is none, the largest entry is returned instead, so that a vector that is not zero is never sent empty.
+    If there is none, the largest entry, so that a vector that is not zero is never sent empty.
     """
     values = kernels_for(dense).gather(dense, positions)
     kept = nonzero(values)
@@ -92,10 +91,7 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
 
 
 def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
-    """Return the largest entries of a dense vector, which a kernel found.
-
-    Raises ValueError if the dense vector is not finite: such values are the largest, and found.
-    """
+    """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
     vector = SparseVector.trusted(positions.astype(index_dtype(dense.size)), values, dense.size)
     try:
         vector.check_finite()

@@ -5,9 +5,8 @@ Interspeech 2014, with one scale for all entries. Two magnitudes: S. P. Lloyd, "
 Trans. Information Theory 28(2), 1982, on the magnitudes. float16 and bfloat16: rounded to nearest, ties to even
 (float64 to bfloat16 by way of float32).
 
-Differences from the paper: quantised values keep their dtype, so sums over the ranks are computed as before;
-`codec="smallest"` detects that they fit a shorter format and encodes them in it. Sums of quantised values need not fit
-and are then sent in full.
+Differences from the paper: quantised values keep their dtype, so sums over the ranks are computed as before, and sent
+in full; `codec="smallest"` detects that values fit a shorter format.
 """
 
 import math

@@ -17,10 +17,9 @@ Run = tuple[list[Compressor], int, int]  # one for all its segments, or one for 
 class Segments(Compressor):
     """Compress each segment of a vector by a compressor of its own; consecutive equal ones by one object.
 
-    names: of the segments, in errors; None names none. bounds: the first position of each segment, and the length.
-    compressors: one for each segment. Those that are joined and follow each other and implement
-    `compress_segments` are replaced by the first of them, and those that implement `compress_each` are called together:
-    a segment then costs no call.
+    names: of the segments, in errors; None names none. bounds, compressors: one for each segment, the length last.
+    Those that are joined and implement `compress_segments` are replaced by the first of them, and those that implement
+    `compress_each` are called together: a segment then costs no call.
 
     >>> two = Segments(["a", "b"], [0, 2, 4], [TopK(k=1), TopK(k=1)])
     >>> two.compress(gradient).indices.tolist(), two.compressors["a"] is two.compressors["b"]

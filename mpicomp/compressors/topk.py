@@ -20,22 +20,17 @@ _LONG = 1 << 20  # values: from here on a pass for each segment is as fast as on
 
 
 class TopK(Density):
-    """Select the k largest magnitudes of a vector, exactly.
+    """Select the k largest magnitudes of a vector, exactly; ties go to the lowest indices.
 
     Give one of: density, the fraction of the entries to send, 0 < density <= 1, where k = max(1, round(density n)); k,
-    their number, k >= 1.
-
-    Raises ValueError if both or none are given, or if one is out of range.
+    their number, k >= 1. Raises ValueError if both or none are given, or if one is out of range.
 
     >>> TopK(k=2).compress(gradient).indices.tolist()
     [1, 3]
     """
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the k largest magnitudes of `corrected`; see `Compressor.compress`. Ties go to the lowest indices.
-
-        corrected: an array of any shape, taken in C order; float16, float32 or float64.
-        """
+        """Return the k largest magnitudes of `corrected`; see `Compressor.compress`."""
         dense = to_vector(corrected)
         return self.reported(selected(dense, *kernels_for(dense).largest(dense, self.count(dense.size))))
 

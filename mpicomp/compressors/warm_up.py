@@ -17,9 +17,9 @@ from mpicomp.vector import SparseVector
 class WarmUp(Wrapper):
     """Run a compressor with a schedule of densities.
 
-    compressor: any with a `density`. densities: one for each stage; the last one is kept. calls: number of calls in a
-    stage. Raises ValueError if the list is empty, a number is out of range, or the compressor was made with k. To
-    quantise as well, wrap this one: `Quantised(WarmUp(...), "float16")`.
+    compressor: any with a `density`; to quantise as well, `Quantised(WarmUp(...), "float16")`. densities: one for each
+    stage; the last one is kept. calls: number of calls in a stage. Raises ValueError if the list is empty, a number is
+    out of range, or the compressor was made with k.
 
     >>> compressor = WarmUp(TopK(0.25), [1.0, 0.5, 0.25])
     >>> [compressor.compress(gradient).nnz for step in range(4)]

@@ -1,9 +1,8 @@
 """The contract of a feedback method, and the arrays that outlive a step.
 
 A step calls `compress` (or `correct`), `settle` and `commit`, in this order; a step that fails ends anywhere before
-`commit`. Everything that can fail (memory, arithmetic, checks) is in the first two, which write to spare buffers only:
-the arrays do not change before `commit`, and a second `correct` returns the same result. `commit` swaps arrays with
-their spares: it allocates nothing and raises nothing.
+`commit`. Everything that can fail is in the first two, which write to spare buffers only, so a second `correct` returns
+the same result. `commit` swaps arrays with their spares: it allocates nothing and raises nothing.
 """
 
 import math
@@ -43,15 +42,15 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Feedback(Configured):
     """Base class of all feedback methods: keep the entries that are not sent.
 
-    A method implements `correct` and `settle`, and `dtypes` if it keeps other arrays than the residual. One object
-    serves one vector of one length and dtype. Constructor arguments are stored in attributes of the same name: `repr`
-    shows them, and saved states are compared by it. docs/feedback.md has an example of a method, which calls
+    A method implements `correct` and `settle`, and `dtypes` if it keeps other arrays than the residual
+    (docs/feedback.md has an example). One object serves one vector of one length and dtype. Constructor arguments are
+    stored in attributes of the same name: `repr` shows them, and saved states are compared by it. A method calls
 
     * in `__init__`: ``super().__init__()``, before anything else;
     * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of zeros; `_joined` for the gradient
       as one vector; `_spare(name)` for the buffer of the next `name`. It returns the spare residual;
-    * in `settle`: `_subtract`, which turns the spare residual into the next one in place. It then sets `_settled`
-      to the names of the arrays that `commit` swaps with their spares.
+    * in `settle`: `_subtract`, which turns the spare residual into the next one in place. It then sets `_settled` to
+      the names of the arrays that `commit` swaps with their spares.
     """
 
     _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
@@ -92,10 +91,9 @@ class Feedback(Configured):
     def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the result of `correct` or `compress`; the feedback may write to it. Over all ranks, `corrected` less
-        the residual that is kept is the sum received (the debug mode checks it): a method that forgets old entries does
-        so in `correct`, as `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before, ValueError
-        for another length, OverflowError if the result leaves the range of its dtype.
+        corrected: the result of `correct` or `compress`; the feedback may write to it. A method that forgets old
+        entries does so in `correct`, as `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct`
+        before, ValueError for another length, OverflowError if the result leaves the range of its dtype.
         """
         raise NotImplementedError(f"{type(self).__name__} has no settle(): expected a method of the class")
 
@@ -180,9 +178,9 @@ class Feedback(Configured):
         self._begun, self._staged, self._settled = False, False, ()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of the state by name: arrays in host memory, which np.savez can store.
+        """Return copies of the state by name, without settings: arrays in host memory, which np.savez can store.
 
-        Numbers are 0-d arrays. Before the first step there are only numbers. Settings are not included.
+        Numbers are 0-d arrays. Before the first step there are only numbers.
         """
         arrays = self._arrays if self._begun else {}
         return {name: np.asarray(getattr(self, name)) for name in self._numbers} | {
@@ -192,8 +190,8 @@ class Feedback(Configured):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load copies of a `state_dict`; the following steps have the same bits.
 
-        Dtype and shape must be those of earlier calls, if any; call `reset` first to change them. Raises ValueError for
-        other names, dtypes or shapes, and for values that are not finite; nothing changes then.
+        Raises ValueError for other names, dtypes or shapes, also than those of earlier calls (call `reset` first), and
+        for values that are not finite; nothing changes then.
         """
         given = {name: np.asarray(state[name]) for name in state}
         numbers = {name: given.pop(name) for name in self._numbers if name in given}

@@ -1,13 +1,8 @@
-"""Error feedback (EF-SGD): p = g + decay e, send D = C(p), keep e = p - D.
+"""Error feedback (EF-SGD): p = g + decay e, send D = C(p), keep e = p - D + what the collective rejects.
 
 Source: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient compression
-schemes", ICML 2019 (arXiv 1901.09847); the decay: "Communication efficient LLM pre-training with SparseLoCo", 2025
-(arXiv 2508.15706).
-
-Differences from the paper: the residual is in gradient units (the paper scales by the learning rate first), and entries
-that the collective rejects are added to it. `in_place` is the same arithmetic, with the same bits, without a copy.
-
-Invariant: residual after + sent - rejected = decay * residual before + gradient, exactly where the sums are exact.
+schemes", ICML 2019 (arXiv 1901.09847), where e is in units of updates; the decay: "Communication efficient LLM
+pre-training with SparseLoCo", 2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +23,15 @@ from mpicomp.vector import SparseVector, split, whole
 class ErrorFeedback(Feedback):
     """Add to each gradient the entries of earlier ones that were not sent.
 
-    The residual has the dtype and size of the gradients and is zero before the first. It is in gradient units:
-    `rescale` scales it. It takes the memory of two gradients: the residual, and the one of the next step.
+    The residual has the dtype, size and units of the gradients and is zero before the first; `rescale` scales it. It
+    takes the memory of two gradients: the residual, and the one of the next step.
 
     in_place: keep the residual in the gradient's own array. After a step the array holds the entries that were not
-    sent, and the next backward pass adds to it, so do not clear it between steps (in PyTorch: no `zero_grad`). A step
-    then reads the gradient once and writes the entries that were sent or rejected. This object has no state then: save,
-    clear or rescale the gradient arrays yourself.
+    sent, and the next backward pass adds to it, so do not clear it between steps (in PyTorch: no `zero_grad`). This
+    object has no state then: save, clear or rescale the gradient arrays yourself.
 
     decay: the factor by which the residual is multiplied before each gradient is added, 0 < decay <= 1. Below 1 old
-    entries that were not sent fade: 1 - decay of the residual is lost in each step on purpose.
+    entries fade, on purpose.
 
     Raises ValueError for a decay out of range, and for one below 1 with `in_place`.
 

@@ -1,22 +1,17 @@
 """Momentum correction (Deep Gradient Compression): accumulate the velocity, not the gradient, and send its largest.
 
 Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression: reducing the communication bandwidth
-for distributed training", ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2.
+for distributed training", ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2. The rule: docs/feedback.md.
 
-    u = m u + g,    v = v + u
-    send C(v); subtract what was sent from v; clear u where it was sent: momentum factor masking
-
-The optimiser that applies the mean has no momentum of its own.
-
-Masking prevents a stale velocity from moving an entry further after the entry was sent. An entry that the collective
+Masking, u = 0 where it was sent, prevents a stale velocity from moving an entry further. An entry that the collective
 rejects on this rank is added to v again and keeps its momentum. If everything was sent (an entry for every position, or
 a v of zeros afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the velocity of plain
 momentum SGD.
 
 Differences from the paper: no Nesterov momentum; gradients are not clipped (`collectives.torch.attach` clips those of a
-model); no masking if everything was sent; the rounding error of a quantised value stays in v; zeros are never sent, so
-u is kept where v is zero. gTop-k may return an entry to another rank than its sender: the sender then masks u, and the
-other rank adds the entry to its v.
+model); the rounding error of a quantised value stays in v; zeros are never sent, so u is kept where v is zero. gTop-k
+may return an entry to another rank than its sender: the sender then masks u, and the other rank adds the entry to its
+v.
 
 Invariant: v after + sent - rejected = v before + u, exactly where the additions are exact.
 """
@@ -36,12 +31,12 @@ _BLOCK = 65536
 
 
 class MomentumCorrection(Feedback):
-    """Keep a velocity u, and the residual v.
+    """Keep a velocity u, and the residual v; the optimiser that applies the mean has no momentum of its own.
 
     momentum: m, 0 <= m <= 1, else ValueError. masking: clear u where it was sent.
 
-    v has the dtype of the gradients; so has u, but for float16 it is float32. Both are in gradient units: `rescale`
-    scales v. It does not change u; the optimiser applies the new learning rate to it, as to any momentum buffer.
+    v has the dtype of the gradients; so has u, but for float16 it is float32. `rescale` scales v, not u: the optimiser
+    applies the new learning rate to it, as to any momentum buffer.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), MomentumCorrection(momentum=0.9))
     >>> exchange(gradient).tolist()

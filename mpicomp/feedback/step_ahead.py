@@ -1,19 +1,11 @@
 """Step-ahead error feedback: evaluate the gradient at the model after this rank's residual is applied.
 
 Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training with compressed gradient", AAAI
-2021 (arXiv 2008.05823), with its error averaging.
-
-    y = x - e                  the point of the next gradient g: `ahead(x)`
-    m = mu m + g
-    p = eta m + e,  D = C(p),  e = p - D
-    x -= mean D                the exchange returns mean D: an update
-
-The model is evaluated at x, not at y. Every p steps the residuals are replaced by their mean over the
-ranks: `collectives.average_residuals`.
+2021 (arXiv 2008.05823), with its error averaging (`collectives.average_residuals`). The rule: docs/feedback.md.
 
 Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and entries that the
-collective rejects are added to it. Its two-way compression is `compressed_allreduce`: the server's residual is part
-of the residuals of the ranks, each in the share of the sum that it owns, and so part of e at `ahead(x)` as well.
+collective rejects are added to it. Its two-way compression is `compressed_allreduce`: the server's residual is part of
+the residuals of the ranks, each in the share of the sum that it owns, and so part of e at `ahead(x)` as well.
 
 Invariants: residual after + sent - rejected = residual before + eta m; averaging does not change the sum over the
 ranks. So the virtual iterate xbar = x - mean e obeys xbar' = xbar - eta mean m.
@@ -33,13 +25,11 @@ from mpicomp.vector import SparseVector
 class StepAhead(Feedback):
     """Keep the residual of the update, and a momentum of the gradients.
 
-    rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1.
+    rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1. Else ValueError.
 
-    The exchange returns an update: subtract it from the model as it is. The residual is in update units and independent
-    of the rate: `rescale` changes nothing. It has the dtype of the gradients; so has the momentum, but for float16 it
+    The exchange returns an update: subtract it from the model as it is, and evaluate the model at x. The residual is in
+    update units: `rescale` changes nothing. It has the dtype of the gradients; so has the momentum, but for float16 it
     is float32. Updates are small: in float16 those below 6e-8 vanish.
-
-    Raises ValueError for a setting out of range.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
     >>> update = exchange(gradient)  # parameters -= update
