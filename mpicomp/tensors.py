@@ -105,8 +105,7 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
     """Return a description of each array; raises TypeError or ValueError for arrays that cannot be exchanged."""
     if not isinstance(arrays, Mapping):
         raise TypeError(
-            f"the tensors are {type(arrays).__name__}: expected a dict of arrays by name, such as "
-            "dict(model.named_parameters())"
+            f"got {type(arrays).__name__}: expected a dict of arrays, such as dict(model.named_parameters())"
         )
     if not arrays:
         raise ValueError(f"got {form}, and it is empty: expected at least one array")

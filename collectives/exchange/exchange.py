@@ -297,8 +297,8 @@ class GradientExchange:
         names: all that are left out from now on; none takes all up again. Nothing of them is sent, no mean is returned,
         and their residuals and compressors do not change.
 
-        Raises KeyError for unknown names, ValueError if no tensor is left, and CollectiveError on the other ranks, or
-        on all if the names differ; RuntimeError within a step. Nothing changes then.
+        Raises KeyError, ValueError if no tensor is left, CollectiveError on the other ranks, or on all if the names
+        differ; RuntimeError within a step. Nothing changes then.
         """
         check_between_steps(self)
         settings = self._layout.settings(self.comm, self.steps)
@@ -408,7 +408,8 @@ class GradientExchange:
             return
         self.steps, self._changes = self.steps + 1, []
         if self._checked:
-            balance(gather_objects(step.masses(), self.comm, OPERATION), self.steps - 1)
+            weighed = [entry for each in step.finished if each.started.audit for entry in each.started.audit.entries]
+            balance(gather_objects(weighed, self.comm, OPERATION), self.steps - 1)
         self.statistics = step.statistics(self.residual_norm if self.log else None)
         if self._first is None:
             self._first = self.statistics

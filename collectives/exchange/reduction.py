@@ -25,8 +25,8 @@ CONTRIBUTORS, SIGN = "contributors", "sign"  # average: by the number of ranks t
 class Received(NamedTuple):
     """The result of a sum on this rank.
 
-    total: the sum. rejected: what this rank has to keep: None, entries, or an array. votes: the number of ranks that
-    sent each entry, None if they were not counted. entries: the number of them that were received.
+    rejected: what this rank has to keep: None, entries, or an array. votes: the number of ranks that sent each entry,
+    None if they were not counted. entries: the number of them that were received.
     """
 
     total: Mean
@@ -47,15 +47,15 @@ class Reduction:
     """The sum of an exchange.
 
     call: the collective's nonblocking form. average: of `GradientExchange`. takes_arrays: it sums arrays, not vectors.
-    writes: it returns (sum, rejected), and writes both to arrays given as `out`. owned: returns the range of a vector
-    that its rank sums and does not send, of (length, rank, size).
+    writes: it returns (sum, rejected), and writes both to arrays given as `out`. owned: of (length, rank, size), the
+    range of a vector that a rank sums and does not send.
     """
 
     call: Callable[..., Any]
     average: bool | str
     takes_arrays: bool = False
     writes: bool = False
-    owned: Callable[[int, int, int], tuple[int, int]] | None = None
+    owned: Callable[[int, int, int], tuple[int, int]] = lambda length, rank, size: (0, 0)
 
     def arguments(self, compressed: Compressed) -> tuple[Any, dict[str, Any]]:
         """Return the collective's input and options for what this rank sends."""
@@ -66,10 +66,6 @@ class Reduction:
             return corrected, {}
         rejected = np.empty_like(corrected) if compressed.is_gradient else corrected
         return corrected, {"out": (np.empty_like(corrected), rejected)}
-
-    def own_range(self, length: int, comm: Any) -> tuple[int, int]:
-        """Return the range of a vector that this rank sums; empty if it sends all that it selects."""
-        return (0, 0) if self.owned is None else self.owned(length, comm.rank, comm.size)
 
     def received(self, outcome: Any, length: int) -> Received:
         """Return the parts of what the collective returned for vectors of a length.
@@ -137,7 +133,7 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
         average,
         takes_arrays=takes_arrays,
         writes=takes_arrays and "out" in signature(known).parameters,  # type: ignore[arg-type]
-        owned=own_share if known is compressed_allreduce else None,
+        **({"owned": own_share} if known is compressed_allreduce else {}),
     )
 
 

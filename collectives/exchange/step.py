@@ -1,10 +1,9 @@
 """A step of the exchange: all of it on all ranks, or none of it.
 
 `run` is the only place that has an order. All that can fail on one rank is done before the ranks agree, and changes no
-state that outlives the step, except that of compressors, which is restored. What follows the agreement writes to
-allocated memory, and swaps. A rank with an error contributes it in place of a vector: the collective raises it on this
-rank, and CollectiveError on the others, so no rank waits for ever. Steps run with NumPy's floating-point errors off, as
-ranks may have different settings; overflow is checked instead.
+state that outlives the step, except that of compressors, which is restored; what follows writes to allocated memory,
+and swaps. A rank with an error contributes it in place of a vector. NumPy's floating-point errors are off, as ranks may
+have different settings; overflow is checked instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -150,7 +149,8 @@ class Step:
             if reduction.takes_arrays:
                 compressed = bucket.correct(gradient)
             else:
-                compressed = bucket.compress(gradient, reduction.own_range(bucket.length, self._comm))
+                own = reduction.owned(bucket.length, self._comm.rank, self._comm.size)
+                compressed = bucket.compress(gradient, own)
         except ValueError:
             if bucket.basis is not None:  # to name the gradient, and not a coefficient
                 bucket.check_finite(self.arrays, ValueError)
@@ -242,10 +242,6 @@ class Step:
             wire_nbytes=traffic(self._comm).nbytes - self._sent_before,
             residual_norm=residual_norm,
         )
-
-    def masses(self) -> list[dict[str, Any]]:
-        """Return what the debug mode weighed of each segment; see `ledger.balance`."""
-        return [entry for each in self.finished if each.started.audit for entry in each.started.audit.entries]
 
 
 def _results(started: Started, mean: Mean, form: str) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
