@@ -167,7 +167,7 @@ def test_a_parameter_in_place_of_its_gradient_is_told():
 
 @pytest.mark.parametrize("tensors", [[np.ones(2)], iter([np.ones(2)]), object()])
 def test_tensors_without_names_are_told(tensors):
-    with pytest.raises(TypeError, match=r"expected a dict of arrays by name, such as dict\(model.named"):
+    with pytest.raises(TypeError, match=r"expected a dict of arrays, such as dict\(model.named"):
         GradientExchange(World, TopK(k=1)).register(tensors)
 
 
