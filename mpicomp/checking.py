@@ -53,7 +53,7 @@ def is_same_mass(one: Sequence[float], other: Sequence[float], tolerance: float)
 
     True also if the sums leave the range of float64, where nothing can be checked.
     """
-    within = (tolerance + 1e-12) * max(one[2], other[2])  # 1e-12: float64 rounds too
+    within = (tolerance + 1e-12) * max(one[2], other[2]) + 2.0**-1022  # float64 rounds too, and subnormals most
     same = abs(one[0] - other[0]) <= within and abs(one[1] - other[1]) <= within
     return same or not math.isfinite(within)
 

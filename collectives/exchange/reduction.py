@@ -80,7 +80,7 @@ class Reduction:
         if isinstance(result, np.ndarray) or on_device(result):
             result = whole(result.reshape(-1))
         parts = result if isinstance(result, list) else [result]
-        if not all([isinstance(part, SparseVector) for part in parts]):
+        if not (parts and all([isinstance(part, SparseVector) for part in parts])):
             raise TypeError(
                 f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or "
                 "the votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"

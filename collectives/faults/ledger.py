@@ -66,7 +66,9 @@ class Audit:
         for place, (first, end) in enumerate(pairwise(bucket.edges)):
             left = self._left[place]
             if residual is not None:
-                left = mass(self._expected[first:end].astype(np.float64) - residual[first:end])
+                before, kept = self._expected[first:end].astype(np.float64), residual[first:end]
+                left = mass(before - kept)
+                left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))  # by which what is kept is rounded
             entry = {"vector": bucket.names[place], "left": left, "sum": self._sums[place]}
             self.entries.append(entry | {"dtype": str(mean.dtype), "fault": fault})
 

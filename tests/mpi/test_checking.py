@@ -26,6 +26,7 @@ from collectives import (
     traffic,
 )
 from mpicomp import (
+    AdaComp,
     CheckError,
     CollectiveError,
     Compressor,
@@ -199,6 +200,22 @@ def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtyp
             sparse = step % 2 == 1
             one(gradient(step), sparse=sparse)
             named({"weight": gradient(step), "bias": gradient(step, 7)}, sparse=sparse)
+
+
+ROUNDED = {
+    "bins": ({"compressor": AdaComp(50)}, np.eye(1, 2000, 9, dtype=np.float32)[0]),
+    "one bit": ({"bits": 1}, {"weight": np.eye(1, 2000, 9, dtype=np.float16)[0], "bias": np.ones(1, np.float16)}),
+    "subnormal": ({"compressor": TopK(0.05)}, (np.arange(2000.0) % 19 - 9) * 2.0**-1074),
+}
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("case", ROUNDED)
+def test_what_rounding_takes_from_a_residual_that_is_much_larger_than_what_was_sent_is_no_lost_mass(watched, case):
+    settings, gradient = ROUNDED[case]
+    exchange = GradientExchange(watched, **settings)
+    for _ in range(3):
+        exchange(gradient)
 
 
 @pytest.mark.at_least(2)
