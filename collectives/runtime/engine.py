@@ -241,11 +241,7 @@ class Engine:
         return self.timeout is not None or link.checked
 
     def _is_late(self, waited: float) -> bool:
-        if self.timeout is None or waited <= self.timeout:
-            return False
-        from mpicomp.kernels.host.bits import may_others_compile
-
-        return not may_others_compile()
+        return self.timeout is not None and waited > self.timeout
 
     def _watch_link(self, link: Link, waited: float) -> None:
         """Give up on a communicator with an operation in flight, if that is due."""

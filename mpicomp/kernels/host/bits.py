@@ -5,19 +5,13 @@ That makes selection exact, and one kernel serves float16, float32 and float64.
 """
 
 import warnings
-from itertools import pairwise
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numba.core import event
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.instructions import lowest
-
-compilations = event.RecordingListener()  # when kernels were compiled; those in the cache are not
-event.register("numba:compile", compilations)
 
 _FEW = 1 << 13  # values; the C library does not return smaller blocks to the system
 _LONGEST_KEPT = 1 << 25  # bytes; a larger block is returned to the system as soon as it is freed
@@ -42,16 +36,6 @@ def jit(function: Any) -> Any:
 def cache_folder() -> str | None:
     """Return the folder of the compiled kernels of this module; None if they are not cached."""
     return extremes.stats.cache_path  # type: ignore[no-any-return]
-
-
-def may_others_compile() -> bool:
-    """Return whether other ranks may still compile a kernel: for twice as long as this process compiled it."""
-    until, depth = 0.0, 0
-    for (began, each), (ended, _) in pairwise(compilations.buffer):
-        depth += 1 if each.is_start else -1  # a kernel may compile another one that it calls
-        if depth:
-            until = max(until, ended + 2 * (ended - began))
-    return perf_counter() < until
 
 
 class Format(NamedTuple):
