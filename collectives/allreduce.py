@@ -33,14 +33,7 @@ from mpicomp.vector import SparseVector, add_up, count_up, join
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SumAlgorithm = Literal[
-    "auto",
-    "allgather",
-    "recursive_doubling",
-    "split_allgather",
-    "dense_mpi",
-    "node_lanes",
-]
+SumAlgorithm = Literal["auto", "allgather", "recursive_doubling", "split_allgather", "dense_mpi", "node_lanes"]
 
 
 @collective(gives_sum=True)

@@ -211,7 +211,8 @@ class Collective(Generic[P, T]):
         run = self.automatic if name == "auto" and self.automatic is not None else self.algorithms[name]
         with engine.of_process():
             group = Group(link, compared, error, codec=codec, like=like.values)
-            steps = run(vector, group, **call.arguments, **call.own) if error is None else _no_steps()
+            unstarted: Steps[Any] = (_ for _ in ())
+            steps = run(vector, group, **call.arguments, **call.own) if error is None else unstarted
             if link.checked:
                 steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
             else:
@@ -298,11 +299,6 @@ def _compared(
 
 def _finished(steps: Steps[Any], finish: Callable[[Any], T]) -> Steps[T]:
     return finish((yield from steps))
-
-
-def _no_steps() -> Steps[Any]:
-    """Return no steps, for a rank that has an error and does not start."""
-    yield from ()
 
 
 def _check_arguments(arguments: dict[str, Any], size: int) -> None:

@@ -66,19 +66,14 @@ compressed_iallreduce = compressed_allreduce.nonblocking
 def prepared(call: Call[Any], size: int) -> SparseVector:
     """Return the vector if it and the compressor are valid; compare the compressor's settings as text."""
     compressor = call.arguments["compressor"]
-    check_stateless(compressor)
-    call.arguments, call.own = {"compressor": repr(compressor)}, {"second": compressor}
-    return numbers(call, size)
-
-
-def check_stateless(compressor: Any) -> None:
-    """Raise TypeError unless this is a compressor whose result depends on its input alone."""
     check_compressor(compressor)
     if any(part.state for part in compressor.chain()):
         raise TypeError(
             f"compressor is {compressor!r}, which keeps a state between calls: expected a compressor of a sum without "
             "one, such as TopK(density=0.01)"
         )
+    call.arguments, call.own = {"compressor": repr(compressor)}, {"second": compressor}
+    return numbers(call, size)
 
 
 def own_share(length: int, rank: int, size: int) -> tuple[int, int]:

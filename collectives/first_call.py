@@ -5,7 +5,6 @@ the highest tag: MPI does not tell which ranks a duplication waits for.
 """
 
 import os
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from collectives.faults import ulfm
 from collectives.faults.state import Faults
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, engine, waiting
-from collectives.runtime.link import Link, attached, check_communicator, link_if_any, link_key
+from collectives.runtime.link import LINK, Link, attached, check_communicator, link_if_any
 from collectives.runtime.messages import Sending
 from mpicomp import checking, threads
 
@@ -43,7 +42,7 @@ def _make_link(comm: Any, operation: str) -> Link:
 
     if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
         raise RuntimeError(wrong)
-    faults = attached(comm, _faults_key(), lambda: Faults(comm.rank, comm.size))
+    faults = attached(comm, "faults", lambda: Faults(comm.rank, comm.size))
     if faults.finished:
         raise faults.error()
     duplicate = comm  # until there is one
@@ -53,7 +52,7 @@ def _make_link(comm: Any, operation: str) -> Link:
             engine.of_process().wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
-        return attached(comm, link_key(), lambda: _made(duplicate))
+        return attached(comm, LINK, lambda: _made(duplicate))
     except MPI.Exception as error:
         if not ulfm.is_failure(error, comm):
             raise
@@ -108,26 +107,21 @@ def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-    first = np.array([comm.rank], np.int64)
-    node.Bcast(first)
+    first = node.bcast(comm.rank)
     node.Free()
-    everywhere = np.empty(comm.size, np.int64)
-    comm.Allgather(first, everywhere)
-    return tuple(everywhere.tolist())
+    return tuple(comm.allgather(first))
 
 
 def _checked(comm: "MPI.Intracomm") -> bool:
     """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks if they differ."""
-    mine = np.array([checking.is_enabled()])
-    everywhere = np.empty(comm.size, np.bool_)
-    comm.Allgather(mine, everywhere)
-    if len(set(everywhere.tolist())) > 1:
-        with_it = [rank for rank, on in enumerate(everywhere.tolist()) if on]
+    everywhere = comm.allgather(checking.is_enabled())
+    if len(set(everywhere)) > 1:
+        with_it = [rank for rank, on in enumerate(everywhere) if on]
         raise ValueError(
             f"{checking.VARIABLE} is set on ranks {with_it} and not on the others: set it on all ranks or on none "
             "(mpirun -x exports a variable to all ranks)"
         )
-    return bool(mine[0])
+    return bool(everywhere[0])
 
 
 def _keep_pages() -> None:
@@ -137,10 +131,3 @@ def _keep_pages() -> None:
     pages took a quarter of the time of an exchange of 250,000 entries.
     """
     np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
-
-
-@cache
-def _faults_key() -> int:
-    from mpi4py import MPI
-
-    return MPI.Comm.Create_keyval()

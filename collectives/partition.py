@@ -78,9 +78,12 @@ def balanced_bounds(samples: Sequence[Array], counts: Sequence[int], length: int
 
     These are `equal_bounds`, if no share has over `SKEW` times the mean, else quantiles of the samples.
     """
-    equal, (places, entries) = equal_bounds(length, size), _distribution(samples, counts)
-    if not entries.size:
+    equal, places = equal_bounds(length, size), np.concatenate(samples)
+    if not places.size:
         return equal
+    runs = [np.diff(_run_edges(count, chosen.size)) for chosen, count in zip(samples, counts, strict=True)]
+    order = np.argsort(places, kind="stable")
+    places, entries = places[order], np.cumsum(np.concatenate(runs)[order])  # estimated, up to each sample
     total = int(entries[-1])
     below = np.concatenate([[0], entries])[np.searchsorted(places, np.array(equal, places.dtype))]
     if np.diff(below).max() * size <= SKEW * total:
@@ -93,11 +96,3 @@ def _run_edges(count: int, runs: int) -> Array:
     """Return the edges of `runs` equal runs of `count` entries. 64 bits: count is below 2^63 / runs."""
     edges: Array = np.arange(runs + 1, dtype=np.int64) * count // max(1, runs)
     return edges
-
-
-def _distribution(samples: Sequence[Array], counts: Sequence[int]) -> tuple[Array, Array]:
-    """Return all samples in order, and the estimated number of entries up to each of them."""
-    places = np.concatenate(samples)
-    runs = [np.diff(_run_edges(count, chosen.size)) for chosen, count in zip(samples, counts, strict=True)]
-    order = np.argsort(places, kind="stable")
-    return places[order], np.cumsum(np.concatenate(runs)[order])

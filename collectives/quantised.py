@@ -33,15 +33,7 @@ from mpicomp.arrays import (
     to_values,
     writable_vector,
 )
-from mpicomp.few_bits import (
-    BITS,
-    BLOCKS,
-    FewBits,
-    as_they_are,
-    block_bounds,
-    join,
-    quantise,
-)
+from mpicomp.few_bits import BITS, BLOCKS, FewBits, as_they_are, block_bounds, join, quantise
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 

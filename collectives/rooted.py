@@ -82,9 +82,4 @@ def tree(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector | 
     return total if group.rank == root else None
 
 
-def bcast(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector]:
-    """Broadcast the root's vector over a binomial tree."""
-    return (yield from hand_down(vector, group, root))
-
-
-sparse_bcast.algorithm(bcast, name="tree")
+sparse_bcast.algorithm(hand_down, name="tree")

@@ -71,15 +71,6 @@ def sizes(bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
     return block * bits // 8, (2 if bits == 2 else 1) if bits in BITS else 0
 
 
-def unfilled(beside: Array, size: int, bits: int, block: int) -> FewBits:
-    """Return room for the codes of `size` values of the dtype of an array, on its device."""
-    blocks, xp = -(-size // block), namespace(beside)
-    width, scales = sizes(bits, block, beside.dtype)
-    return FewBits(
-        xp.empty(blocks * width, np.uint8), xp.empty(blocks * scales, SCALES[beside.dtype]), size, bits, block
-    )
-
-
 def as_they_are(values: Array, block: int) -> FewBits:
     """Return contiguous values as they are, without a copy."""
     none = namespace(values).empty(0, SCALES[values.dtype])
@@ -94,14 +85,16 @@ def quantise(
     own, rejected: float32 or float64, 1-d contiguous; with others they may be the same array. short: the decoded values
     are float16 numbers. In host memory the sum is computed in chunks that stay in the cache.
     """
-    coded, kernels = unfilled(own, own.size, bits, block), kernels_for(own)
+    (width, scales), blocks, empty = sizes(bits, block, own.dtype), -(-own.size // block), namespace(own).empty
+    codes, room_of_scales = empty(blocks * width, np.uint8), empty(blocks * scales, SCALES[own.dtype])
+    coded, kernels = FewBits(codes, room_of_scales, own.size, bits, block), kernels_for(own)
     if not others:
         kernels.quantise(own, None, bits, block, coded.codes, coded.scales, rejected, short=short)
         return coded
     longest = max(own.size, 1) if on_device(own) else max(_CHUNK, block)
 
     def piece(start: int, end: int) -> None:
-        room = namespace(own).empty(min(longest, end - start), own.dtype)
+        room = empty(min(longest, end - start), own.dtype)
         for low, high in pairwise([*range(start, end, longest), end]):
             total, part = room[: high - low], coded.part(low, high)
             first, *more = [each.part(low, high) for each in others]

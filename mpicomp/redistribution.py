@@ -23,10 +23,7 @@ _BY_RANK = "compressor", "holds", TABLE  # parts that may differ by rank: a seed
 
 
 def redistributed(
-    settings: Mapping[str, Any],
-    ranks: int,
-    load: Callable[[int], Mapping[str, Any]],
-    conserve: str,
+    settings: Mapping[str, Any], ranks: int, load: Callable[[int], Mapping[str, Any]], conserve: str
 ) -> dict[str, Array]:
     """Return the state of one rank of the new job, as `whole_state` would: from states that `ranks` ranks saved.
 

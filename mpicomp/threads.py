@@ -72,8 +72,6 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
 def share(ranks: int) -> None:
     """Set the number of ranks, at least 1 with this one, that share this process's cores; the largest number counts."""
     global _ranks
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: expected at least 1, this process itself")
     _ranks = max(_ranks, ranks)
 
 

@@ -256,15 +256,13 @@ class SparseVector:
 
     def _inspected(self) -> tuple[int, int, int, int]:
         """Return what `kernels.inspect` does; of arrays in host memory anew, as their owner may have changed them."""
-        return self._device_facts if on_device(self.values) else self._inspect()
+        if on_device(self.values):
+            return self._device_facts
+        return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @cached_property
-    def _device_facts(self) -> tuple[int, int, int, int]:
-        return self._inspect()  # one launch, and one copy to the host
-
-    def _inspect(self) -> tuple[int, int, int, int]:
-        facts: tuple[int, int, int, int] = kernels_for(self.values).inspect(self.indices, self.values, self.length)
-        return facts
+    def _device_facts(self) -> tuple[int, int, int, int]:  # one launch, and one copy to the host
+        return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @property
     def _ends(self) -> tuple[int, int]:

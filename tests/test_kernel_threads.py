@@ -165,8 +165,6 @@ def test_ranks_share_the_cores(monkeypatch):
     for ranks, expected in (1, 7), (2, 3), (7, 1), (100, 1):
         threads.share(ranks)
         assert threads.count() == expected
-    with pytest.raises(ValueError, match="ranks is 0: expected at least 1"):
-        threads.share(0)
 
 
 def test_the_variable_says_how_many_threads(monkeypatch):

@@ -43,12 +43,12 @@ def exchange_notices(
             time.sleep(1e-3)
 
 
-def has_notice(comm: "MPI.Intracomm") -> bool:
+def has_notice(comm: "MPI.Intracomm", status: "MPI.Status | None" = None) -> bool:
     """Return whether another rank's notice has arrived."""
     from mpi4py import MPI
 
     try:
-        return comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm))
+        return comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm), status)
     except MPI.Exception as error:  # a rank died: what waits for it raises, or the deadline passes
         if not ulfm.is_failure(error):
             raise
@@ -57,10 +57,8 @@ def has_notice(comm: "MPI.Intracomm") -> bool:
 
 def receive_notice(comm: "MPI.Intracomm", faults: Faults) -> bool:
     """Receive another rank's notice, if one has arrived; return whether it has."""
-    from mpi4py import MPI
-
     status = new_status()
-    if not has_notice(comm) or not comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm), status):
+    if not has_notice(comm, status):
         return False
     arrival = Arrival(comm, status.Get_source(), notice_tag(comm))
     arrival.wait()

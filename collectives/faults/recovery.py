@@ -11,16 +11,16 @@ Invariant: every living rank gets the same bits from the n-th agreement. So all 
 agreements in which all called `shrink`; for a rank that took part for another purpose, or joins later, the count is 0.
 """
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collectives.faults import ulfm
-from collectives.faults.state import different_quorum, too_few
+from collectives.faults.state import named_ranks
 from collectives.runtime.engine import of_process
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
+from mpicomp.errors import CollectiveError, RankFailedError
 from mpicomp.settings import to_integer
 
 if TYPE_CHECKING:
@@ -63,10 +63,18 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
         ulfm.revoke(link.faults, link.comm)
     comm.Revoke()
     if not agreements_on(comm).agree_to_shrink(needed):
-        raise different_quorum(comm.rank, needed)
+        raise CollectiveError(
+            f"shrink: quorum must be the same on all ranks, got {needed} on rank {comm.rank} and another on others "
+            "(quorum=): no communicator was made, call again with one quorum"
+        )
     survivors = _survivors(comm)
     if survivors.size < needed:
-        raise too_few(_missing(comm, survivors), comm.size, needed)
+        missing = named_ranks(_missing(comm, survivors))
+        raise RankFailedError(
+            f"{survivors.size} of {comm.size} ranks are left, and {missing} died or cannot be reached: expected at "
+            f"least {needed} (quorum=). The others may continue without this rank: end the job, and restart it from a "
+            "checkpoint"
+        )
     return survivors
 
 
@@ -158,11 +166,4 @@ def _bits_of(number: int) -> int:
 
 def agreements_on(comm: "MPI.Intracomm") -> Agreements:
     """Return this rank's part in the agreements on a communicator."""
-    return attached(comm, _key(), lambda: Agreements(comm))
-
-
-@cache
-def _key() -> int:
-    from mpi4py import MPI
-
-    return MPI.Comm.Create_keyval()
+    return attached(comm, "agreements", lambda: Agreements(comm))

@@ -1,6 +1,6 @@
 """State machine of the faults of a communicator: events in, notices and errors out. No MPI, no clock, no I/O.
 
-A bad argument, arguments that differ (`disagreement`) and an interrupt (`interruption`) end one operation on all of its
+A bad argument, arguments that differ (`disagreement`) and an interrupt end one operation on all of its
 ranks. After the other faults (`Faults`) the library no longer uses the communicator:
 
     usable --give_up--> notices are awaited --error--> finished
@@ -173,36 +173,6 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
                 break
     text = f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
     return (StepSkippedError if len(skips) == len(faults) > 0 else CollectiveError)(text)
-
-
-def interruption(operation: str, round_number: int) -> CollectiveError:
-    """Return the error of an operation that an interrupt (Ctrl-C) has ended on this rank."""
-    return CollectiveError(
-        f"{operation} was interrupted in round {round_number} on this rank and cannot continue: "
-        "other ranks may wait for it"
-    )
-
-
-def absence(call: str, waited: float) -> CollectiveTimeoutError:
-    """Return the error of a call outside the library's operations that not all ranks make."""
-    return CollectiveTimeoutError(f"not all live ranks {call} within {waited:.3g} s")
-
-
-def too_few(missing: Sequence[int], size: int, quorum: int) -> RankFailedError:
-    """Return the error of `shrink` if fewer ranks than its quorum are left of `size`."""
-    return RankFailedError(
-        f"{size - len(missing)} of {size} ranks are left, and {named_ranks(missing)} died or cannot be reached: "
-        f"expected at least {quorum} (quorum=). The others may continue without this rank: end the job, and restart "
-        "it from a checkpoint"
-    )
-
-
-def different_quorum(rank: int, quorum: int) -> CollectiveError:
-    """Return the error of `shrink` on a rank if other ranks have another quorum."""
-    return CollectiveError(
-        f"shrink: quorum must be the same on all ranks, got {quorum} on rank {rank} and another on others (quorum=): "
-        "no communicator was made, call again with one quorum"
-    )
 
 
 def ranks_by_value(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:

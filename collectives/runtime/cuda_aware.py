@@ -5,29 +5,22 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 VARIABLE = "MPICOMP_CUDA_AWARE"
-_BAD, _STAGED, _DIRECT = -1, 0, 1
 
 
 def is_direct(comm: "MPI.Intracomm") -> bool:
     """Return whether all ranks may pass device pointers to MPI; ValueError on all for a bad setting. Collective."""
-    from mpi4py import MPI
-
-    wrong = f"another rank has a bad {VARIABLE}: see its error; set the same value on all ranks"
     try:
-        state = _DIRECT if verdict(os.environ)[0] else _STAGED
+        mine: bool | str = verdict(os.environ)[0]
     except ValueError as error:
-        state, wrong = _BAD, str(error)
-    least = np.array([state], np.int32)
-    comm.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
-    if least[0] == _BAD:
-        raise ValueError(wrong)
-    return bool(least[0] == _DIRECT)
+        mine = f"rank {comm.rank}: {error}"
+    everywhere = comm.allgather(mine)
+    if wrong := [each for each in everywhere if isinstance(each, str)]:
+        raise ValueError(wrong[0])
+    return all(everywhere)
 
 
 def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:

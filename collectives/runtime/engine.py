@@ -18,12 +18,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from collectives.faults import deadline, ulfm
-from collectives.faults.state import Faults, absence, interruption
+from collectives.faults.state import Faults
 from collectives.runtime.group import Group, Notifications
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps
 from collectives.runtime.waiting import initial_timeout, seconds
-from mpicomp.errors import DamagedMessageError
+from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -89,8 +89,10 @@ class Request(Generic[T]):
             if block:
                 for one in self._pending:
                     one.wait()
-            elif not self._is_complete():
-                return False
+            else:
+                self._pending = tuple([one for one in self._pending if not one.test()])
+                if self._pending:
+                    return False
             self._pending = next(self._steps)
             self._round += 1
         except StopIteration as end:
@@ -112,14 +114,10 @@ class Request(Generic[T]):
             self._error, self.done = error.with_traceback(deeper), True
         except BaseException:  # an interrupt: between two rounds it leaves the operation as it was
             if getgeneratorstate(self._steps) == GEN_CLOSED:
-                self.fail(interruption(self.operation, self._round))
+                text = f"{self.operation} was interrupted in round {self._round} on this rank and cannot continue"
+                self.fail(CollectiveError(f"{text}: other ranks may wait for it"))
             raise
         return True
-
-    def _is_complete(self) -> bool:
-        """Test its pending messages, and return whether all are complete."""
-        self._pending = tuple([one for one in self._pending if not one.test()])
-        return not self._pending
 
     def waits(self) -> Waits:
         """Return the operation, the round, and the ranks that it waits for."""
@@ -185,7 +183,7 @@ class Engine:
         def watch(waited: float) -> None:
             if self._is_late(waited):
                 self.abandon([pending])
-                raise absence(call, waited)
+                raise CollectiveTimeoutError(f"not all live ranks {call} within {waited:.3g} s")
 
         if not self._in_flight and self.timeout is None:
             pending.wait()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LINK = "link"  # the kind of what is cached
 _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
 
@@ -140,7 +141,7 @@ def check_communicator(comm: Any) -> None:
 
 def link_if_any(comm: Any) -> Link | None:
     """Return the link of a communicator; None if it has none."""
-    link: Link | None = comm.Get_attr(link_key())
+    link: Link | None = comm.Get_attr(key_of(LINK))
     return link
 
 
@@ -155,22 +156,22 @@ def traffic(comm: Any) -> Traffic:
     >>> traffic(comm).nbytes >= before.nbytes
     True
     """
-    link = comm.Get_attr(link_key())
+    link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
 
 
-def attached(comm: "MPI.Comm", key: int, make: Callable[[], T]) -> T:
-    """Return the object cached on `comm` under `key`; the first call creates it."""
-    there = cast("T | None", comm.Get_attr(key))
+def attached(comm: "MPI.Comm", what: str, make: Callable[[], T]) -> T:
+    """Return the object of a kind that is cached on `comm`; the first call creates it."""
+    there = cast("T | None", comm.Get_attr(key_of(what)))
     if there is None:
         there = make()
-        comm.Set_attr(key, there)
+        comm.Set_attr(key_of(what), there)
     return there
 
 
 @cache
-def link_key() -> int:
-    """Return the key under which the link is cached on a communicator."""
+def key_of(what: str) -> int:
+    """Return the key under which objects of a kind are cached on communicators."""
     from mpi4py import MPI
 
     def free(comm: "MPI.Comm", key: int, link: Link) -> None:
@@ -178,4 +179,4 @@ def link_key() -> int:
         if not link.faults.finished:  # else messages may be in flight on it, or ranks be dead
             link.comm.Free()
 
-    return MPI.Comm.Create_keyval(delete_fn=free)
+    return MPI.Comm.Create_keyval(delete_fn=free if what == LINK else None)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Buffer
+from mpicomp.codec.indices import padded
 from mpicomp.errors import CodecError
 from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits, sizes
 from mpicomp.vector import MAX_LENGTH
@@ -27,15 +28,15 @@ def form_of(coded: FewBits) -> int:
 
 def payload_nbytes(coded: FewBits) -> int:
     """Return the bytes after the header."""
-    return _padded(coded.scales.nbytes) + int(coded.codes.nbytes)
+    return padded(coded.scales.nbytes) + int(coded.codes.nbytes)
 
 
 def write(coded: FewBits, payload: Buffer) -> None:
     """Fill the whole payload, including padding."""
-    scales, padded = coded.scales.nbytes, _padded(coded.scales.nbytes)
-    payload[scales:padded] = 0
+    scales, start = coded.scales.nbytes, padded(coded.scales.nbytes)
+    payload[scales:start] = 0
     payload[:scales].view(coded.scales.dtype)[:] = coded.scales
-    payload[padded:] = coded.codes
+    payload[start:] = coded.codes
 
 
 def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> FewBits:
@@ -48,9 +49,9 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
     if not 0 <= size <= MAX_LENGTH or entries != size:
         raise CodecError(f"got {entries} of {size} values: expected all of them")
     nbytes, scales = _nbytes(size, bits, block, dtype)
-    if payload.size != _padded(scales) + nbytes:
+    if payload.size != padded(scales) + nbytes:
         raise CodecError(f"{payload.size} bytes do not hold {size} values of {bits} bits in blocks of {block}")
-    codes = payload[_padded(scales) :]
+    codes = payload[padded(scales) :]
     return FewBits(codes, payload[:scales].view(SCALES[dtype]), size, bits, block)
 
 
@@ -60,7 +61,3 @@ def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int
         return size * dtype.itemsize, 0
     (width, scales), blocks = sizes(bits, block, dtype), -(-size // block)
     return blocks * width, blocks * scales * SCALES[dtype].itemsize
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8

@@ -48,7 +48,7 @@ class Plain(IndexFormat):
         self.dtype = np.dtype(dtype)
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        return _padded(vector.indices.nbytes) if vector.indices.dtype == self.dtype else None
+        return padded(vector.indices.nbytes) if vector.indices.dtype == self.dtype else None
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         nbytes = vector.indices.nbytes
@@ -59,7 +59,7 @@ class Plain(IndexFormat):
 
     def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
         nbytes = count * dtype.itemsize
-        return section[:nbytes].view(dtype) if dtype == self.dtype and section.size == _padded(nbytes) else None
+        return section[:nbytes].view(dtype) if dtype == self.dtype and section.size == padded(nbytes) else None
 
 
 class Range(IndexFormat):
@@ -135,7 +135,8 @@ class EliasFano(IndexFormat):
 INDEX_FORMATS: tuple[IndexFormat, ...] = (Plain(np.int32), Plain(np.int64), Range(), Bitmap(), EliasFano())
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of 8."""
     return -(-nbytes // 8) * 8
 
 

@@ -182,15 +182,12 @@ class Wrapper(Compressor):
         self.compressor = compressor
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        """See `Compressor.observe`; calls that of the inner compressor."""
         self.compressor.observe(aggregate, votes)
 
     def chain(self) -> list[Compressor]:
-        """See `Compressor.chain`."""
         return [self, *self.compressor.chain()]
 
     def reset(self) -> None:
-        """See `Compressor.reset`."""
         self.compressor.reset()
 
 

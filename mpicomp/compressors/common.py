@@ -45,7 +45,6 @@ class Density(Compressor):
         return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
 
     def share(self, length: int) -> float:
-        """See `Compressor.share`."""
         return min(1.0, self.count(length) / length) if length else 0.0
 
 

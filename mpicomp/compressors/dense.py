@@ -23,7 +23,6 @@ class Dense(Compressor):
     def compress_segments(
         self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
     ) -> SparseVector:
-        """See `Compressor.compress_segments`."""
         if summands is not None:
             write_sum(summands, corrected)
         return self.compress(corrected)

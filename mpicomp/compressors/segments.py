@@ -104,7 +104,6 @@ class Segments(Compressor):
         return [each for compressor, _, _ in reversed(self._owners) for each in compressor.snapshot()]
 
     def reset(self) -> None:
-        """See `Compressor.reset`."""
         for compressor, _, _ in self._owners:
             compressor.reset()
 
