@@ -248,7 +248,7 @@ def test_the_others(size):
     totals, rounds = over(Network(size), partial(rooted.tree, root=root), root=root)
     assert rounds <= 2 * upper(size)  # the terms, and the tree
     np.testing.assert_array_equal(totals[root].to_dense(), dense_sum(size))
-    steps = partial(rooted.bcast, root=root)
+    steps = partial(rooted.hand_down, root=root)
     handed, rounds = over(
         Network(size), lambda vector, group: steps(vector if group.rank == root else group.nothing, group), root=root
     )
