@@ -1,8 +1,7 @@
 """Communication between ranks: sparse collectives and the gradient exchange. Importing this does not initialise MPI.
 
-Every collective has a nonblocking form, named with MPI's `i`, that returns a `Request`. docs/collectives.md has the
-cost table. Call the library from one thread at a time, and start the operations on a communicator in the same order on
-all ranks, as MPI asks of its own collectives.
+Every collective has a nonblocking form, named with MPI's `i`, that returns a `Request`. Call the library from one
+thread at a time, and start the operations on a communicator in the same order on all ranks, as MPI asks of its own.
 """
 
 from collectives.allgather import sparse_allgather, sparse_iallgather

@@ -54,7 +54,6 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
 
 
 def _settle(bucket: Bucket, total: Array, ranks: int) -> None:
-    """Prepare the mean of the residuals beside the old one."""
     residual = bucket.feedback.residual
     if residual is not None:
         mean = (total / ranks).astype(residual.dtype, copy=False)

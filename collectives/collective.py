@@ -292,7 +292,6 @@ def with_votes(function: Any) -> Any:
 def _compared(
     compare: Compare, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any
 ) -> Steps[Any]:
-    """Compare the calls of the ranks, then run an algorithm."""
     yield from compare(group)
     return (yield from algorithm(vector, group, **arguments))
 

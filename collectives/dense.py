@@ -25,8 +25,8 @@ def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce.
 
     array: any shape, float16, float32 or float64 (float16 is sent as float32, MPI has no type for it), of one size and
-    dtype on all ranks; see `mpicomp.arrays` for the kinds. It is copied first. Device arrays are summed in pinned host
-    memory; a CUDA-aware Open MPI also adds on the host.
+    dtype on all ranks; see `mpicomp.arrays` for the kinds. It is copied first; device arrays are summed in pinned host
+    memory.
 
     Returns the sum as a new array of the same kind, shape and dtype. MPI decides whether all ranks get the same bits;
     with Open MPI and MPICH they do.

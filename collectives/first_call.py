@@ -37,7 +37,6 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
 
 
 def _make_link(comm: Any, operation: str) -> Link:
-    """Make the link of a communicator that has none."""
     from mpi4py import MPI
 
     if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):

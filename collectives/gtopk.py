@@ -52,17 +52,14 @@ def gtopk_allreduce(
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
     vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. k: at least 1, the same
-    on all ranks; None: in each round the largest number of entries contributed by one of the ranks merged so far (at
-    the end, by any rank).
+    on all ranks; None: in each round the largest number of entries contributed by one of the ranks merged so far.
     algorithm: "recursive_doubling", "tree" (as published; "auto" never takes it), or one that returns the exact k
     largest of the sum: "exact", which sends the least, or "node_leaders", for several ranks on each of several nodes.
-    "auto" takes the fastest by k, length, ranks, nodes, links and the number of ranks to a core (`collectives.choice`);
-    without k it assumes a thousandth of the length.
+    "auto" takes the fastest (`collectives.choice`); without k it assumes a thousandth of the length.
 
     Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: the entries that this
-    rank must keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors:
-    nothing is lost (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with
-    `vector`.
+    rank must keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors
+    (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with `vector`.
 
     >>> result, rejected = gtopk_allreduce(TopK(k=2).compress(gradient), comm, k=1)
     >>> result.values.tolist(), rejected.values.tolist()
@@ -86,7 +83,7 @@ def numbers(call: Call[Any], size: int) -> SparseVector:
 def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, list[SparseVector], Combine]:
     """Return the k largest of a vector, a list for this rank's rejected entries, and a function that combines parts.
 
-    Combining keeps the k largest of the sum. All ranks of a block reject the same entries, and each keeps its share.
+    That keeps the k largest of the sum; of what a block rejects each of its ranks keeps its share.
     """
     count = vector.nnz if k is None else k
     kept, rejected = top_k(vector, count)
@@ -182,10 +179,10 @@ def largest_of_all(
 ) -> Steps[Result]:
     """Return the k largest of the disjoint entries of all ranks, and this rank's rejected entries.
 
-    Each rank sends its largest entries first, `quota` at a time. Once an entry of a rank is rejected, its remaining
-    entries are smaller and cannot be selected. Every other rank sends another batch: as many entries as it has sent so
-    far, or k/P, whichever is larger. So the first allgather sends about k entries, any other one at most 2k + P, and
-    there are at most ceil(lg P) + 2. unite: a function that adds up the entries of all ranks.
+    Each rank sends its largest entries first, `quota` at a time. Once one of a rank is rejected, its remaining entries
+    cannot be selected; every other rank sends another batch: as many as it has sent so far, or k/P, whichever is
+    larger. So the first allgather sends about k entries, any other one at most 2k + P, and there are at most ceil(lg P)
+    + 2. unite: a function that adds up the entries of all ranks.
     """
     left, chance, sent = held, min(held.nnz, k), 0
     result = rejected = group.nothing

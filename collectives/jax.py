@@ -1,7 +1,4 @@
-"""JAX: exchange a pytree of gradients.
-
-The library itself does not import this module.
-"""
+"""JAX: exchange a pytree of gradients. The library itself does not import this module."""
 
 from typing import Any
 

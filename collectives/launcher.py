@@ -1,7 +1,6 @@
 """What launchers tell the ranks through environment variables: pure functions.
 
-A launcher of another MPI, or torchrun, starts P processes that are each rank 0 of 1: the job runs P times, and
-succeeds. The warnings detect that. `torchrun_variables` are what a script written for torchrun reads.
+A launcher of another MPI, or torchrun, starts P processes that are each rank 0 of 1: the warnings detect that.
 """
 
 from collections.abc import Mapping, Sequence

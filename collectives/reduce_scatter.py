@@ -76,7 +76,7 @@ def sum_of_share(vector: SparseVector, group: Group, bounds: Bounds) -> Steps[Sp
 
 
 def scatter(vector: SparseVector, group: Group, bounds: Bounds) -> Steps[list[Part]]:
-    """Send every owner its part, and return the parts of this rank's share, each with its sender's number of entries.
+    """Send every owner its part; return the parts of this rank's share, each with its sender's number of entries.
 
     With fewer shares than ranks, the last ranks own nothing.
     """

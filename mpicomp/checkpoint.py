@@ -162,7 +162,6 @@ def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _of_segment(bucket: Bucket, place: int, array: Array) -> Array:
-    """Return the part of a saved array that belongs to a segment; numbers as they are."""
     return array[bucket.edges[place] : bucket.edges[place + 1]] if array.ndim and bucket.tensors else array
 
 

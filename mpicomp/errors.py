@@ -1,19 +1,20 @@
-"""The errors of this library; bad arguments raise ``ValueError`` or ``TypeError``."""
+"""The errors of this library; bad arguments raise ``ValueError`` or ``TypeError``.
+
+A call that raises one of these changes no vector or residual.
+"""
 
 
 class CollectiveError(RuntimeError):
     """A collective failed because of the arguments of other ranks, which the text names.
 
-    Raised on every rank whose own arguments are valid; a rank with a bad argument raises ``ValueError`` or
-    ``TypeError`` instead. No rank returns a result, and no vector or residual is changed.
+    Raised on every rank whose own arguments are valid; another one raises ``ValueError`` or ``TypeError`` instead.
     """
 
 
 class NotFiniteError(ValueError):
     """The gradient of this rank has a NaN or an infinity, and the exchange has nonfinite="skip".
 
-    A rank contributes it instead of a vector. If all errors of an operation are of this kind, all ranks raise
-    `StepSkippedError`; else its own rank raises it, like other errors of its arguments.
+    A rank contributes it instead of a vector, and raises it unless all ranks raise `StepSkippedError`.
     """
 
 
@@ -24,7 +25,7 @@ class StepSkippedError(CollectiveError):
 class CollectiveTimeoutError(CollectiveError):
     """A collective exceeded `collectives.configure(timeout=...)`; the text names operation, round and absent ranks.
 
-    Raised on every rank that waits, and by every later call on this communicator. No vector or residual is changed.
+    Raised on every rank that waits, and by every later call on this communicator.
     """
 
 
@@ -36,15 +37,14 @@ class DamagedMessageError(CollectiveError):
     """A message was damaged in transit: it is truncated, or, in the debug mode (MPICOMP_CHECK), has other bits.
 
     Raised on the rank that receives it, and, with a deadline or in the debug mode, on all ranks that wait; the
-    communicator is then in the state after a deadline. The calls that raise it change no vector or residual.
+    communicator is then in the state after a deadline.
     """
 
 
 class RankFailedError(CollectiveError):
     """A rank died, which the text names, detected by MPI (ULFM); `collectives.shrink` continues with the other ranks.
 
-    Raised by every operation in flight on this communicator, and by every later call. The calls that raise it change
-    no vector or residual.
+    Raised by every operation in flight on this communicator, and by every later call.
     """
 
 

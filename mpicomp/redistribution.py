@@ -51,7 +51,6 @@ def redistributed(
 
 
 def _tables(state: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the tables of a state."""
     return [key for key in state if key.rpartition("/")[2] == TABLE]
 
 
@@ -90,7 +89,6 @@ def _check_same_step(
 
 
 def _narrowed(key: str, total: Array, dtype: np.dtype[Any], rank: int) -> Array:
-    """Return a sum, converted to the dtype in which it is stored."""
     with np.errstate(over="ignore"):
         narrow = total.astype(dtype, copy=False)
     if not np.isfinite(narrow).all():

@@ -77,7 +77,6 @@ class Tensor:
         return self.writable(gradient, self.name)
 
     def _is_like(self, array: Any) -> bool:
-        """Return whether this is a NumPy array of the tensor's shape and dtype."""
         return type(array) is np.ndarray and array.shape == self.shape and array.dtype == self.dtype and self.xp is np
 
     def _checked(self, name: str, array: Any) -> Array:

@@ -105,7 +105,6 @@ def _ready_pool() -> ThreadPoolExecutor:
 
 
 def _register() -> None:
-    """Add the calling thread to the workers."""
     global _kept_off
     _workers.append(threading.get_native_id())
     _kept_off = None

@@ -231,7 +231,6 @@ def _quantised_node_lanes(case: Case, links: Links) -> OnNodes:
 
 
 def _compared(case: Case) -> Cost:
-    """Return the cost of comparing the call signatures of all ranks."""
     return in_rounds(upper(case.ranks), LINE * upper(case.ranks))
 
 

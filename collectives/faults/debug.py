@@ -41,7 +41,6 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
 
 
 def _audited(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
-    """Run an operation, and compare what the ranks contributed with what they received."""
     is_array = not isinstance(contributed, SparseVector)
     before = _weighed("its contribution", lambda: ([contributed], []), is_array=is_array)  # now: it may be written to
     result = yield from steps
@@ -99,7 +98,6 @@ def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
 
 
 def _fault(what: str, parts: Sequence[Any]) -> str | None:
-    """Return the first fault of vectors and arrays; None without one."""
     for part in parts:
         if isinstance(part, SparseVector):
             try:

@@ -79,7 +79,6 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
 
 
 def _missing(comm: "MPI.Intracomm", survivors: "MPI.Intracomm") -> list[int]:
-    """Return the ranks of `comm` that are not among the survivors."""
     before, after = comm.Get_group(), survivors.Get_group()
     try:
         left = set(after.Translate_ranks(None, before))
@@ -139,7 +138,6 @@ class Agreements:
         return self._are_equal()
 
     def _are_equal(self) -> bool:
-        """Return whether all ranks passed the same number to `_bits_of`."""
         common = int(self._bits[0]) >> 2
         return (common | common >> _WIDTH) & _ONES == _ONES
 

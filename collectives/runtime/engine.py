@@ -39,8 +39,8 @@ _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
 class Request(Generic[T]):
     """A collective in flight. Its first messages are sent at once; `test` and `wait` advance it.
 
-    Requests may be completed in any order, and must be completed, as other ranks depend on this one. They advance
-    inside calls of this library only: complete them before a call of MPI that waits for other ranks.
+    Requests may be completed in any order, and must be completed, as other ranks depend on this one: before a call of
+    MPI that waits for other ranks, as they advance inside calls of this library only.
 
     >>> request = sparse_iallreduce(TopK(k=2).compress(gradient), comm)
     >>> request.wait().nnz
@@ -175,10 +175,7 @@ class Engine:
                 self.poll_until(lambda: request.done or self._in_flight == [request], watch)
 
     def wait_for(self, pending: Pending, call: str) -> None:
-        """Return when `pending` is complete; meanwhile the operations in flight advance.
-
-        call: the call that all ranks have to make, for the text of `CollectiveTimeoutError`.
-        """
+        """Return when `pending` is complete; meanwhile the operations in flight advance. call: for errors."""
 
         def watch(waited: float) -> None:
             if self._is_late(waited):

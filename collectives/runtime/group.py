@@ -63,10 +63,8 @@ class Group:
     """Some ranks of a communicator in one operation, numbered from 0.
 
     signature: the arguments that must be the same on all ranks, by name, with "operation" and "algorithm". error: of a
-    rank without a valid contribution, else None. codec: a name of `mpicomp.codec.CODECS`, or "auto": by the link's
-    `choice`. like: an array; received vectors are placed on its device.
-
-    rank, size: of this rank in the group, of the group. node_sizes: the number of ranks on each node.
+    rank without a valid contribution. codec: a name of `mpicomp.codec.CODECS`, or "auto". like: an array; received
+    vectors are placed on its device. node_sizes: the number of ranks on each node.
     """
 
     def __init__(
@@ -296,7 +294,6 @@ class Group:
         return message
 
     def _keep_notification(self, message: Buffer, source: int) -> NoReturn:
-        """Store a rank's error notification, and raise DisagreementError."""
         self.notifications[source] = self.checked_notification(message)
         raise DisagreementError
 
@@ -373,7 +370,6 @@ def text_of(message: Buffer) -> str:
 
 @lru_cache(maxsize=256)
 def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
-    """Return the digest of a call signature: a signed integer of 64 bits."""
     signature = repr((names, values)).encode()
     return int.from_bytes(blake2b(signature, digest_size=8).digest(), "little", signed=True)
 

@@ -148,8 +148,8 @@ def link_if_any(comm: Any) -> Link | None:
 def traffic(comm: Any) -> Traffic:
     """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
-    Point-to-point messages are counted exactly. MPI's own allreduce, as in `dense_allreduce`, counts as one message of
-    2 (P-1)/P n v bytes, the lower bound for n values of v bytes.
+    MPI's own allreduce, as in `dense_allreduce`, counts as one message of 2 (P-1)/P n v bytes, the lower bound for n
+    values of v bytes.
 
     >>> before = traffic(comm)
     >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)

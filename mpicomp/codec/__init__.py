@@ -103,9 +103,8 @@ def encode(
 ) -> Buffer:
     """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
 
-    out: uint8, on the vector's device, at least as long as the message, else ValueError. coding: a result of `plain`,
-    `quick` or `smallest` for this vector; None is the plain one. count, signature: fields of the header. line: bytes;
-    zeros follow the message up to a multiple of it.
+    out: uint8, on the vector's device, at least as long as the message, else ValueError. coding: for this vector; None
+    is the plain one. count, signature: fields of the header. line: zeros follow the message up to a multiple of it.
     """
     form, value_format = coding or plain(vector)
     index_format, values = INDEX_FORMATS[form], vector.values

@@ -56,7 +56,6 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
 
 
 def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return the bytes of codes and of scales."""
     if bits not in BITS:
         return size * dtype.itemsize, 0
     (width, scales), blocks = sizes(bits, block, dtype), -(-size // block)

@@ -145,7 +145,6 @@ def _words(bits: int) -> int:
 
 
 def _write_span(vector: SparseVector, section: Buffer) -> None:
-    """Fill a section with the first index, the span, and zeros."""
     write_fields(section, _PAIR, vector.first, vector.span)
     section[16:] = 0
 

@@ -208,7 +208,6 @@ def _bits(values: Array) -> Array:
 
 
 def _keys(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the bits of values."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
@@ -217,7 +216,6 @@ def _sign_of(dtype: np.dtype[Any]) -> int:
 
 
 def _magnitudes(values: Array) -> Array:
-    """Return the bits of values without their signs."""
     return _bits(values) & _keys(values.dtype).type(_sign_of(values.dtype) - 1)  # type: ignore[no-any-return]
 
 
@@ -232,7 +230,6 @@ def _write_plane(section: Buffer, flags: Array) -> None:
 
 
 def _read_plane(section: Buffer, count: int) -> Array:
-    """Return the flags that `_write_plane` wrote."""
     return np.unpackbits(section, bitorder="little")[:count].view(np.bool_)
 
 

@@ -167,7 +167,6 @@ class Compressor(Configured):
             setattr(part, name, value)
 
     def _state_keys(self) -> dict[str, tuple["Compressor", str]]:
-        """Return the compressor and the attribute of each key of a state."""
         return {f"{depth}.{name}": (part, name) for depth, part in enumerate(self.chain()) for name in part.state}
 
 

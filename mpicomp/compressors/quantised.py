@@ -75,9 +75,8 @@ def quantise(vector: SparseVector, form: str, bounds: Sequence[int] | None = Non
 
     form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or "two_bit" (of two magnitudes the nearer
     one, and the signs), else ValueError. bounds: the first position of each segment, and the length; each segment has
-    magnitudes of its own. Values beyond the range of a format are clipped to its largest. quantised + error is the
-    vector, up to the rounding of the error to the dtype of the values; it is exact if value and quantised value are
-    within a factor of two of each other (Sterbenz' lemma).
+    magnitudes of its own. Values beyond the range of a format are clipped to its largest. The error is exact if value
+    and quantised value are within a factor of two of each other (Sterbenz' lemma), else rounded.
 
     >>> quantised, error = quantise(TopK(k=2).compress(gradient), "sign")
     >>> quantised.values.tolist(), error.values.tolist()

@@ -32,10 +32,7 @@ Dtypes = dict[str, np.dtype[Any]]
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for values that are accumulated over many steps: float32 for float16, else `dtype`.
-
-    A velocity in float16 stops short of its limit: with momentum 0.99, addends below half its last place are lost.
-    """
+    """Return the dtype for values accumulated over many steps: float32 for float16, whose sums lose small addends."""
     return np.promote_types(dtype, np.float32)
 
 
@@ -158,8 +155,7 @@ class Feedback(Configured):
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`, the old learning rate over the new one, if it is in gradient units.
 
-        The update from the residual then keeps its size. Raises ValueError unless 0 < factor < infinity, OverflowError
-        if a value leaves its range.
+        Raises ValueError unless 0 < factor < infinity, OverflowError if a value leaves its range.
         """
         factor = to_number("factor", factor, above=0, remedy=", the old learning rate over the new one")
         self._staged, self._settled = False, ()
