@@ -39,10 +39,9 @@ def equal_bounds(length: int, size: int) -> Bounds:
 
 
 def likely(mean: float, size: int) -> int:
-    """Return a likely upper bound of the entries in each of `size` shares, if they are distributed at random.
+    """Return a likely upper bound of the entries in each of `size` shares with a mean, if distributed at random.
 
-    mean: of a share. By Bernstein's inequality the probability that any share holds more is below exp(-2) for any mean;
-    measured, it is under 2 %.
+    By Bernstein's inequality the probability that any share holds more is below exp(-2); measured, it is under 2 %.
     """
     bound = 2 * math.log(size) + 4
     return math.ceil(mean + math.sqrt(bound * mean) + bound / 3) if mean else 0

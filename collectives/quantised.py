@@ -158,8 +158,7 @@ def shares_of_sum(
 ) -> Steps[list[FewBits]]:
     """Return the shares of the sum over a group, one of each rank, and write this rank's errors to `rejected`.
 
-    short: decoded values are float16 numbers, so that the result is exact in float16. checked: refuse values that are
-    not finite, which the scales tell without a pass over the values.
+    short: decoded values are exact in float16. checked: refuse values that are not finite, as the scales tell.
     """
 
     def code(start: int, end: int, others: Sequence[FewBits] = ()) -> FewBits:

@@ -36,10 +36,7 @@ def tree_parent(rank: int, size: int, root: int = 0) -> int | None:
 
 
 def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
-    """Yield the children of `rank` in the binomial tree of `root`, the smallest subtree first.
-
-    The ranks whose places (counted from the root) end in j zero bits have up to j children: place + 1, + 2, + 4, ...
-    """
+    """Yield the children of `rank` in the binomial tree of `root`, the smallest subtree first."""
     place, distance = (rank - root) % size, 1
     while place + distance < size and not place & distance:
         yield (place + distance + root) % size
@@ -71,8 +68,8 @@ def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
 def hearing(rank: int, size: int) -> tuple[int, ...]:
     """Return the order in which to wait for direct messages from all other ranks.
 
-    The partners in recursive doubling are first, in its order. If some ranks run recursive doubling instead, their
-    messages are then received in the order in which they are sent, which avoids a cycle of waits.
+    The partners in recursive doubling are first: of ranks that run it instead, messages are received as they are sent,
+    which avoids a cycle of waits.
     """
     partner, core = fold_partner(rank, size), core_size(size)
     first = [] if rank >= core else [*([] if partner is None else [partner]), *butterfly(rank, core)]

@@ -176,8 +176,8 @@ def to_device_of(array: Any, other: Any) -> Any:
 def writable_vector(out: Any) -> Array:
     """Return a view of an output array as one vector (1-d).
 
-    Raises the errors of `to_values`, and TypeError for bfloat16. Raises ValueError for arrays that are read-only, as
-    JAX's are, or not C-contiguous: writing to the view would not write to the array.
+    Raises the errors of `to_values`; TypeError for bfloat16; ValueError for arrays that are read-only, as JAX's are, or
+    not C-contiguous.
     """
     if type(out) is np.ndarray and out.dtype in VALUE_DTYPES and out.flags.writeable and out.flags.c_contiguous:
         return out.reshape(-1)  # fast path

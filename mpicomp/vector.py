@@ -420,10 +420,7 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
 
 
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Split a vector of numbers into its `k` largest magnitudes and the rest; ties go to the lowest indices.
-
-    Returns (kept, dropped), which together have the entries of the vector.
-    """
+    """Split a vector of numbers into (its `k` largest magnitudes, the rest); ties go to the lowest indices."""
     if vector.nnz <= k:
         return vector, SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
     if not k:

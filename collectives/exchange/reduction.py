@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.allreduce import sparse_allreduce
 from collectives.collective import declared_by, nonblocking_sum, with_votes
-from collectives.compressed import compressed_allreduce, own_share
+from collectives.compressed import compressed_allreduce
 from collectives.dense import dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.votes import contributors
@@ -47,15 +47,15 @@ class Reduction:
     """The sum of an exchange.
 
     call: the collective's nonblocking form. average: of `GradientExchange`. takes_arrays: it sums arrays, not vectors.
-    writes: it returns (sum, rejected), and writes both to arrays given as `out`. owned: of (length, rank, size), the
-    range of a vector that a rank sums and does not send.
+    writes: it returns (sum, rejected), and writes both to arrays given as `out`. owns: a rank sums its `own_share` of a
+    vector, and does not send it.
     """
 
     call: Callable[..., Any]
     average: bool | str
     takes_arrays: bool = False
     writes: bool = False
-    owned: Callable[[int, int, int], tuple[int, int]] = lambda length, rank, size: (0, 0)
+    owns: bool = False
 
     def arguments(self, compressed: Compressed) -> tuple[Any, dict[str, Any]]:
         """Return the collective's input and options for what this rank sends."""
@@ -133,7 +133,7 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
         average,
         takes_arrays=takes_arrays,
         writes=takes_arrays and "out" in signature(known).parameters,  # type: ignore[arg-type]
-        **({"owned": own_share} if known is compressed_allreduce else {}),
+        owns=known is compressed_allreduce,
     )
 
 

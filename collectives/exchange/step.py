@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.agreement import all_or_none, outcome_of
+from collectives.compressed import own_share
 from collectives.exchange.reduction import SIGN, Reduction, dense_reduction
 from collectives.exchange.statistics import Statistics
 from collectives.faults.ledger import Audit
@@ -149,7 +150,7 @@ class Step:
             if reduction.takes_arrays:
                 compressed = bucket.correct(gradient)
             else:
-                own = reduction.owned(bucket.length, self._comm.rank, self._comm.size)
+                own = own_share(bucket.length, self._comm.rank, self._comm.size) if reduction.owns else (0, 0)
                 compressed = bucket.compress(gradient, own)
         except ValueError:
             if bucket.basis is not None:  # to name the gradient, and not a coefficient

@@ -99,10 +99,10 @@ def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
 
 
 def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
-    """Return whether all ranks pass `sound` and none has died, the same on all living ranks.
+    """Return whether all ranks pass `sound` and none has died, the same on all living ranks; without ULFM `sound`.
 
-    One agreement of MPI's, which tolerates deaths; a rank in `shrink` counts as not sound. Without ULFM it returns
-    `sound`. Raises CollectiveTimeoutError if a living rank is absent (`configure`).
+    One agreement of MPI's; a rank in `shrink` counts as not sound. Raises CollectiveTimeoutError if a living rank is
+    absent.
     """
     return agreements_on(comm).agree(sound)[0] if ulfm.survives() else sound
 

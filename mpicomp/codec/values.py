@@ -295,10 +295,7 @@ def _shortest(values: Array) -> ValueFormat:
 
 
 def _sample(values: Array) -> NDArray[Any]:
-    """Return the bits of values in windows all over a vector, shape (windows, 8), in host memory.
-
-    The first values would not do: a vector of several tensors may begin with one that is like no other.
-    """
+    """Return the bits of values in windows all over a vector, whose first values may be like no other, (windows, 8)."""
     firsts = np.linspace(0, max(values.size - _WINDOW.size, 0), min(values.size, _WINDOW.size)).astype(np.int64)
     places = np.minimum(firsts[:, None] + _WINDOW, values.size - 1)
     return to_numpy(_bits(values)[namespace(values).asarray(places)])
