@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
-from collectives.schedule import butterfly, fold_partner, tree_children, tree_parent
+from collectives.schedule import butterfly, core_size, fold_partner, tree_children, tree_parent
 from mpicomp.vector import SparseVector, merge
 
 Combine = Callable[[Part, Part, int], Part]
@@ -30,7 +30,7 @@ def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
     if folded is not None:
         part = combine(part, (yield from group.receive(folded)), 1)
     block = 1
-    for partner in butterfly(group.rank, group.core):
+    for partner in butterfly(group.rank, core_size(group.size)):
         block *= 2
         part = combine(part, (yield from group.exchange(part[0], partner, part[1])), block)
     if folded is not None:

@@ -85,11 +85,6 @@ class Group:
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
         self._nodes, self.node_sizes = link.nodes, link.node_sizes
 
-    @property
-    def core(self) -> int:
-        """The largest power of two that is at most `size`."""
-        return schedule.core_size(self.size)
-
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
         if self.codec != "auto":
