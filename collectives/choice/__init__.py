@@ -19,7 +19,12 @@ def algorithm_for(
     """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
     per_node = -(-group.size // len(group.node_sizes))
     case = Case(group.size, vector.length, entries, per_node, value_nbytes=vector.value_nbytes, **about)
-    return choose(collective, case.rounded(), group.link.choice, whole=whole)
+    return _chosen(collective, case, group.link.choice, whole)
+
+
+@lru_cache(maxsize=1024)
+def _chosen(collective: str, case: Case, links: Links, whole: bool) -> str:  # rounding takes 3 us
+    return choose(collective, case.rounded(), links, whole=whole)
 
 
 @lru_cache(maxsize=1024)

@@ -36,6 +36,10 @@ class Segments(Compressor):
                 self._runs[-1] = own + [compressor] * _keeps_own(compressor), first, place + 1
             else:
                 self._runs.append(([compressor], place, place + 1))
+        runs = [([first, end] if len(own) == 1 else range(first, end + 1), own) for own, first, end in self._runs]
+        self._owners: list[tuple[Compressor, int, int]] = [  # each compressor, the first and the end of its segments
+            (each, *span) for edges, own in runs for each, span in zip(own, pairwise(edges), strict=True)
+        ]
 
     @property
     def compressors(self) -> dict[str | None, Compressor]:
@@ -106,12 +110,6 @@ class Segments(Compressor):
     def reset(self) -> None:
         for compressor, _, _ in self._owners:
             compressor.reset()
-
-    @property
-    def _owners(self) -> list[tuple[Compressor, int, int]]:
-        """Each compressor, with the first and the end of its segments."""
-        runs = [([first, end] if len(own) == 1 else range(first, end + 1), own) for own, first, end in self._runs]
-        return [(each, *span) for edges, own in runs for each, span in zip(own, pairwise(edges), strict=True)]
 
     def _name_segment(self, error: Exception, first: int, end: int, part: Array) -> None:
         """Add the segment to an error's text: the only one, or the one with a value that is not finite."""
