@@ -179,8 +179,8 @@ def writable_vector(out: Any) -> Array:
     Raises the errors of `to_values`; TypeError for bfloat16; ValueError for arrays that are read-only, as JAX's are, or
     not C-contiguous.
     """
-    if type(out) is np.ndarray and out.dtype in VALUE_DTYPES and out.flags.writeable and out.flags.c_contiguous:
-        return out.reshape(-1)  # fast path
+    if _is_plain(out):
+        return out.reshape(-1)  # type: ignore[no-any-return]  # fast path
     if _is_bfloat16(out):
         raise TypeError("got bfloat16, which is exchanged as float32: expected float16, float32 or float64")
     if isinstance(out, np.generic):
@@ -198,11 +198,19 @@ def writable_vector(out: Any) -> Array:
     return values.reshape(-1)
 
 
+def _is_plain(array: Any) -> bool:
+    """Return whether this is a NumPy array of values that is C-contiguous and writable."""
+    flags = array.flags if type(array) is np.ndarray and array.dtype in VALUE_DTYPES else None
+    return flags is not None and flags.writeable and flags.c_contiguous
+
+
 def writable_memory(array: Any) -> Array:
     """Return the memory of an array, in its shape and order; bfloat16 as uint16.
 
     Raises the errors of `to_values`; ValueError for arrays that are read-only, or have gaps or overlaps in memory.
     """
+    if _is_plain(array):
+        return array  # type: ignore[no-any-return]  # fast path
     is_bfloat16, values = _is_bfloat16(array), to_values(array)
     if is_bfloat16:
         whole = hasattr(array, "untyped_storage")
@@ -210,7 +218,7 @@ def writable_memory(array: Any) -> Array:
             np.uint16
         )
     order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-    if not values.transpose(order).flags.c_contiguous:
+    if not (values.flags.c_contiguous or values.transpose(order).flags.c_contiguous):
         raise ValueError("the array is not contiguous in any order of its axes: expected one without gaps in memory")
     if not (on_device(values) or values.flags.writeable):
         raise ValueError(f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are)")
