@@ -99,14 +99,14 @@ def code_of(*folders):
 
 
 BUDGET = {  # numbers that only fall: what a change needs more of, it takes away elsewhere
-    "library lines": 13166,
-    "tool lines": 2895,
-    "closure modules": 35,
-    "closure lines": 5843,
-    "classes": 97,
+    "library lines": 13017,
+    "tool lines": 2873,
+    "closure modules": 34,
+    "closure lines": 5506,
+    "classes": 89,
     "private nouns": 34,
-    "exchange lines": 1450,
-    "test lines": 23504,
+    "exchange lines": 1443,
+    "test lines": 23166,
 }
 
 
