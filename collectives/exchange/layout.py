@@ -141,7 +141,7 @@ class Layout:
         self, buckets: Sequence[Bucket], order: Sequence[str], names: Iterable[str], settings: Mapping[str, Any]
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states."""
-        held = dict.fromkeys(names)
+        held = dict.fromkeys([names] if isinstance(names, str) else names)
         found = {each.name: (each, bucket.compressor_of(each.name)) for bucket in buckets for each in bucket.tensors}
         parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}  # a resumed run has these buckets
         check_same_form(DICT, held, DICT, parts)
