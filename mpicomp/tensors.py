@@ -152,7 +152,7 @@ def check_same_form(form: str, arrays: Mapping[str, Any], first: str, names: Col
 def _remedy(name: str, names: Collection[str]) -> str:
     other = next((each for each in names if canonical(each) == canonical(name)), None)
     if other is None:
-        return "use another exchange for them"
+        return "use another exchange for it; if it is held, call hold() without it"
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
 
 
