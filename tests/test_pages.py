@@ -262,7 +262,7 @@ def test_the_table_of_predictions_is_that_of_explain():
 def test_the_page_of_environment_variables_has_those_of_the_code():
     packages = [path for top in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / top).rglob("*.py")]
     named = {name for path in packages for name in re.findall(r"MPICOMP_[A-Z_]+", path.read_text())}
-    rows = re.findall(r"^\| `(MPICOMP_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(MPICOMP_\w+)` \|", (DOCS / "versions.md").read_text(), re.MULTILINE)
     assert rows == sorted(named)
 
 
