@@ -258,7 +258,7 @@ def check_fsdp(model: Any, comm: Any) -> dict[str, str]:
         )
     if comm.size * mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the exchange has {comm.size} ranks, a replica {mesh.size()}, and the process group {dist.get_world_size()}"
+            f"comm has {comm.size} ranks, a replica {mesh.size()}, and the process group {dist.get_world_size()}"
             ": expected comm.Split(mesh.get_local_rank('shard'), comm.rank), of a mesh of ('replica', 'shard')"
         )
     return {"index of the shard": str(mesh.get_local_rank())}
