@@ -12,6 +12,7 @@ from mpicomp.compressors.aggregation_aware import METRICS
 from mpicomp.compressors.common import mean_and_largest
 from mpicomp.compressors.segments import Segments
 from mpicomp.kernels import host
+from mpicomp.kernels.host import bins
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 BINS = 1, 7, 50, 64, 65, 500, 16384
@@ -77,6 +78,12 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
         len(found) / max(1, end - first) for (found, _), (first, end) in zip(each, pairwise(bounds), strict=True)
     ]
     assert [compressor.bin_size for compressor in segments.compressors.values()] == sizes
+
+
+def test_more_entries_than_a_buffer_has_room_for(monkeypatch):
+    monkeypatch.setattr(bins, "_ROOM", 1)
+    values = np.arange(1, 200_001, dtype=np.float32)
+    assert_entries(AdaComp(1).compress(values, gradient=values), *adacomp(values, values, 1))
 
 
 @DTYPES

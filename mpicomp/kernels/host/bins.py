@@ -1,7 +1,8 @@
 """The entries of bins of consecutive values that reach the bin's maximum after a part of each is added once more.
 
-A tile of a few thousand values stays in the cache while it is summed, the maximum of each of its bins found, and the
-entries marked in bitmaps. Their magnitude depends on all bins: a second pass, over the bitmaps, writes the entries.
+One pass adds, finds the maximum of each bin, and stores the positions of its entries. It writes the sum a cache line at
+a time, so that memory and processor work simultaneously; and the entries of a tile after its sum, as ordinary stores
+wait for the others. The magnitude of the entries depends on all bins: a second pass, over the entries, writes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,14 +10,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, jit
-from mpicomp.kernels.host.instructions import WORD, array_at, bare, fetch, largest_of, lowest, ones, reaching
+from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
+from mpicomp.kernels.host.instructions import (
+    LINE,
+    WORD,
+    array_at,
+    bare,
+    largest_sum,
+    lowest,
+    ones,
+    reaching,
+    store_sum,
+    sums_reaching,
+)
 from mpicomp.kernels.host.selection import raise_not_finite
-from mpicomp.kernels.host.streaming import add_line_by_line, add_parts, addresses
+from mpicomp.kernels.host.streaming import add_line_by_line, add_parts, addresses, values_before_line
 from mpicomp.threads import in_pieces
 
-_TILE = 1 << 11  # values at most, except in longer bins
-_AT_ONCE = 4  # entries: written without branches
+_ROOM = 1 << 22  # entries that are stored before there is a new buffer, and those of a bin more
+_WORDS = 512  # of 64 values in a tile, except in longer bins
+_AT_ONCE = 8  # entries: stored without branches
 
 Magnitudes = Callable[[Array, Array], Array]
 
@@ -54,41 +67,30 @@ def entries_in_bins(
     segments, places = _segments(edges, bins, parts)
     a, values = as_writable(values if summand is None else summand[0]), as_writable(values)
     largest, longest = np.empty(int(places[-1]), values.dtype), max(bins, default=1)
+    index, keep = np.int32 if values.size < 1 << 31 else np.int64, form.signed.type(0 if summand is None else -1)
 
-    def marked(start: int, end: int) -> tuple[int, Array, Array, Array]:
-        chosen, negative = np.zeros((2, (end - start + longest) // WORD + 2), np.uint64)
-        sums, again = np.zeros((2, _TILE + longest + WORD), values.dtype)
-        keys, lanes, state = (sums.view(form.signed), again.view(form.signed)), _lanes(form), np.zeros(2, np.uint64)
-        both = a, factor, values, summand is not None
-        _mark(
-            segments,
-            start,
-            end,
-            *both,
-            sums,
-            again,
-            *keys,
-            lanes,
-            form.infinity,
-            largest.view(form.signed),
-            chosen,
-            negative,
-            state,
-        )
-        return start, chosen, negative, state
+    def marked(start: int, end: int) -> tuple[list[Array], Array, Array]:
+        pieces, entries, bad = list[Array](), np.zeros(edges.size, np.int64), np.zeros(1, np.uint64)
+        one, other = np.zeros((2, longest + 2 * WORD), values.dtype)
+        words = tuple(np.empty((3, longest // WORD + 2 * _WORDS), np.uint64))
+        given = a, factor, keep, values, one, other, form.mask, form.infinity, largest.view(form.signed), words
+        while start < end or not pieces:
+            found = np.empty(min(_ROOM, end - start) + longest + 2 * WORD * _WORDS, index)
+            count, start = map(int, _mark(segments, start, end, *given, found, entries, bad))
+            pieces.append(found[:count])
+        return pieces, entries, bad
 
-    pieces = in_pieces(marked, values.size, threads)
-    if not np.isfinite(largest).all() or any(state[1] for *_, state in pieces):
+    found = in_pieces(marked, values.size, threads)
+    if not np.isfinite(largest).all() or any(bad[0] for *_, bad in found):
         for each in (values, *parts):
             raise_not_finite(each)
-    found = np.ascontiguousarray(magnitudes(largest, places), values.dtype).view(form.signed)
-    room, before = int(sum(state[0] for *_, state in pieces)) + _AT_ONCE, np.zeros(edges.size, np.int64)
-    positions = np.empty(room, np.int32 if values.size < 1 << 31 else np.int64)
-    signed, count = np.empty(room, values.dtype), 0
-    for start, chosen, negative, _ in pieces:
-        out = positions, signed.view(form.signed), before
-        count = int(_write(start, chosen, negative, edges, found, form.width, *out, count))
-    return positions[:count], signed[:count].astype(dtype, copy=False), np.cumsum(before)
+    scales = np.ascontiguousarray(magnitudes(largest, places), values.dtype)
+    ends, count = np.cumsum(sum(entries for _, entries, _ in found)), 0
+    positions, signed = np.empty(int(ends[-1]), index), np.empty(int(ends[-1]), values.dtype)
+    for piece in (each for pieces, *_ in found for each in pieces):
+        _write(piece, ends, scales, positions, signed, count)
+        count += piece.size
+    return positions, signed.astype(dtype, copy=False), ends
 
 
 _SEGMENT = np.dtype([(name, np.int64) for name in ("first", "end", "bin", "place", "address")])
@@ -102,158 +104,136 @@ def _segments(edges: Array, bins: Sequence[int], parts: Sequence[Array]) -> tupl
     return segments, places
 
 
-def _lanes(form: Format) -> Array:
-    """Return the masks of a word of which all values count, and room for those of the last word of a bin."""
-    return np.full(2 * WORD, form.mask, form.signed)
-
-
 @jit
 def _mark(  # type: ignore[no-untyped-def]
-    segments,
-    start,
-    end,
-    a,
-    factor,
-    values,
-    is_sum,
-    sums,
-    again,
-    keys,
-    more,
-    lanes,
-    infinity,
-    largest,
-    chosen,
-    negative,
-    state,
+    segments, start, end, a, factor, keep, values, one, other, mask, infinity, largest, words, found, entries, bad
 ):
-    """Mark the entries of the bins that begin in [start, end), and write the maxima of these bins.
+    """Store the entries of the bins that begin in [start, end), and write the sum, and the maxima of these bins.
 
-    sums, again: buffers of a tile of zeros, keys and more their bits. chosen, negative: bitmaps of entries, and of
-    those below zero, from `start` on. state: the number of entries; and if nothing is summed, not 0 for an infinite or
-    NaN value or part.
+    keep: -1, or 0 if nothing is summed. one, other: buffers of a bin and 128 values. words: buffers of `_mark_tile`.
+    found: for the positions of the entries, inverted for those below zero. entries: incremented from row 1 on by the
+    number of each segment. bad: becomes other than 0 if nothing is summed and a part is not finite. Returns the number
+    of entries, and up to where was read: less than `end` if there is no room for another tile.
     """
-    a, values, sums, again, keys, more = bare(a), bare(values), bare(sums), bare(again), bare(keys), bare(more)
-    for segment in segments:
-        origin, close, size = segment["first"], segment["end"], segment["bin"]
-        if close <= start or origin >= end:
-            continue
-        b = array_at(values, segment["address"], close - origin)
-        skipped = max(0, -(-(start - origin) // size))  # bins of an earlier piece
+    a, values, one, other, found, count = bare(a), bare(values), bare(one), bare(other), bare(found), 0
+    for row in range(segments.size):
+        origin, close, size = segments[row]["first"], segments[row]["end"], segments[row]["bin"]
+        first = origin + max(0, -(-(start - origin) // size)) * size  # bins before it are of an earlier piece
         stop = min(close, origin - (origin - end) // size * size)
-        for j in range(WORD):
-            lanes[WORD + j] = lanes[0] if j < size % WORD or size % WORD == 0 else 0
-        step = max(1, _TILE // size) * size
-        for first in range(origin + skipped * size, stop, step):
-            beyond = min(first + step, stop)
-            part = b[first - origin : beyond - origin]
-            if is_sum:
-                add_line_by_line(a[first:beyond], factor, part, values.dtype.type(1), values[first:beyond])
-                _sum(a[first:beyond], factor, part, sums, again)
-            else:
-                _add(a[first:beyond], part, sums, again)
-            length = beyond - first
-            for j in range(length, length + WORD if length % size else length):
-                keys[j] = 0  # the last bin is short
-            top = largest[segment["place"] + (first - origin) // size :]
-            marks = chosen, negative
-            state[0] += _mark_tile(
-                first - start, length, size, a[first:beyond], part, sums, again, keys, more, lanes, top, *marks
+        step = max(1, _WORDS * WORD // (size + -size % WORD)) * size
+        while first < stop:
+            if count + step + WORD + _AT_ONCE > found.size:
+                return count, first
+            x, y, out = a[first:close], array_at(values, segments[row]["address"], close - origin), values[first:stop]
+            y, head, last = bare(y)[first - origin :], 0, 0
+            length = min(step, (min(stop, close - -size % WORD) - first) // size * size)
+            if length > 0 and keep:
+                head, last = values_before_line(out), length
+            elif length <= 0:  # the last words end beyond the segment
+                length = stop - first
+                one[:length], other[:length] = x[:length], y[:length]
+                one[length:], other[length:] = 0, 0
+                x, y = one, other
+            top = largest[segments[row]["place"] + (first - origin) // size :]
+            number, line = _mark_tile(
+                length, size, x, factor, y, keep, mask, infinity, top, words, out, head, last, bad
             )
-            if not is_sum:
-                for j in range(0, length, WORD):
-                    state[1] |= reaching(more, j, lanes[0], infinity)
+            if keep:
+                for low, high in ((0, head), (line, length)):
+                    add_line_by_line(x[low:high], factor, y[low:high], values.dtype.type(1), out[low:high])
+            stored = _store(first, number, words, found[count:])
+            count, first = count + stored, first + length
+            entries[row + 1] += stored
+    return count, end
 
 
 @jit
-def _sum(a, factor, b, sums, again):  # type: ignore[no-untyped-def]
-    """Write the sums of a tile, and those with another b."""
-    for i in range(a.size):
-        total = factor * a[i] + b[i]
-        sums[i], again[i] = total, total + b[i]
-
-
-@jit
-def _add(a, b, sums, again):  # type: ignore[no-untyped-def]
-    """Write a tile, and its sums with b."""
-    for i in range(a.size):
-        sums[i], again[i] = a[i], a[i] + b[i]
-
-
-@jit
-def _mark_tile(first, length, size, a, b, sums, again, keys, more, lanes, largest, chosen, negative):  # type: ignore[no-untyped-def]
-    """Mark the entries of a tile, 64 values at a time, and return their number; meanwhile the next tile is loaded.
+def _mark_tile(length, size, a, factor, b, keep, mask, infinity, largest, words, out, line, last, bad):  # type: ignore[no-untyped-def]
+    """Mark the entries of bins, 64 values in a word; meanwhile write the lines of the sum from `line` to `last`.
 
     Sums are rounded to the dtype: of those equal to the maximum, the ones that are below it in float64 are left out.
+    words: for words that are not 0, those of the signs, and where each begins. Returns their number, and up to where
+    was written.
     """
-    keys, more, lanes, largest = bare(keys), bare(more), bare(lanes), bare(largest)
-    integer, every, word_end = keys.dtype.type, ~np.uint64(0), np.uint64(WORD - 1)
-    mask, one, count, place = lanes[0], integer(1), np.uint64(0), np.uint64(first) // np.uint64(WORD)
-    wanted, below = chosen[place], negative[place]
-    for number in range((length + size - 1) // size):
-        low = number * size
+    a, b, largest, out = bare(a), bare(b), bare(largest), bare(out)
+    chosen, negative, firsts = bare(words[0]), bare(words[1]), bare(words[2])
+    bits, step, every, integer = b.view(largest.dtype), LINE // out.itemsize, ~np.uint64(0), largest.dtype.type
+    bin, number, short = np.uint64(0), np.uint64(0), min(WORD, size)
+    for low in range(0, length, size):
+        while line + step <= min(low, last):
+            store_sum(a, factor, b, out.dtype.type(1), out, line)
+            line += step
         end = min(low + size, length)
-        last = low + (end - low - 1) // WORD * WORD
-        top = integer(largest_of(keys, last, lanes, WORD if end - low == size else 0))
-        for at in range(low, last, WORD):
-            top = max(top, largest_of(keys, at, lanes, 0))
-        for at in range(low, end, WORD):
-            fetch(a, length + at)
-            fetch(b, length + at)
-            word = reaching(more, at, mask, top) & reaching(keys, at, mask, one)
-            used = np.uint64(min(WORD, end - at))
-            word &= every >> (np.uint64(WORD) - used)
-            tied = word & ~reaching(more, at, mask, integer(top + one))
-            while tied != np.uint64(0):
-                bit = lowest(tied)
-                i = at + np.int64(bit)
-                if abs(np.float64(sums[i]) + np.float64(b[i])) < abs(np.float64(again[i])):
-                    word ^= np.uint64(1) << bit
-                tied &= tied - np.uint64(1)
-            signs = word & ~reaching(keys, at, integer(-1), integer(0))
-            count += ones(word)
-            shift = np.uint64(first + at) & word_end
-            wanted |= word << shift
-            below |= signs << shift
-            if shift + used >= np.uint64(WORD):
-                chosen[place], negative[place] = wanted, below
-                place += np.uint64(1)
-                wanted, below = (
-                    (word >> np.uint64(1)) >> (word_end - shift),
-                    (signs >> np.uint64(1)) >> (word_end - shift),
-                )
-        largest[number] = top
-    chosen[place], negative[place] = wanted, below
-    return count
+        top = integer(largest_sum(a, factor, b, keep, low, short))
+        for at in range(low + WORD, end, WORD):
+            top = max(top, largest_sum(a, factor, b, keep, at, min(WORD, end - at)))
+        at, found = low, sums_reaching(a, factor, b, keep, low, top)
+        while at < end:
+            word, signs, is_tied = found
+            word &= every >> np.uint64(max(0, WORD - (end - at)))
+            if is_tied:
+                tied = word & ~sums_reaching(a, factor, b, keep, at, integer(top + integer(1)))[0]
+                word ^= _below(a, factor, b, keep, at, tied)
+            if not keep:
+                bad[0] |= reaching(bits, at, mask, infinity)
+            chosen[number], negative[number], firsts[number] = word, signs, np.uint64(at)
+            number += np.uint64(word != np.uint64(0))
+            at += WORD
+            if at < end:
+                found = sums_reaching(a, factor, b, keep, at, top)
+        largest[bin] = top
+        bin += np.uint64(1)
+    return number, line
 
 
 @jit
-def _write(start, chosen, negative, edges, magnitudes, width, positions, signed, entries, count):  # type: ignore[no-untyped-def]
-    """Append the entries of bitmaps from `start` on, and count those of each segment; return the new count.
+def _store(first, number, words, found):  # type: ignore[no-untyped-def]
+    """Store the positions of the entries of a tile that begins at `first`, and return how many there are.
 
-    Four are written at once, though there may be fewer: there is room for as many more.
+    Eight are stored at once, though there may be fewer: there is room for as many more.
     """
-    chosen, negative, positions, signed = bare(chosen), bare(negative), bare(positions), bare(signed)
-    every, highest, count = ~np.uint64(0), np.uint64(1) << np.uint64(WORD - 1), np.uint64(count)
-    index, integer, end = positions.dtype.type, signed.dtype.type, WORD * (chosen.size - 1)
+    chosen, negative, firsts, found = bare(words[0]), bare(words[1]), bare(words[2]), bare(found)
+    highest, index, count = np.uint64(1) << np.uint64(WORD - 1), found.dtype.type, np.uint64(0)
+    for i in range(number):
+        word, signs, base, stored = chosen[i], negative[i], index(first) + index(firsts[i]), count
+        count += ones(word)
+        while stored < count:
+            for j in range(_AT_ONCE):
+                place = lowest(word | highest)
+                word &= word - np.uint64(1)
+                sign = index((signs >> place) & np.uint64(1))
+                found[stored + np.uint64(j)] = index(base + index(place)) ^ index(-sign)
+            stored += np.uint64(_AT_ONCE)
+    return np.int64(count)
+
+
+@jit
+def _below(a, factor, b, keep, first, tied):  # type: ignore[no-untyped-def]
+    """Return which sums with another b are in float64 below what they are rounded to, of some counted from `first`."""
+    below = np.uint64(0)
+    while tied != np.uint64(0):
+        place = lowest(tied)
+        i = np.uint64(first) + place
+        total = factor * a[i] + b[i] if keep else a[i]
+        again = total + b[i]
+        if abs(np.float64(total) + np.float64(b[i])) < abs(np.float64(again)):
+            below |= np.uint64(1) << place
+        tied &= tied - np.uint64(1)
+    return below
+
+
+@jit
+def _write(found, ends, magnitudes, positions, signed, first):  # type: ignore[no-untyped-def]
+    """Write the positions of entries, and their magnitudes with signs, from entry `first` on. ends: of the segments."""
     for row in range(magnitudes.size):
-        low, high = max(0, edges[row] - start), min(edges[row + 1] - start, end)
-        before, magnitude = count, magnitudes[row]
-        for i in range(low // WORD, (high + WORD - 1) // WORD if low < high else 0):
-            word, below, first = chosen[i], negative[i], index(start + WORD * i)
-            if i == low // WORD:
-                word &= every << np.uint64(low % WORD)
-            if i == high // WORD:
-                word &= ~(every << np.uint64(high % WORD))
-            at = count
-            count += ones(word)
-            while at < count:
-                for j in range(_AT_ONCE):
-                    place = lowest(word | highest)
-                    word &= word - np.uint64(1)
-                    positions[at + np.uint64(j)] = index(first + index(place))
-                    sign = ((below >> place) & np.uint64(1)) << np.uint64(width)
-                    signed[at + np.uint64(j)] = magnitude | integer(sign)
-                at += np.uint64(_AT_ONCE)
-        entries[row + 1] += np.int64(count - before)
-    return count
+        low, high = max(0, ends[row] - first), min(found.size, ends[row + 1] - first)
+        if low < high:
+            piece, own = found[low:high], slice(first + low, first + high)
+            _write_each(piece, magnitudes[row], positions[own], signed[own])
+
+
+@jit
+def _write_each(found, magnitude, positions, signed):  # type: ignore[no-untyped-def]
+    for i in range(found.size):
+        positions[i] = ~found[i] if found[i] < 0 else found[i]
+        signed[i] = -magnitude if found[i] < 0 else magnitude

@@ -27,14 +27,6 @@ def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     return _as_word(bits[first : first + WORD] & mask >= floor)
 
 
-def largest_of(bits, first, masks, row):  # type: ignore[no-untyped-def]
-    """Return the largest of 64 integers from `first` on, each under one of the 64 masks from `row` on.
-
-    bits, masks: contiguous arrays of one type of signed integers.
-    """
-    return (bits[first : first + WORD] & masks[row : row + WORD]).max()
-
-
 def nonzero(words, first):  # type: ignore[no-untyped-def]
     """Return, as the bits of a uint64, which of the 64 integers from `first` on of a contiguous array are not 0."""
     return _as_word(words[first : first + WORD] != 0)
@@ -60,6 +52,31 @@ def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[n
     return _as_word(out[first:end].view(f"i{out.itemsize}") & mask >= floor)
 
 
+def largest_sum(a, factor, b, keep, first, count):  # type: ignore[no-untyped-def]
+    """Return the bits of the largest magnitude of ``factor * a + (b & keep)``, of up to 64 values from `first` on.
+
+    a, b: contiguous arrays of float32 or float64, with at least 64 values from `first` on. keep: -1, or 0 for a alone;
+    the bits and keep are signed integers of their width. The product is rounded before it is added.
+    """
+    return np.abs(_sums(a, factor, b, keep, first)[:count]).max().view(keep.dtype)
+
+
+def sums_reaching(a, factor, b, keep, first, floor):  # type: ignore[no-untyped-def]
+    """Return which magnitudes of 64 sums are at least `floor` with b added again, which sums are negative, and a flag.
+
+    The first two as bits of uint64; sums that are zero reach no floor. The flag, also a uint64, is not 0 if one of the
+    magnitudes may be equal to the floor. floor: the bits of a magnitude; the others as for `largest_sum`.
+    """
+    sums = _sums(a, factor, b, keep, first)
+    again = np.where(sums == 0, 0, np.abs(sums + b[first : first + WORD])).view(keep.dtype) - (sums == 0)
+    return _as_word(again >= floor), _as_word(sums < 0), np.uint64((again == floor).any())
+
+
+def _sums(a: Any, factor: Any, b: Any, keep: Any, first: int) -> Any:
+    own = slice(first, first + WORD)
+    return factor * a[own] + (b[own].view(keep.dtype) & keep).view(b.dtype)
+
+
 def butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
     """Write `scale` times the Walsh-Hadamard matrix of the 64 values from `first` on to the same place of `out`.
 
@@ -76,10 +93,6 @@ def butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
 def lowest(word):  # type: ignore[no-untyped-def]
     """Return the number of the lowest bit set in a uint64 that is not 0, as a uint64."""
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
-
-
-def fetch(array, first):  # type: ignore[no-untyped-def]
-    """Start to load the 64 values from `first` on of a contiguous array into the cache; they need not exist."""
 
 
 def ones(word):  # type: ignore[no-untyped-def]
@@ -107,11 +120,6 @@ def _reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     return lambda bits, first, mask, floor: _reaching_in_vectors(bits, first, mask, floor)
 
 
-@overload(largest_of)
-def _largest_of(bits, first, masks, row):  # type: ignore[no-untyped-def]
-    return lambda bits, first, masks, row: _largest_of_vector(bits, first, masks, row)
-
-
 @overload(nonzero)
 def _nonzero(words, first):  # type: ignore[no-untyped-def]
     return lambda words, first: _nonzero_in_vectors(words, first)
@@ -127,6 +135,16 @@ def _store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[
     return lambda a, factor, b, out, first, mask, floor: _store_sum_reaching_in_vectors(
         a, factor, b, out, first, mask, floor
     )
+
+
+@overload(largest_sum)
+def _largest_sum(a, factor, b, keep, first, count):  # type: ignore[no-untyped-def]
+    return lambda a, factor, b, keep, first, count: _largest_sum_of_vectors(a, factor, b, keep, first, count)
+
+
+@overload(sums_reaching)
+def _sums_reaching(a, factor, b, keep, first, floor):  # type: ignore[no-untyped-def]
+    return lambda a, factor, b, keep, first, floor: _sums_reaching_in_vectors(a, factor, b, keep, first, floor)
 
 
 @overload(array_at)
@@ -149,11 +167,6 @@ def _lowest(word):  # type: ignore[no-untyped-def]
     return lambda word: _trailing_zeros(word)
 
 
-@overload(fetch)
-def _fetch(array, first):  # type: ignore[no-untyped-def]
-    return lambda array, first: _fetch_lines(array, first)
-
-
 @overload(ones)
 def _ones(word):  # type: ignore[no-untyped-def]
     return lambda word: _population(word)
@@ -166,23 +179,6 @@ def _reaching_in_vectors(typing: Any, bits: Any, first: Any, mask: Any, floor: A
         return builder.icmp_signed(">=", builder.and_(values, mask), floor)
 
     return (types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags)) if bits.is_contig else None
-
-
-@intrinsic
-def _largest_of_vector(typing: Any, bits: Any, first: Any, masks: Any, row: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        given, under = (
-            builder.load(
-                _vector_at(context, builder, signature.args[place], arguments[place], arguments[place + 1], WORD),
-                align=bits.dtype.bitwidth // 8,
-            )
-            for place in (0, 2)
-        )
-        kind, name = ir.FunctionType(given.type.element, [given.type]), f"v{WORD}i{bits.dtype.bitwidth}"
-        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.{name}")
-        return builder.call(reduce, [builder.and_(given, under)])
-
-    return (bits.dtype(bits, types.intp, masks, types.intp), code) if bits.is_contig and masks.is_contig else None
 
 
 @intrinsic
@@ -220,6 +216,47 @@ def _store_sum_reaching_in_vectors(
     key = types.Integer.from_bitwidth(out.dtype.bitwidth)
     contiguous = a.is_contig and b.is_contig and out.is_contig
     return (types.uint64(a, out.dtype, b, out, types.intp, key, key), code) if contiguous else None
+
+
+@intrinsic
+def _largest_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, count: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, _, keys, mask = _sums_of(context, builder, signature, arguments)
+        places = ir.Constant(ir.VectorType(ir.IntType(8), WORD), list(range(WORD)))
+        most = _in_all_places(builder, builder.trunc(arguments[5], ir.IntType(8)), places.type)
+        magnitudes = builder.and_(builder.bitcast(sums, keys), mask)
+        counted = builder.select(builder.icmp_unsigned("<", places, most), magnitudes, ir.Constant(keys, None))
+        kind, name = ir.FunctionType(keys.element, [keys]), f"v{WORD}i{keys.element.width}"
+        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.{name}")
+        return builder.call(reduce, [counted])
+
+    key = types.Integer.from_bitwidth(a.dtype.bitwidth)
+    given = a, a.dtype, b, key, types.intp, types.intp
+    return (key(*given), code) if a.is_contig and b.is_contig else None
+
+
+@intrinsic
+def _sums_reaching_in_vectors(typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, floor: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, b, keys, mask = _sums_of(context, builder, signature, arguments)
+        again, sums = (builder.bitcast(each, keys) for each in (builder.fadd(sums, b), sums))
+        # The sign becomes that of |sum| - 1, which is negative for zero: fewer instructions than another comparison.
+        less = builder.add(builder.and_(sums, mask), ir.Constant(keys, [-1] * WORD))
+        again = builder.or_(builder.and_(again, mask), builder.and_(less, builder.not_(mask)))
+        floor, half = _in_all_places(builder, arguments[5], keys), WORD
+        words = [builder.icmp_signed(">=", again, floor), builder.icmp_signed("<", sums, ir.Constant(keys, None))]
+        differ = builder.xor(again, floor)
+        while half * keys.element.width > LINE * 8:  # of one line's width, 0 where one of its values is 0
+            half //= 2
+            low, high = (_shuffled(builder, differ, differ, [*range(at, at + half)]) for at in (0, half))
+            differ = builder.select(builder.icmp_unsigned("<", low, high), low, high)
+        ties = builder.bitcast(builder.icmp_signed("==", differ, ir.Constant(differ.type, None)), ir.IntType(half))
+        found = [*(builder.bitcast(each, ir.IntType(WORD)) for each in words), builder.zext(ties, ir.IntType(WORD))]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    key = types.Integer.from_bitwidth(a.dtype.bitwidth)
+    given = a, a.dtype, b, key, types.intp, key
+    return (types.UniTuple(types.uint64, 3)(*given), code) if a.is_contig and b.is_contig else None
 
 
 @intrinsic
@@ -268,21 +305,6 @@ def _trailing_zeros(typing: Any, word: Any) -> Any:
 
 
 @intrinsic
-def _fetch_lines(typing: Any, array: Any, first: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        place = builder.bitcast(_vector_at(context, builder, array, arguments[0], arguments[1], 1), byte)
-        for line in range(WORD * array.dtype.bitwidth // 8 // LINE):
-            at = builder.gep(place, [ir.Constant(ir.IntType(64), line * LINE)])
-            builder.call(prefetch, [at, *(ir.Constant(number, each) for each in (0, 3, 1))])  # to read, and keep, data
-        return context.get_dummy_value()
-
-    return (types.void(array, types.intp), code) if array.is_contig else None
-
-
-@intrinsic
 def _population(typing: Any, word: Any) -> Any:
     return types.uint64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
 
@@ -323,6 +345,21 @@ def _accesses(
 def _scaled(builder: Any, factor: Any, values: Any) -> Any:
     """Return a vector of products; LLVM would join them with a sum only if both were marked for it."""
     return builder.fmul(_in_all_places(builder, factor, values.type), values)
+
+
+def _sums_of(context: Any, builder: Any, signature: Any, arguments: Any) -> tuple[Any, Any, Any, Any]:
+    """Return vectors of the sums of `largest_sum`, and of b; the type of their bits, and the mask of magnitudes."""
+    a, b = (
+        builder.load(
+            _vector_at(context, builder, signature.args[place], arguments[place], arguments[4], WORD),
+            align=signature.args[place].dtype.bitwidth // 8,
+        )
+        for place in (0, 2)
+    )
+    keys = ir.VectorType(context.get_value_type(signature.args[3]), WORD)
+    kept = builder.and_(builder.bitcast(b, keys), _in_all_places(builder, arguments[3], keys))
+    mask = ir.Constant(keys, [(1 << (keys.element.width - 1)) - 1] * WORD)
+    return builder.fadd(_scaled(builder, arguments[1], a), builder.bitcast(kept, b.type)), b, keys, mask
 
 
 def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, size: int) -> Any:
