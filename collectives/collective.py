@@ -67,8 +67,8 @@ def _remedy(vector: Any) -> str:
     if remedy := sparse_remedy(vector):
         return f"; {remedy}"
     if is_array(vector):
-        return ", not a dense array; compress it first: TopK(density=0.01).compress(array)"
-    return " (see SparseVector.from_dense)"
+        return ", not a dense array: SparseVector.from_dense(array) has all of it, TopK(0.01).compress(array) a part"
+    return " (see SparseVector.from_entries)"
 
 
 def on_every_rank(result: Any) -> tuple[list[Any], list[Any]]:

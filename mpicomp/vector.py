@@ -37,6 +37,7 @@ MAX_LENGTH = 2**63 - 1
 _FEW = 4096  # entries: up to here merging a few vectors in pairs takes less than preparing to add all at once
 _MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
 _SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
+_ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts entries and adds repeated ones"
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
@@ -219,10 +220,7 @@ class SparseVector:
         if not (0 <= first < length and 0 <= last < length):
             raise _out_of_range(last if 0 <= first < length else first, length)
         if last - first + 1 < entries:
-            raise ValueError(
-                f"got {entries} indices, the first {first} and the last {last}: expected strictly increasing "
-                "indices; SparseVector.from_entries sorts entries and adds repeated ones"
-            )
+            raise ValueError(f"got {entries} indices, the first {first} and the last {last}: {_ORDER}")
 
     def check_order(self) -> None:
         """Raise ValueError unless the indices increase, and are in range."""
@@ -236,10 +234,8 @@ class SparseVector:
         if not 0 <= index < self.length:
             raise ValueError(f"indices[{position}] is {index}: expected 0 <= index < length = {self.length}")
         before = int(self.indices[position - 1])
-        fault, remedy = ("repeats", "add repeated entries") if index == before else ("follows", "sort the entries")
-        raise ValueError(
-            f"indices[{position}] is {index} and {fault} {before}: expected strictly increasing indices; {remedy} first"
-        )
+        fault = "repeats" if index == before else "follows"
+        raise ValueError(f"indices[{position}] is {index} and {fault} {before}: {_ORDER}")
 
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
@@ -493,7 +489,8 @@ def _checked_indices(given: Any, length: int) -> Array:
     if indices.ndim != 1:
         raise ValueError(f"indices have shape {indices.shape}: expected one dimension")
     if indices.size and indices.dtype.kind not in "iu":
-        raise TypeError(f"indices are {indices.dtype}: expected integers (float indices are wrong above 2^24)")
+        remedy = "floats are wrong above 2^24; words need a number each, the same on all ranks"
+        raise TypeError(f"indices are {indices.dtype}: expected integers ({remedy})")
     wanted = index_dtype(length)
     if indices.dtype == wanted:
         return contiguous(indices)

@@ -49,10 +49,10 @@ BAD_VECTORS = {
     "dense array": (
         np.ones(LENGTH),
         TypeError,
-        "vector is ndarray: expected a SparseVector, not a dense array; compress it first: TopK(",
+        "vector is ndarray: expected a SparseVector, not a dense array: SparseVector.from_dense(array) has",
     ),
     "SciPy's sparse matrix": (scipy.sparse.csr_array(np.eye(1, 9)), TypeError, "use SparseVector.from_scipy"),
-    "nothing": (None, TypeError, "vector is NoneType: expected a SparseVector"),
+    "nothing": (None, TypeError, "vector is NoneType: expected a SparseVector (see SparseVector.from_entries)"),
     "failed before": (OverflowError("the loss scaler overflowed"), OverflowError, "the loss scaler overflowed"),
 }
 # keyword arguments of one rank that are bad in themselves
