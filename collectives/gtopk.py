@@ -55,10 +55,11 @@ def gtopk_allreduce(
     on all ranks; None: in each round the largest number of entries contributed by one of the ranks merged so far.
     algorithm: "recursive_doubling", "tree" (as published; "auto" never takes it), or one that returns the exact k
     largest of the sum: "exact", which sends the least, or "node_leaders", for several ranks on each of several nodes.
-    "auto" takes the fastest (`collectives.choice`); without k it assumes a thousandth of the length.
+    "auto" takes the fastest (`collectives.choice`), exact or not; without k it assumes a thousandth of the length.
 
-    Returns (result, rejected). result: at most k entries, the same bits on every rank. rejected: the entries that this
-    rank must keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors
+    Returns (result, rejected). result: at most k entries in the order of their indices, the same bits on every rank; of
+    equal magnitudes an exact algorithm takes those with the lowest indices. rejected: the entries that this rank must
+    keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors
     (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with `vector`.
 
     >>> result, rejected = gtopk_allreduce(TopK(k=2).compress(gradient), comm, k=1)
