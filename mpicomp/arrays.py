@@ -76,12 +76,12 @@ def sparse_remedy(array: Any) -> str | None:
     if type(array) is np.ndarray:
         return None
     if type(array).__module__.startswith("scipy.sparse"):
-        return "for a matrix m with one row or column use SparseVector.from_scipy(m); m.toarray() makes a dense array"
-    if str(getattr(array, "layout", "")).startswith("torch.sparse"):
         return (
-            "for a 1-d sparse tensor t, call t = t.coalesce() and use SparseVector(t.indices()[0], t.values(), "
-            "len(t)); t.to_dense() makes a dense tensor"
+            "for one row or column use SparseVector.from_scipy(m), for the gradient m.T @ delta of a CSR batch: "
+            "c = np.unique(m.indices), SparseVector(c, m[:, c].T @ delta, m.shape[1]); m.toarray() makes a dense array"
         )
+    if str(getattr(array, "layout", "")).startswith("torch.sparse"):
+        return "use t = t.coalesce(), SparseVector(t.indices()[0], t.values(), len(t)); t.to_dense() makes it dense"
     return None
 
 

@@ -111,7 +111,7 @@ class SparseVector:
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
-        """Return the non-zero entries of a dense array of any shape, in C order; see `mpicomp.arrays` for the kinds."""
+        """Return the non-zero values of a dense array of any shape, in C order: each has an index, also in a matrix."""
         dense = to_vector(array)
         positions = np.flatnonzero(nonzero(dense))
         return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
@@ -141,7 +141,7 @@ class SparseVector:
         """
         entries = matrix.tocoo()
         if math.prod(entries.shape) != max(entries.shape):
-            raise ValueError(f"got shape {entries.shape}: expected one row or one column, such as matrix[[0]]")
+            raise ValueError(f"got shape {entries.shape}: expected a row or column, as m[[0]]; {sparse_remedy(matrix)}")
         places = entries.col if entries.shape[-1] == max(entries.shape) else entries.row
         return cls.from_entries(places, entries.data, max(entries.shape))
 
@@ -334,7 +334,8 @@ class SparseVector:
 
     def __repr__(self) -> str:
         few = zip(to_numpy(self.indices[:4]), to_numpy(self.values[:4]), strict=True)
-        shown = ", ".join(f"{i}: {v}" for i, v in few)
+        with np.printoptions(threshold=4, edgeitems=2):  # of rows
+            shown = ", ".join(f"{i}: {v}" for i, v in few)
         more = ", ..." if self.nnz > 4 else ""
         rows = "" if self.width is None else f", width={self.width}"
         return f"SparseVector({{{shown}{more}}}, nnz={self.nnz}, length={self.length}{rows}, {self.values.dtype})"
@@ -386,9 +387,8 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
 
 def whole(array: Array) -> SparseVector:
     """Return the vector with an entry for each value of a dense one, zero or not."""
-    return SparseVector.trusted(
-        kernels_for(array).consecutive(0, array.size, index_dtype(array.size)), array, array.size
-    )
+    indices = kernels_for(array).consecutive(0, array.size, index_dtype(array.size))
+    return SparseVector.trusted(indices, array, array.size)
 
 
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:

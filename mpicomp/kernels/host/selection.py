@@ -95,7 +95,7 @@ def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueEr
     """Return the error that names a value by its position in an array of a shape."""
     place = ", ".join(str(int(each)) for each in np.unravel_index(position, shape))
     return ValueError(
-        f"values[{place}] is {bad}: expected finite values; skip the step (nonfinite='skip') or clip them"
+        f"values[{place}] is {bad}: expected finite values; clip them, or use GradientExchange(nonfinite='skip')"
     )
 
 
