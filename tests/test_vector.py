@@ -119,8 +119,7 @@ def test_rows():
     dense[[1, 4]] = [[1, 0, 2], [0, 3, 0]]
     rows = SparseVector([1, 4], dense[[1, 4]], 5)
     assert (rows.nnz, rows.length, rows.width, rows.nbytes) == (2, 5, 3, 32)
-    assert "nnz=2, length=5, width=3, float32" in repr(rows)
-    assert "{7: [1. 1. ... 1. 1.]}, nnz=1" in repr(SparseVector([7], np.ones((1, 64)), 9))
+    assert "{7: [1. 1. ... 1. 1.]}, nnz=1, length=9, width=64, float64" in repr(SparseVector([7], np.ones((1, 64)), 9))
     np.testing.assert_array_equal(rows.to_dense(), dense)
     assert SparseVector.empty(5, width=3).to_dense().shape == (5, 3)
     support = rows.support()
