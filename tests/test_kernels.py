@@ -481,9 +481,10 @@ def test_gather_scatter_and_scatter_add_are_numpys_on_unique_indices(mode, dtype
     dense, values[3] = rng.standard_normal(500).astype(dtype), -0.0
     np.testing.assert_array_equal(host.gather(dense, indices), dense[indices])
     expected = dense.copy()
-    expected[indices] += values
-    host.scatter_add(dense, indices, values)
-    assert_same([dense], [expected])
+    for sign in 1, -1:
+        expected[indices] += sign * values
+        host.scatter_add(dense, indices, values, sign=sign)
+        assert_same([dense], [expected])
     expected[indices] = values.astype(dtype)
     host.scatter(dense, indices, values.astype(dtype))
     assert_same([dense], [expected])

@@ -108,7 +108,8 @@ class Reduction:
         divisor: Any = ranks if self.average is True else 1
         if self.average == CONTRIBUTORS:
             divisor = contributors(total, received.votes, ranks, dense)
-        vector = total.with_values((total.values / divisor).astype(dtype, copy=False))
+        values = total.values / divisor if np.ndim(divisor) or divisor != 1 else total.values
+        vector = total.with_values(values.astype(dtype, copy=False))
         try:
             vector.validate()
         except ValueError:

@@ -289,7 +289,7 @@ class Feedback(Configured):
         """Turn `corrected`, the spare residual, into the new one: subtract `sent` and add `rejected`."""
         self._check_staged(corrected.size, sent, rejected)
         kernels = kernels_for(corrected)
-        kernels.scatter_add(corrected, sent.indices, -sent.values)
+        kernels.scatter_add(corrected, sent.indices, sent.values, sign=-1)
         if rejected is not None:
             kernels.scatter_add(corrected, rejected.indices, rejected.values)
             check_range(kernels.gather(corrected, rejected.indices), "residual")

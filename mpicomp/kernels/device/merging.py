@@ -103,11 +103,12 @@ def clear(out: Array) -> None:
     out[...] = 0
 
 
-def scatter_add(dense: Array, indices: Array, values: Array) -> None:
-    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
+def scatter_add(dense: Array, indices: Array, values: Array, *, sign: int = 1) -> None:
+    """Add `sign`, 1 or -1, times `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
     The sum is rounded once to the dtype of `dense`, whatever the dtype of the values.
     """
+    values = values if sign == 1 else -values
     if values.ndim > 1:
         wide = np.promote_types(dense.dtype, np.float32)
         dense[indices] = (dense[indices].astype(wide) + values).astype(dense.dtype)

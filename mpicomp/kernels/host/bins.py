@@ -23,7 +23,7 @@ from mpicomp.kernels.host.instructions import (
     store_sum,
     sums_reaching,
 )
-from mpicomp.kernels.host.selection import raise_not_finite
+from mpicomp.kernels.host.selection import first_not_finite, raise_not_finite
 from mpicomp.kernels.host.streaming import add_line_by_line, add_parts, addresses, values_before_line
 from mpicomp.threads import in_pieces
 
@@ -81,7 +81,7 @@ def entries_in_bins(
         return pieces, entries, bad
 
     found = in_pieces(marked, values.size, threads)
-    if not np.isfinite(largest).all() or any(bad[0] for *_, bad in found):
+    if first_not_finite(largest) >= 0 or any(bad[0] for *_, bad in found):
         for each in (values, *parts):
             raise_not_finite(each)
     scales = np.ascontiguousarray(magnitudes(largest, places), values.dtype)

@@ -109,16 +109,20 @@ def scatter(dense: Array, indices: Array, values: Array, *, threads: int | None 
     in_pieces(lambda start, end: _scatter(keys, places[start:end], given[start:end]), places.size, threads)
 
 
-def scatter_add(dense: Array, indices: Array, values: Array, *, threads: int | None = None) -> None:
-    """Add `values` to ``dense[indices]`` in place; the indices must be in range and unique.
+def scatter_add(dense: Array, indices: Array, values: Array, *, sign: int = 1, threads: int | None = None) -> None:
+    """Add `sign`, 1 or -1, times `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
     The sum is rounded once to the dtype of `dense`, whatever the dtype of the values. threads: as for `scatter`.
     """
     if dense.dtype == values.dtype != np.float16:
-        places, given = as_writable(indices), as_writable(values)
-        in_pieces(lambda start, end: _scatter_add(dense, places[start:end], given[start:end]), places.size, threads)
+        places, given, factor = as_writable(indices), as_writable(values), dense.dtype.type(sign)
+
+        def add_piece(start: int, end: int) -> None:
+            _scatter_add(dense, places[start:end], given[start:end], factor)
+
+        in_pieces(add_piece, places.size, threads)
     else:
-        sums = gather(dense, indices).astype(_wide_dtype(dense)) + values
+        sums = gather(dense, indices).astype(_wide_dtype(dense)) + sign * values
         dense[indices] = _narrow(sums, dense.dtype)
 
 
@@ -352,9 +356,9 @@ def _scatter(dense, indices, values):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
+def _scatter_add(dense, indices, values, sign):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
-        dense[indices[i]] += values[i]
+        dense[indices[i]] += sign * values[i]
 
 
 @jit
