@@ -2,6 +2,7 @@
 
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     benchmarks/tables.sh choice docs/results
+    benchmarks/tables.sh steps docs/results
     python benchmarks/threads.py --json docs/results/threads.json
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
@@ -77,6 +78,22 @@ def times(steps: list[str], suffix: str = "") -> list[str]:
         rows.append([f"{100 * float(density):g} %: {step}", *cells])
     dense = [f"{1e3 * max(row['baseline_seconds'] for row in run['rows']):.1f} ms" for run in runs]
     return table(heads, [*rows, ["`MPI_Allreduce`, dense", *dense]])
+
+
+def compressors() -> list[str]:
+    """Return the table of whole steps with each compressor: milliseconds, and how many times as long as with TopK."""
+    shown = {"one vector": "steps", "54 tensors": "steps-tensors"}
+    columns = []
+    for file in shown.values():
+        rows = {tuple(row["name"].split(" ", 1)): row["seconds"] for row in loaded(file)["rows"]}
+        for density in dict.fromkeys(density for density, _ in rows):
+            columns.append({name: seconds for (each, name), seconds in rows.items() if each == density})
+    heads = [f"{what}, {density}" for what in shown for density in ("0.1 %", "1 %")]
+    rows, top_k = [], next(iter(columns[0]))
+    for name in columns[0]:
+        cells = [f"{1e3 * own[name]:.1f} ms, {own[name] / own[top_k]:.2f}" for own in columns]
+        rows.append([f"`{name.partition(',')[0]}`", *cells])
+    return table(["compressor", *heads], rows)
 
 
 def gains() -> list[str]:
@@ -197,6 +214,7 @@ TABLES = {
         "gains": gains,
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),
+        "compressors": compressors,
         "threads": threads,
         "large": large,
         "choice": choice,

@@ -6,7 +6,8 @@
 #   choice    every algorithm and "auto" on a grid, in shared memory on 2, 4 and 8 ranks      (4 minutes)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
-#   machine   without links: exchange, threads, kernels                                     (20 minutes)
+#   steps     a whole step with each compressor, one vector and 54 tensors, on one rank     (2 minutes)
+#   machine   without links: exchange, steps, threads, kernels                              (20 minutes)
 #   all       links, bytes, crossing and machine
 #
 # The output is shown, and written to FOLDER (build/tables), with JSON where a command has it. Hosts with slow links need
@@ -77,14 +78,23 @@ exchange() {
   done
 }
 
+steps() {
+  for tensors in "" wide-gpt; do
+    keep "steps${tensors:+-tensors}" mpirun -n 1 mpicomp bench exchange ${tensors:+--tensors $tensors} \
+      --compressors TopK SIDCo-exponential SIDCo-pareto SIDCo-gamma AggregationAware AdaComp \
+      --repeats "${REPEATS:-25}" --json "$out/steps${tensors:+-tensors}.json"
+  done
+}
+
 machine() {
   exchange
+  steps
   keep threads python "$here/threads.py" --json "$out/threads.json"
   keep kernels python "$here/kernels.py" --repeats 5 --json "$out/kernels.json"
 }
 
 case $table in
-  links | bytes | choice | crossing | exchange | machine) tables=$table ;;
+  links | bytes | choice | crossing | exchange | steps | machine) tables=$table ;;
   all) tables="links bytes crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac

@@ -79,8 +79,7 @@ class Bucket:
         """
         view = self.feedback.view
         parts = [view(tensor, arrays.get(tensor.name)) for tensor in self.tensors]
-        whole = adjacent(parts)
-        gradient = parts if whole is None else whole
+        gradient = parts if (whole := adjacent(parts)) is None else whole
         return gradient if self.basis is None else self._forward(gradient, self.basis)
 
     def compress(self, gradient: Gradient, own: tuple[int, int]) -> Compressed:

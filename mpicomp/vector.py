@@ -406,12 +406,9 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
     starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
     indices, values = vector.indices - to_device_of(starts, vector.indices), vector.values
-    parts = zip(pairwise(places), sizes, strict=True)
-    if indices.dtype == _SHORT:
-        return [SparseVector.trusted(indices[low:high], values[low:high], size) for (low, high), size in parts]
     return [
-        SparseVector.trusted(indices[low:high].astype(index_dtype(size)), values[low:high], size)
-        for (low, high), size in parts
+        SparseVector.trusted(indices[low:high].astype(index_dtype(size), copy=False), values[low:high], size)
+        for (low, high), size in zip(pairwise(places), sizes, strict=True)
     ]
 
 

@@ -91,6 +91,5 @@ def add_list(parser: Any, option: str, default: list[Any] | None, about: str, **
     choices = how.get("choices")
     known = f"{', '.join(choices)} " if choices else ""
     shown = "all" if default in (None, choices) else " ".join(f"{value}" for value in default or ())
-    parser.add_argument(
-        option, nargs="+", action=each_once, default=default, metavar="X", help=f"{about}{known}({shown})", **how
-    )
+    about += f"{known}({shown or 'not given'})"
+    parser.add_argument(option, nargs="+", action=each_once, default=default, metavar="X", help=about, **how)

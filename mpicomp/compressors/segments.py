@@ -11,6 +11,7 @@ from mpicomp.compressors.base import Compressor, Snapshot, Summands, Wrapper, ch
 from mpicomp.compressors.dense import Dense
 from mpicomp.vector import SparseVector, concatenate, places_of, split
 
+_FORGETFUL = Compressor.observe, Wrapper.observe  # of classes that keep nothing of an aggregate
 Run = tuple[list[Compressor], int, int]  # one for all its segments, or one for each; the first segment, and the end
 
 
@@ -98,9 +99,12 @@ class Segments(Compressor):
         if len(owners) == 1:
             owners[0][0].observe(aggregate, votes)
             return
+        if all(type(part).observe in _FORGETFUL for owner, _, _ in owners for part in owner.chain()):
+            return
         edges = [0, *(self.bounds[end] for _, _, end in owners)]
-        shares = split(aggregate if votes is None else aggregate.with_values(votes), edges)
-        for (compressor, _, _), part, share in zip(owners, split(aggregate, edges), shares, strict=True):
+        parts = split(aggregate, edges)
+        shares = parts if votes is None else split(aggregate.with_values(votes), edges)
+        for (compressor, _, _), part, share in zip(owners, parts, shares, strict=True):
             compressor.observe(part, None if votes is None else share.values)
 
     def snapshot(self) -> list[Snapshot]:

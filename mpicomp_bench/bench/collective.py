@@ -328,15 +328,9 @@ def add_options(subject: str, parser: Any) -> None:
     about = "where the vectors are; ranks may share a GPU, which has fewer baselines (%(default)s)"
     add("--device", choices=["cpu", "gpu"], default="cpu", help=about)
     add("--dense-repeats", type=positive, metavar="N", help="turns of MPI's dense sum (as --repeats)")
-    about = (
-        "start from a dense gradient: each call selects first; rows also for the selection alone and for "
-        "GradientExchange with the first algorithm and codec (start from sparse vectors)"
-    )
+    about = "each call selects from a dense gradient; rows for the selection and GradientExchange too (sparse vectors)"
     add("--from-gradient", action="store_true", help=about)
-    about = (
-        "count bytes at the network interfaces as well, with each rank on a host of its own, as in "
-        "benchmarks/testbed (not counted)"
-    )
+    about = "count bytes at the network interfaces; each rank on a host of its own: benchmarks/testbed (not counted)"
     add("--interfaces", action="store_true", help=about)
 
 

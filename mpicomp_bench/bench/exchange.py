@@ -9,8 +9,10 @@ import numpy as np
 
 from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
 from mpicomp import ErrorFeedback, TopK
+from mpicomp_bench.bench.compressors import COMPRESSORS, SETTLING_CALLS
+from mpicomp_bench.bench.data import FAMILIES
 from mpicomp_bench.bench.suite import Options, Suite
-from mpicomp_bench.measuring import Call, Contestant, Row, compare, read_once
+from mpicomp_bench.measuring import Contestant, Row, compare, read_once
 from mpicomp_bench.methods import construct, outer_settings
 from mpicomp_bench.options import add_list, share
 
@@ -20,7 +22,8 @@ ABOUT = """\
 Rows: the selection alone, the selection and the sum of the selected entries, and a whole step of
 GradientExchange with error feedback, by what it returns: a SparseVector (sparse=True), a dense
 mean in a given array (out=), or in a new one. With --tensors the gradient is that of a model: its
-tensors by name, each selected separately, beside one vector of the same length. All calls are
+tensors by name, each selected separately, beside one vector of the same length. With --compressors
+the rows are whole steps with those, settled, on layers of different scales. All calls are
 interleaved; a time is that of the slowest rank, from a common start. The floor is one read of the
 gradient by all ranks at the same time.
 """
@@ -28,6 +31,7 @@ gradient by all ranks at the same time.
 EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
 mpirun -n 4 mpicomp bench exchange --tensors gpt --density 0.01
+mpirun -n 1 mpicomp bench exchange --tensors wide-gpt --compressors TopK SIDCo-exponential AdaComp
 """
 
 
@@ -49,7 +53,7 @@ def gpt_shapes(width: int = 256, blocks: int = 4, vocabulary: int = 65, context:
     return {**shapes, **head, "head.bias": (vocabulary,)}
 
 
-TENSORS = {"gpt": gpt_shapes()}
+TENSORS = {"gpt": gpt_shapes(), "wide-gpt": gpt_shapes(width=718)}  # of 3.2e6 and 25e6 values
 
 
 def length_of(tensors: str) -> int:
@@ -58,11 +62,15 @@ def length_of(tensors: str) -> int:
 
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
-    """Yield the comparisons of every density; each rank's gradient is `length` normal float32."""
-    gradient = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
+    """Yield the comparisons of every density; each rank's gradient is `length` float32."""
+    family = "layers" if options.compressors else "normal"
+    gradient = FAMILIES[family](np.random.default_rng([1, comm.rank]), options.length)
     dense = {"MPI_Allreduce": partial(comm.Allreduce, gradient, np.empty_like(gradient))}
     for density in options.density:
-        if options.model:
+        if options.compressors:
+            given = tensors_of(gradient, TENSORS[options.model]) if options.model else gradient
+            steps = [compressed_step(comm, given, density, name) for name in options.compressors]
+        elif options.model:
             steps = model_steps(comm, gradient, density, TENSORS[options.model])
         else:
             steps = vector_steps(comm, gradient, density)
@@ -72,18 +80,11 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
 def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
     """Return the contestants for one vector: the selection, the sum of the selected entries, and whole steps."""
-    compressor = TopK(density=density)
-
-    def step(collective: Any, **options: Any) -> Call:
-        return lambda: collective(compressor.compress(gradient), comm, **options)
-
-    doubling = step(sparse_allreduce, algorithm="recursive_doubling")
+    select = partial(TopK(density=density).compress, gradient)
     return [
-        Contestant("selection alone", partial(compressor.compress, gradient)),
-        Contestant("selection, sparse_allreduce", step(sparse_allreduce)),
-        Contestant("selection, sparse_allreduce recursive_doubling", doubling),
-        Contestant("selection, gtopk_allreduce", step(gtopk_allreduce)),
-        Contestant("selection, gtopk_allreduce exact", step(gtopk_allreduce, algorithm="exact")),
+        Contestant("selection alone", select),
+        Contestant("selection, sparse_allreduce", lambda: sparse_allreduce(select(), comm)),
+        Contestant("selection, gtopk_allreduce", lambda: gtopk_allreduce(select(), comm)),
         *exchanges(comm, gradient, density, sparse_allreduce, "GradientExchange"),
         *exchanges(comm, gradient, density, gtopk_allreduce, "GradientExchange by gTop-k"),
     ]
@@ -110,13 +111,7 @@ def exchanges(comm: Any, gradient: Any, density: float, collective: Any, name: s
 
 def model_steps(comm: Any, gradient: Any, density: float, shapes: dict[str, Shape]) -> list[Contestant]:
     """Return steps of `GradientExchange` on a model's tensors by name, and on one vector of the same length."""
-    ends = np.cumsum([0, *(np.prod(shape) for shape in shapes.values())]).tolist()
-
-    def cut(vector: Any) -> dict[str, Any]:
-        parts = zip(shapes.items(), pairwise(ends), strict=True)
-        return {name: vector[first:end].reshape(shape) for (name, shape), (first, end) in parts}
-
-    tensors, buffers = cut(gradient), cut(np.empty_like(gradient))
+    tensors, buffers = tensors_of(gradient, shapes), tensors_of(np.empty_like(gradient), shapes)
     sparse, out, dense = (GradientExchange(comm, TopK(density=density)) for _ in range(3))
     name = f"{len(shapes)} tensors"
     return [
@@ -124,8 +119,25 @@ def model_steps(comm: Any, gradient: Any, density: float, shapes: dict[str, Shap
         Contestant(f"{name}, means in out=", partial(out, tensors, out=buffers)),
         Contestant(f"{name}, new dense means", partial(dense, tensors)),
         *exchanges(comm, gradient, density, sparse_allreduce, "one vector"),
-        local_round(comm, cut(gradient.copy()), density, f"{name}, a round of OuterLoop"),
+        local_round(comm, tensors_of(gradient.copy(), shapes), density, f"{name}, a round of OuterLoop"),
     ]
+
+
+def tensors_of(vector: Any, shapes: dict[str, Shape]) -> dict[str, Any]:
+    """Return the consecutive parts of a vector by name."""
+    ends = np.cumsum([0, *(np.prod(shape) for shape in shapes.values())]).tolist()
+    parts = zip(shapes.items(), pairwise(ends), strict=True)
+    return {name: vector[first:end].reshape(shape) for (name, shape), (first, end) in parts}
+
+
+def compressed_step(comm: Any, gradient: Any, density: float, name: str) -> Contestant:
+    """Return a whole step of a vector, or of tensors by name, with a compressor whose state has settled."""
+    new = partial(COMPRESSORS[name], density)
+    exchange = GradientExchange(comm, (lambda *tensor: new()) if isinstance(gradient, dict) else new())
+    step = partial(exchange, gradient, sparse=True)
+    for _ in range(SETTLING_CALLS):
+        step()
+    return Contestant(f"{name}, sparse mean", step, before=step)
 
 
 def local_round(comm: Any, parameters: dict[str, Any], density: float, name: str) -> Contestant:
@@ -148,9 +160,9 @@ def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     shown = ", ".join(f"{name} ({len(shapes)} of {length_of(name):g} values)" for name, shapes in TENSORS.items())
     add_list(parser, "--density", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
-    parser.add_argument(
-        "--tensors", dest="model", choices=list(TENSORS), help=f"tensors of a model: {shown} (one vector of --length)"
-    )
+    add_list(parser, "--compressors", [], "compare whole steps with: ", choices=list(COMPRESSORS))
+    about = f"tensors of a model: {shown} (one vector of --length)"
+    parser.add_argument("--tensors", dest="model", choices=list(TENSORS), help=about)
 
 
 def complete(options: Options, comm: Any) -> None:

@@ -27,11 +27,6 @@ mpirun -n 4 mpicomp bench quantised --bits 8 4 --algorithms direct --json p4.jso
 """
 
 
-def algorithms() -> list[str]:
-    """Return the declared algorithms, and "auto"."""
-    return ["auto", *quantised_allreduce.algorithms]
-
-
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield the comparisons; each rank's array is `length` normal float32."""
     array = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
@@ -63,7 +58,7 @@ def sum_in_16_bits(array: NDArray[np.float32], comm: Any, total: NDArray[np.floa
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
     add_list(parser, "--bits", ["8", "4"], "bits of a value: ", choices=[str(bits) for bits in BITS])
-    add_list(parser, "--algorithms", ["auto"], "algorithms: ", choices=algorithms())
+    add_list(parser, "--algorithms", ["auto"], "algorithms: ", choices=["auto", *quantised_allreduce.algorithms])
     parser.add_argument(
         "--block", type=positive, choices=BLOCKS, default=256, metavar="B", help="values with one scale (%(default)s)"
     )

@@ -7,16 +7,7 @@ import pytest
 from cases import RandomK, compressed_sum
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce
-from mpicomp import (
-    AggregationAware,
-    ErrorFeedback,
-    MomentumCorrection,
-    Quantised,
-    SIDCo,
-    StepAhead,
-    TopK,
-    WarmUp,
-)
+from mpicomp import AggregationAware, ErrorFeedback, MomentumCorrection, Quantised, SIDCo, StepAhead, TopK, WarmUp
 from mpicomp.settings import from_table, to_table
 
 pytestmark = pytest.mark.small_groups

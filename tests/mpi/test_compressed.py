@@ -18,16 +18,7 @@ from cases import (
 from cases import select as largest
 
 from collectives import GradientExchange, compressed_allreduce, compressed_iallreduce, traffic
-from mpicomp import (
-    AggregationAware,
-    ChunkedTopK,
-    CollectiveError,
-    Dense,
-    Quantised,
-    SIDCo,
-    SparseVector,
-    TopK,
-)
+from mpicomp import AggregationAware, ChunkedTopK, CollectiveError, Dense, Quantised, SIDCo, SparseVector, TopK
 
 
 def shares(length, size):
