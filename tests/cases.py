@@ -1,16 +1,18 @@
 """Inputs that every rank can rebuild for every rank, and dense NumPy oracles. Values are integers: sums are exact."""
 
 import inspect
+import io
 import itertools
 import zlib
 from functools import partial, wraps
 
 import numpy as np
 
-from collectives import compressed_allreduce
+from collectives import compressed_allreduce, gtopk_allreduce
 from mpicomp import SparseVector
 from mpicomp.compressors import expect_integer
 from mpicomp.compressors.common import Density, at_positions, finite_vector
+from mpicomp.vector import add_up, top_k, within
 
 LENGTH = 240
 
@@ -179,6 +181,20 @@ def compressed_sum(compressor):
     return partial(compressed_allreduce, compressor=compressor)
 
 
+def gathering(vector, group, k):
+    """Gather all vectors everywhere, add them up, and select: one round of ceil(lg P), and P k entries."""
+    parts = yield from group.gather(vector, vector.nnz)
+    total = add_up([theirs for theirs, _ in parts])
+    result, dropped = top_k(total, max(count for _, count in parts) if k is None else k)
+    return result, within(vector, dropped)
+
+
+def declare_gathering(monkeypatch):
+    """Declare `gathering` as an algorithm of gTop-k for the time of a test."""
+    monkeypatch.setattr(gtopk_allreduce, "algorithms", dict(gtopk_allreduce.algorithms))
+    gtopk_allreduce.algorithm(gathering)
+
+
 def normals(shapes, rank, step, dtype=np.float32):
     """Return a rank's gradients of a step by name, drawn from a normal distribution."""
     rng = np.random.default_rng([step, rank])
@@ -189,6 +205,23 @@ def integers(shapes, rank, step, dtype=np.float32):
     """Return a rank's gradients of a step by name, integers of magnitude up to 9."""
     rng = np.random.default_rng([step, rank])
     return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def is_last(comm):
+    return comm.rank == comm.size - 1
+
+
+def state_of(exchange):
+    """Return the bits of the state of an exchange, by name."""
+    return {name: array.tobytes() for name, array in exchange.state_dict().items()}
+
+
+def through_a_file(state):
+    """Return a state as it comes back from a file."""
+    file = io.BytesIO()
+    np.savez(file, **state)
+    file.seek(0)
+    return dict(np.load(file))
 
 
 class RandomK(Density):

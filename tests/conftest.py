@@ -3,13 +3,20 @@
 import sys
 from pathlib import Path
 
-from devices import layers
+import pytest
+from devices import cupy_for_tests, layers
 from hypothesis import settings
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]  # whose modules import each other
 settings.register_profile("house", deadline=None, print_blob=True)  # a first call compiles: time is no verdict
 settings.load_profile("house")
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    """Return CuPy, or its stand-in."""
+    return cupy_for_tests()
 
 
 def pytest_terminal_summary(terminalreporter):

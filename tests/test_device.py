@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from devices import assert_same, back, cupy_for_tests, real_cupy, there
+from devices import assert_same, back, real_cupy, there
 from test_every_compressor import EVERY, compress
 
 from collectives.runtime import staging
@@ -27,11 +27,6 @@ FEEDBACKS = {
     "step-ahead": lambda: StepAhead(0.1, 0.9),
 }
 DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-
-
-@pytest.fixture(scope="module")
-def cupy():
-    return cupy_for_tests()
 
 
 def gradients(dtype=np.float32, size=3000, steps=4):

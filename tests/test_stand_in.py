@@ -9,17 +9,12 @@ from pathlib import Path
 import cupy_signatures
 import numpy as np
 import pytest
-from devices import counted, cupy_for_tests, has_cupy_wheel, real_cupy
+from devices import counted, has_cupy_wheel, real_cupy
 
 from mpicomp import AdaComp, AggregationAware, ChunkedTopK, Quantised, SIDCo, TopK
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="there is a GPU, and no stand-in")
-
-
-@pytest.fixture(scope="module")
-def cupy():
-    return cupy_for_tests()
 
 
 @pytest.mark.skipif(not has_cupy_wheel(), reason="no wheel of CuPy is installed: make test-cupy")

@@ -8,13 +8,8 @@ import comparisons
 import kernels
 import numpy as np
 import pytest
-from devices import cupy_for_tests, real_cupy
+from devices import real_cupy
 from emulator import SCHEDULES, VARIABLE
-
-
-@pytest.fixture
-def cupy():
-    return cupy_for_tests()
 
 
 @pytest.fixture

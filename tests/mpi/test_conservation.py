@@ -4,13 +4,12 @@ The values are integers and the momentum is 1/2 over a few steps, so that sums a
 magnitude is a mean, which is compared up to rounding.
 """
 
-import io
 import itertools
 from functools import partial
 
 import numpy as np
 import pytest
-from cases import RandomK, compressed_sum
+from cases import RandomK, compressed_sum, through_a_file
 from mpi4py import MPI
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
@@ -104,11 +103,9 @@ class Case:
 
     def restart(self):
         """Go on with another exchange from a file."""
-        file = io.BytesIO()
-        np.savez(file, **self.exchange.state_dict())
-        file.seek(0)
+        state = through_a_file(self.exchange.state_dict())
         self.exchange = self.made()
-        self.exchange.load_state_dict(dict(np.load(file)))
+        self.exchange.load_state_dict(state)
 
     def formed(self, whole):
         """Return views of a whole gradient in the form of this case."""

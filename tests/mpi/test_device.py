@@ -6,7 +6,7 @@ Without a GPU the device is the stand-in's: MPI would die of one of its pointers
 import numpy as np
 import pytest
 from cases import LENGTH, contribution, for_each
-from devices import assert_same, back, cupy_for_tests, there
+from devices import assert_same, back, there
 from mpi4py import MPI
 
 import collectives
@@ -30,11 +30,6 @@ from mpicomp.codec import CODECS
 
 SUMS = "auto", *allreduce.ALGORITHMS
 SOME = "random", "empty", "one_holds_all", "unequal"
-
-
-@pytest.fixture(scope="module")
-def cupy():
-    return cupy_for_tests()
 
 
 @pytest.mark.parametrize("algorithm", SUMS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import compressed_sum
+from cases import compressed_sum, is_last, state_of
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
 from mpicomp import CollectiveError, Compressor, ErrorFeedback, MomentumCorrection, StepAhead, TopK
@@ -28,14 +28,6 @@ def gradient(rank, step, length=LENGTH):
 
 def named(rank, step):
     return {"weight": gradient(rank, step, 50), "bias": gradient(rank, step, 7), "second": gradient(rank, step, 40)}
-
-
-def state_of(exchange):
-    return {name: hash(array.tobytes()) for name, array in exchange.state_dict().items()}
-
-
-def is_last(comm):
-    return comm.rank == comm.size - 1
 
 
 @contextmanager

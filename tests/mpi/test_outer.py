@@ -1,11 +1,10 @@
 """OuterLoop against a simulation of all ranks in float64; restarts, faults, and the pitfalls of published code."""
 
-import io
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from cases import RandomK
+from cases import RandomK, through_a_file
 from devices import cupy_for_tests
 
 from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_allreduce
@@ -310,13 +309,6 @@ def test_a_function_returns_the_parameters_of_each_round(comm):
 
 
 # Saved and taken up again
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    np.savez(file, **state)
-    file.seek(0)
-    return dict(np.load(file))
 
 
 RESTARTS = {

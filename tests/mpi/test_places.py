@@ -5,6 +5,7 @@ import signal
 
 import numpy as np
 import pytest
+from cases import is_last
 
 from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
 from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, TopK
@@ -26,10 +27,6 @@ every_maker = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 def gradients(comm, step, names=SHAPES):
     draw = np.random.default_rng([step, comm.rank]).standard_normal
     return {name: draw(SHAPES[name]).astype(np.float32) for name in SHAPES if name in names}
-
-
-def is_last(comm):
-    return comm.rank == comm.size - 1
 
 
 def expect_same(comm, means):
