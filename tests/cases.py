@@ -224,6 +224,14 @@ def through_a_file(state):
     return dict(np.load(file))
 
 
+def take_step(feedback, compressor, gradient):
+    """Take a step of a feedback method on one rank, and return the vector that is sent."""
+    corrected, sent = feedback.compress(gradient, compressor)
+    feedback.settle(corrected, sent)
+    feedback.commit()
+    return sent
+
+
 class RandomK(Density):
     """A user's compressor with a state: in each step other random positions, the same on all ranks."""
 

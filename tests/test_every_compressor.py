@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from cases import noisy_gradients
+from cases import noisy_gradients, take_step
 
 from mpicomp import (
     AdaComp,
@@ -141,10 +141,7 @@ def test_below_a_quota_of_one_nothing_starves(quota, k):
     compressor, feedback = AggregationAware(k=k, metric="quota", quota=quota), ErrorFeedback()
     rng, sent = np.random.default_rng(1), set()
     for _ in range(300):
-        corrected = feedback.correct(1 + rng.random(20))
-        vector = compressor.compress(corrected)
-        feedback.settle(corrected, vector)
-        feedback.commit()
+        vector = take_step(feedback, compressor, 1 + rng.random(20))
         compressor.observe(vector)
         sent |= set(vector.indices.tolist())
     assert sent == set(range(20))
@@ -215,11 +212,8 @@ def test_adacomp_in_the_steady_state(bin_size, entries, rate):
     counts, rates, length = [], [], 100_000
     for step in range(60):
         gradient = rng.standard_normal(length).astype(np.float32)
-        corrected = feedback.correct(gradient)
-        vector = compressor.compress(corrected, gradient=gradient)
+        vector = take_step(feedback, compressor, gradient)
         message = encode(vector, coding=CODECS["smallest"](vector))
-        feedback.settle(corrected, vector)
-        feedback.commit()
         assert np.unique(np.abs(vector.values)).size == 1
         if step >= 40:
             counts.append(vector.nnz / (length / bin_size))
@@ -247,10 +241,7 @@ def union_of_16_ranks(make):
     for _ in range(40):
         total, votes = np.zeros(length), np.zeros(length)
         for compressor, feedback, gradients in ranks:
-            corrected = feedback.correct(next(gradients))
-            vector = compressor.compress(corrected)
-            feedback.settle(corrected, vector)
-            feedback.commit()
+            vector = take_step(feedback, compressor, next(gradients))
             total[vector.indices] += vector.values
             votes[vector.indices] += 1
         aggregate = SparseVector(np.flatnonzero(votes), total[votes > 0], length)

@@ -2,19 +2,13 @@ import types
 
 import numpy as np
 import pytest
+from cases import take_step
 from mpi4py import MPI
 
 from collectives import GradientExchange, dense_allreduce
 from mpicomp import AdaComp, Dense, ErrorFeedback, Feedback, NoFeedback, SparseVector, TopK
 
 World = MPI.COMM_SELF
-
-
-def settle(feedback, gradient, sent, rejected=None):
-    """Take a step of a feedback method."""
-    corrected = feedback.correct(gradient)
-    feedback.settle(corrected, sent, rejected)
-    feedback.commit()
 
 
 def alone(vector, comm):
@@ -78,7 +72,7 @@ def test_a_list_that_is_none_is_named():
 
 def test_the_residual_is_a_read_only_view():
     feedback = ErrorFeedback()
-    settle(feedback, np.ones(3), SparseVector.empty(3, np.float64))
+    take_step(feedback, TopK(k=1), np.ones(3))
     with pytest.raises(ValueError, match="read-only"):
         feedback.residual[0] = 5
 

@@ -20,12 +20,13 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, TopK
+from mpicomp import CollectiveError, ErrorFeedback, Quantised, TopK
 
 pytestmark = pytest.mark.small_groups
 
 COLLECTIVES = [gtopk_allreduce, sparse_allgather, sparse_allreduce]
 LENGTH = 301
+DTYPES = np.float16, np.float32, np.float64
 
 
 def gradients(rank, step, dtype=np.float32):
@@ -35,33 +36,27 @@ def gradients(rank, step, dtype=np.float32):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_mass_is_conserved_over_steps(comm, collective, dtype):
-    exchange = GradientExchange(comm, TopK(density=0.05), ErrorFeedback(), collective, average=False)
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        *((dtype, None) for dtype in DTYPES),
+        *((np.float64, form) for form in ("float16", "bfloat16", "sign", "two_bit")),
+    ],
+)
+def test_mass_is_conserved_over_steps(comm, collective, dtype, form):
+    """Bitwise, as integers; quantised sevenths up to the rounding of float64: the magnitudes of the signs are means."""
+    compressor, divisor = (Quantised(TopK(0.05), form), 7) if form else (TopK(0.05), 1)
+    send = partial(collective, codec="smallest") if form else collective
+    exchange = GradientExchange(comm, compressor, ErrorFeedback(), send, average=False)
     applied, given = np.zeros(LENGTH), np.zeros(LENGTH)
     for step in range(5):
-        total = exchange(gradients(comm.rank, step, dtype))
+        total = exchange(gradients(comm.rank, step, dtype) / dtype(divisor))
         assert total.dtype == dtype
         assert len(set(comm.allgather(total.tobytes()))) == 1
         applied += total
-        given += sum(gradients(rank, step) for rank in range(comm.size))
+        given += sum(gradients(rank, step, np.float64) / divisor for rank in range(comm.size))
         owed = sum(comm.allgather(exchange.feedback.residual.astype(np.float64)))
-        np.testing.assert_array_equal(applied + owed, given)
-
-
-@pytest.mark.parametrize("form", ["float16", "bfloat16", "sign", "two_bit"])
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_quantised_gradients_lose_nothing_either(comm, collective, form):
-    """Up to the rounding of float64: the magnitudes of the signs are means."""
-    compressor, send = Quantised(TopK(density=0.05), form), partial(collective, codec="smallest")
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(), send, average=False)
-    applied, given = np.zeros(LENGTH), np.zeros(LENGTH)
-    for step in range(4):
-        scaled = gradients(comm.rank, step, np.float64) / 7
-        applied += exchange(scaled)
-        given += sum(gradients(rank, step, np.float64) / 7 for rank in range(comm.size))
-        owed = sum(comm.allgather(exchange.feedback.residual))
-        np.testing.assert_allclose(applied + owed, given, rtol=0, atol=1e-13 * comm.size)
+        np.testing.assert_allclose(applied + owed, given, rtol=0, atol=1e-13 * comm.size if form else 0)
 
 
 @pytest.mark.parametrize("call", [sparse_reduce_scatter, sparse_ireduce_scatter, sparse_reduce, sparse_bcast])
@@ -89,14 +84,6 @@ def test_a_residual_that_overflows_raises_on_all_ranks_and_nothing_changes(comm,
 def test_a_null_communicator_is_told(comm):
     with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL: expected a communicator that this rank belongs to"):
         GradientExchange(MPI.COMM_NULL, TopK(density=0.1))
-
-
-def test_adacomp_sees_what_a_step_added(comm):
-    exchange = GradientExchange(comm, AdaComp(50), ErrorFeedback(), sparse_allreduce)
-    rng = np.random.default_rng(comm.rank)
-    for _ in range(12):
-        exchange(rng.standard_normal(5000).astype(np.float32))
-    assert 100 < exchange.statistics.sent < 1000
 
 
 def test_a_list_of_arrays_is_sent_as_one_message_a_round(comm):
