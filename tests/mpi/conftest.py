@@ -70,3 +70,14 @@ def comm(request, groups):
     if sum(request.param) > WORLD.size:
         pytest.skip(f"needs {sum(request.param)} ranks, the world has {WORLD.size}")
     return groups(request.param)
+
+
+@pytest.fixture
+def fresh(comm):
+    """Yield a communicator that the library has not seen, of the ranks of `comm`."""
+    if comm == MPI.COMM_NULL:
+        yield comm
+        return
+    duplicate = comm.Dup()
+    yield duplicate
+    duplicate.Free()

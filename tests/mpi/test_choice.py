@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.allreduce import ALGORITHMS
@@ -33,17 +32,6 @@ def check_sums(comm, counts=(0, 1, 40, 9000, LENGTH)):
         np.testing.assert_array_equal(kept, total)
     plan = SupportPlan.union(contributed(comm.rank, 50), comm)
     assert set(plan.indices) == {index for rank in range(comm.size) for index in contributed(rank, 50).indices}
-
-
-@pytest.fixture
-def fresh(comm):
-    """A communicator that the library has not seen: its ranks agree on the links in the first operation."""
-    if comm == MPI.COMM_NULL:
-        yield comm
-        return
-    duplicate = comm.Dup()
-    yield duplicate
-    duplicate.Free()
 
 
 @pytest.mark.at_least(3)

@@ -70,10 +70,11 @@ class Watched:
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("polls", [False, True])
 @pytest.mark.parametrize("lines", [(2, 3), (2, 1), (1, 2), (1, 1)])
-def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received(comm, lines, polls, monkeypatch):
+def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received(
+    comm, fresh, lines, polls, monkeypatch
+):
     monkeypatch.setattr(messages, "BIDIRECTIONAL", 64)
-    own = comm.Dup()
-    link, peer = link_of(own), 1 - comm.rank
+    link, peer = link_of(fresh), 1 - comm.rank
     duplicate, link.comm = link.comm, Watched(link.comm)
     arrival = link.receive(peer, 5)
     sending = link.send(np.full(64 * lines[comm.rank], comm.rank, np.uint8), peer, 5, arrival)
@@ -82,7 +83,6 @@ def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received
     arrival.wait()
     sending.wait()
     watched, link.comm = link.comm, duplicate
-    own.Free()
     assert arrival.buffer.tolist() == [peer] * 64 * lines[peer]
     leaves, received = ["Isend"] * (lines[comm.rank] > 1), ["Irecv"] * (lines[peer] > 1)
     assert watched.events == ["Isend", "Improbe" if polls else "Mprobe", *leaves, *received]
@@ -90,11 +90,9 @@ def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received
 
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("said", [-64, 0, 100])
-def test_an_announcement_that_no_message_has_is_damage(comm, said):
-    own = comm.Dup()
-    link, peer = link_of(own), 1 - comm.rank
+def test_an_announcement_that_no_message_has_is_damage(comm, fresh, said):
+    link, peer = link_of(fresh), 1 - comm.rank
     sending = link.comm.Isend(np.array([said]), peer, 5)
     with pytest.raises(DamagedMessageError, match=f"a size header of {said} bytes"):
         link.receive(peer, 5).wait()
     sending.Wait()
-    own.Free()

@@ -159,15 +159,13 @@ def test_a_bad_vector_on_one_rank(comm, cupy):
 
 
 @pytest.mark.parametrize("setting", ["1", "yes"])
-def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, setting, monkeypatch):
+def test_a_wrong_setting_raises_on_all_ranks_before_a_message(comm, fresh, setting, monkeypatch):
     if MPI.COMM_WORLD.size and collectives.runtime.cuda_aware.query():
         pytest.skip("this MPI is CUDA-aware")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)
-    fresh = comm.Dup()
     words = "MPICOMP_CUDA_AWARE is .* expected 1 or 0" if setting == "yes" else "says that it is not CUDA-aware"
     with pytest.raises(ValueError, match=f"rank {comm.size - 1}: .*{words}"):
         sparse_allreduce(contribution("random", comm.rank, comm.size), fresh)
     monkeypatch.delenv("MPICOMP_CUDA_AWARE", raising=False)
     assert sparse_allreduce(contribution("random", comm.rank, comm.size), fresh).nnz
-    fresh.Free()

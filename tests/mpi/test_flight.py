@@ -101,12 +101,10 @@ def test_a_failed_operation_between_sound_ones(comm):
     assert_equal(first.wait()[0], sum(window(vector) for vector in contributions("random", comm.size)))
 
 
-def test_two_communicators_at_once_waited_for_in_opposite_orders(comm):
-    other = comm.Dup()
-    a, b = (gtopk_iallreduce(contribution("random", comm.rank, comm.size), each, 9) for each in (comm, other))
+def test_two_communicators_at_once_waited_for_in_opposite_orders(comm, fresh):
+    a, b = (gtopk_iallreduce(contribution("random", comm.rank, comm.size), each, 9) for each in (comm, fresh))
     one, two = (a, b) if comm.rank % 2 else (b, a)
     assert bits(one.wait()[0]) == bits(two.wait()[0])
-    other.Free()
 
 
 def test_a_request_that_is_dropped_still_does_its_part(comm):
@@ -156,9 +154,9 @@ def test_the_first_use_of_a_communicator_while_another_has_an_operation_in_fligh
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["link", "first call"])
-def test_a_second_thread_is_refused_on_one_rank_before_it_is_counted(comm, known):
+def test_a_second_thread_is_refused_on_one_rank_before_it_is_counted(comm, fresh, known):
     """The ranks then stay in step: the next operations, with tags and turns, end as if nobody had tried."""
-    fresh, vector = comm.Dup(), contribution("random", comm.rank, comm.size)
+    vector = contribution("random", comm.rank, comm.size)
     if known:
         link_of(fresh)
     if comm.rank == 0:
@@ -168,7 +166,6 @@ def test_a_second_thread_is_refused_on_one_rank_before_it_is_counted(comm, known
                     pool.submit(call, fresh).result()
     assert_same_bits(comm, gtopk_allreduce(vector, fresh)[0])
     np.testing.assert_array_equal(dense_allreduce(np.ones(3), fresh), 3 * [comm.size])
-    fresh.Free()
 
 
 def test_traffic_of_the_user_on_the_same_communicator_is_not_touched(comm):

@@ -192,17 +192,15 @@ def test_models_that_did_not_start_alike_are_named(comm):
 
 
 @pytest.mark.at_least(2)
-def test_the_debug_mode_compares_the_anchors_each_round(comm, monkeypatch):
+def test_the_debug_mode_compares_the_anchors_each_round(comm, fresh, monkeypatch):
     monkeypatch.setenv("MPICOMP_CHECK", "1")
-    watched = comm.Dup()
-    parameters, loop = made(watched, every=2)
-    train(watched, parameters, loop, 1, 5)
+    parameters, loop = made(fresh, every=2)
+    train(fresh, parameters, loop, 1, 5)
     loop.rate = 0.5 if comm.rank == comm.size - 1 else 1.0
-    train(watched, parameters, loop, 5, 8)
+    train(fresh, parameters, loop, 5, 8)
     learn(parameters, comm.rank, 8)
     with pytest.raises(CheckError, match=rf"after round 3 the anchor of ranks \[{comm.size - 1}\] differs"):
         loop.step()
-    watched.Free()
 
 
 # Settings

@@ -60,17 +60,16 @@ def test_a_setting_unknown_on_one_rank_raises_on_all(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("said", ["60s", "-3", "0", "nan", "inf"])
-def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, monkeypatch, said):
-    own, last = comm.Dup(), comm.size - 1
+def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, fresh, monkeypatch, said):
+    last = comm.size - 1
     if comm.rank == last:
         monkeypatch.setenv(waiting.TIMEOUT, said)
     assert waiting.initial_timeout() is None
     with pytest.raises(ValueError, match=f"MPICOMP_TIMEOUT on rank {last} is '{said}': expected seconds above 0"):
-        sparse_allreduce(contribution("random", comm.rank, comm.size), own)
-    own.Barrier()
+        sparse_allreduce(contribution("random", comm.rank, comm.size), fresh)
+    fresh.Barrier()
     monkeypatch.setenv(waiting.TIMEOUT, "")
-    assert_same_bits(comm, sparse_allreduce(contribution("random", comm.rank, comm.size), own))
-    own.Free()
+    assert_same_bits(comm, sparse_allreduce(contribution("random", comm.rank, comm.size), fresh))
 
 
 class WithoutProbes(MPI.Intracomm):
