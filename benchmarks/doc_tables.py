@@ -133,16 +133,16 @@ def choice() -> list[str]:
     return table(['"auto" of', *(f"P = {size}" for size in CHOICES), "together"], rows)
 
 
-def race() -> list[str]:
-    """Return the tables of the race, one for each rate of the links."""
-    rows = loaded("race")["rows"]
-    alone = results.sittings(rows, "gpt")
+def race(schedule: str) -> list[str]:
+    """Return the tables of the race with a schedule of the learning rate, one for each rate of the links."""
+    rows = losses.of(loaded("race")["rows"], schedule=schedule)
 
     def loss(pair: tuple[str, list[Any]]) -> float:
         return results.final(results.by_learning_rate(pair[1])[0])
 
     ordered = {setting: dict(sorted(own.items(), key=loss)) for setting, own in results.settings(rows).items()}
-    return "\n".join(results.table(*each, alone) for each in ordered.items()).rstrip().split("\n")
+    tables = (results.table(setting, own, results.sittings(rows, setting)) for setting, own in ordered.items())
+    return "\n".join(tables).rstrip().split("\n")
 
 
 def quantisers() -> list[str]:
@@ -197,7 +197,7 @@ def hook() -> list[str]:
 
 
 def every_step(which: str) -> list[str]:
-    """Return a table of losses at equal steps: of all settings by rate, or of the main ones at the best rate."""
+    """Return a table of losses at equal steps: of all trainings by rate, or of those with a schedule at the best."""
     heads, *rows = getattr(losses, which)(loaded("every_step")["rows"])
     return table(heads, rows)
 
@@ -219,10 +219,11 @@ TABLES = {
         "large": large,
         "choice": choice,
     },
-    "docs/slow_links.md": {"race": race},
+    "docs/slow_links.md": {"race": partial(race, "linear")},
+    "benchmarks/race/README.md": {"race": partial(race, "constant")},
     "docs/frameworks.md": {"hook": hook},
     "docs/compressors.md": {"quantisers": quantisers},
-    "docs/feedback.md": {"every_step": partial(every_step, "summary")},
+    "docs/choosing.md": {"every_step": partial(every_step, "summary")},
     "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9"), "E10": partial(paper, "E10")},
     "benchmarks/every_step/README.md": {"methods": methods, "every_step": partial(every_step, "table")},
     "benchmarks/papers/README.md": {

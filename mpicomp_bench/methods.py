@@ -26,7 +26,6 @@ class Method(NamedTuple):
 
 METHODS = {
     "dense": Method("dense sums of 32 bits"),
-    "lion": Method("dense sums, with the optimiser Lion (arXiv 2302.06675)"),
     "fp16": Method("dense sums of 16 bits", "None, default_hooks.fp16_compress_hook"),
     "powersgd": Method(
         "PowerSGD (arXiv 1905.13727), by its rank",

@@ -3,68 +3,95 @@
 
 python benchmarks/every_step/condense.py          # from docs/results/every_step.json and passes.json
 python benchmarks/every_step/condense.py --check  # writes nothing; exit status 1 where the file differs
+
+How many steps a method takes for the progress of a dense one follows from the losses at the end of whole trainings, as
+a schedule decides what a loss in between says: how many nats e times the steps are worth is said by the losses of dense
+training with AdamW after `STEPS` and after `LONG_STEPS`.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
-import numpy as np
-from losses import SEED, STEPS, rows_at_best_rate
+from losses import LONG_STEPS, SEED, STEPS, of, rows_at_best_rate
 
 from mpicomp_bench import advice
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAINED = {  # models with the schedules of the rate, by optimiser
+    "adamw": (("gpt", "constant"), ("manual", "cosine")),
+    "muon": (("gpt", "linear"), ("manual", "cosine")),
+}
 RESULTS, FILE = ROOT / "docs" / "results", ROOT / "mpicomp_bench" / "measured.json"
 
 
-def steps_to(loss: float, curve: Sequence[Sequence[float]]) -> float:
-    """Return the steps after which a curve of steps and losses has a loss, straight in the logarithm of the steps.
-
-    Before the first point, the line through the first two is continued.
-    """
-    steps, losses = np.array(curve).T
-    after = int(np.clip(np.argmax(losses <= loss), 1, len(losses) - 1))
-    (low, high), (first, last) = np.log(steps[after - 1 : after + 1]), losses[after - 1 : after + 1]
-    return float(np.exp(low + (first - loss) / (first - last) * (high - low)))
-
-
-def mean_curve(rows: Sequence[Any]) -> list[list[float]]:
-    """Return the mean over the seeds of the curves of the same steps."""
-    found: list[list[float]] = np.mean([row["curve"] for row in rows], axis=0).tolist()
+def loaded(name: str) -> list[Any]:
+    """Return the rows of a file of results."""
+    found: list[Any] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return found
 
 
-def steps_for_dense(own: Sequence[Any], dense: Sequence[Any]) -> float:
-    """Return how many steps a method takes for the progress of one dense step, at the worse of their final losses.
+class Model:
+    """The trainings of a model with a schedule."""
 
-    Both are the means over the seeds that the two have.
-    """
-    shared = {row["seed"] for row in own} & {row["seed"] for row in dense}
-    ours, theirs = (mean_curve([row for row in rows if row["seed"] in shared]) for rows in (own, dense))
-    worse = max(ours[-1][1], theirs[-1][1])
-    return steps_to(worse, ours) / steps_to(worse, theirs)
+    def __init__(self, name: str, schedule: str, rows: Sequence[Any]) -> None:
+        self.rows = of(rows, model=name, schedule=schedule)
+
+    def best(self, method: str, optimizer: str) -> list[Any]:
+        """Return the rows of a method at its best rate, one for each seed; those of signs for any optimiser."""
+        own = of(self.rows, method=method, steps=STEPS)
+        return rows_at_best_rate(of(own, optimizer=optimizer) or of(own, optimizer="sgd"))
+
+    def lead(self, one: Sequence[Any], other: Sequence[Any]) -> float:
+        """Return by how many nats the first of two ends below the second, over the seeds that both have."""
+        losses = [{row["seed"]: row["loss"] for row in rows} for rows in (one, other)]
+        return fmean(losses[1][seed] - losses[0][seed] for seed in losses[0].keys() & losses[1].keys())
+
+    def worth(self) -> float:
+        """Return the nats that e times the steps are worth to dense training with AdamW."""
+        dense = of(self.rows, method=advice.DENSE, optimizer="adamw", seed=SEED)
+        (longer,) = of(dense, steps=LONG_STEPS)
+        (short,) = of(dense, steps=STEPS, rate=longer["rate"])
+        return float((short["loss"] - longer["loss"]) / math.log(LONG_STEPS / STEPS))
+
+    def steps(self, one: tuple[str, str], other: tuple[str, str]) -> float:
+        """Return how many steps of the first method and optimiser make the progress of one of the second."""
+        return math.exp(-self.lead(self.best(*one), self.best(*other)) / self.worth())
+
+
+def measurements(method: str, optimizer: str, models: Sequence[Model]) -> dict[str, Any]:
+    """Return what is known of a method with an optimiser, over all models that were trained with it."""
+    own, dense = ([model.best(name, optimizer) for model in models] for name in (method, advice.DENSE))
+    on_each = [round(model.steps((method, optimizer), (advice.DENSE, optimizer)), 2) for model in models]
+    rates = [one[0]["rate"] / other[0]["rate"] for one, other in zip(own, dense, strict=True)]
+    tried = [
+        len({row["rate"] for row in of(model.rows, method=method, optimizer=rows[0]["optimizer"], steps=STEPS)})
+        for model, rows in zip(models, own, strict=True)
+    ]
+    return {
+        "rate": round(geometric_mean(rates), 2),
+        "trials": min(tried),
+        "seeds": min(map(len, own)),
+        "bits": fmean(rows[0]["bits"] for rows in own),
+        "on_each": on_each,
+        "steps": round(geometric_mean(on_each), 3),
+    }
 
 
 def condensed() -> dict[str, Any]:
     """Return the content of the file."""
-    every, passes = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("every_step", "passes"))
-    constant = [row for row in every["rows"] if (row["schedule"], row["steps"]) == ("constant", STEPS)]
+    rows = loaded("every_step")
+    models = {optimizer: [Model(*each, rows) for each in trained] for optimizer, trained in TRAINED.items()}
     names = [name for name in advice.MESSAGES if name != advice.SIXTEEN]  # takes the steps of dense sums
-    by_method = {name: [row for row in constant if row["method"] == name] for name in names}
-    dense = rows_at_best_rate(by_method[advice.DENSE])
-    methods = {}
-    for name, own in by_method.items():
-        best = rows_at_best_rate(own)
-        tried = sum(row["seed"] == SEED for row in own)
-        about = {"learning_rate": best[0]["rate"], "trials": tried, "seeds": len(best)}
-        methods[name] = {**about, **{key: float(np.mean([row[key] for row in best])) for key in ("loss", "bits")}}
-        methods[name]["steps"] = round(steps_for_dense(best, dense), 3)
-    reads = {row["method"]: round(row["reads"], 1) for row in passes["rows"]}
-    about = {"steps": STEPS, "parameters": dense[0]["parameters"], "ranks": dense[0]["ranks"]}
-    return {**about, "methods": methods, "reads": reads}
+    methods = {each: {name: measurements(name, each, own) for name in names} for each, own in models.items()}
+    about = {key: [model.rows[0][key] for model in models["muon"]] for key in ("parameters", "ranks")}
+    times = [model.steps((advice.DENSE, "adamw"), (advice.DENSE, "muon")) for model in models["muon"]]
+    reads = {row["method"]: round(row["reads"], 1) for row in loaded("passes")}
+    return {"steps": STEPS, **about, "muon": round(geometric_mean(times), 2), "methods": methods, "reads": reads}
 
 
 def text() -> str:

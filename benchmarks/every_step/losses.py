@@ -1,46 +1,37 @@
-"""The table of the simulation: losses by method and rate, for README.md."""
+"""The tables of the simulation: losses by method, optimiser and rate, for README.md and the pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 SEED = 0  # with which rates are tried
 STEPS, LONG_STEPS = 300, 2000
-MAIN = (  # of the summary
-    "dense",
-    "lion",
-    "in-basis-8:basis=none",
-    "in-basis-8",
-    "in-basis-two-bit-8",
-    "in-basis-4",
-    "in-basis-two-bit-4",
-    "few-bits-8",
-    "few-bits-4",
-    "few-bits-2",
-    "topk-0.01",
-    "powersgd-8",
-    "local-sparse-5",
-    "local-sparse-10",
-    "local-few-bits-10",
-    "diloco-10",
-)
+SCHEDULED = {"gpt": "linear", "manual": "cosine"}  # models, and the schedule of the rate in the summary
+OPTIMISERS = {"adamw": "AdamW", "muon": "Muon", "lion": "Lion", "sgd": "SGD with signs"}  # for a reader
 
 
-def name(row: Any) -> str:
-    """Return a method's name for a reader, with schedule and steps where they are not the defaults."""
-    parts = [f"`{row['method']}`"]
-    if row["schedule"] != "constant":
-        parts.append(f"{row['schedule']} schedule")
-    if row["steps"] != STEPS:
-        parts.append(f"{row['steps']} steps")
-    return ", ".join(parts)
+def of(rows: Sequence[Any], **wanted: Any) -> list[Any]:
+    """Return the rows that have these values.
+
+    >>> of([{"seed": 0, "loss": 2.0}, {"seed": 1, "loss": 3.0}], seed=1)
+    [{'seed': 1, 'loss': 3.0}]
+    """
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def grouped(rows: Sequence[Any], name: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Return the rows by name, the name with the least loss at its best rate first."""
+    found: dict[Any, list[Any]] = {}
+    for row in rows:
+        found.setdefault(name(row), []).append(row)
+    return dict(sorted(found.items(), key=lambda pair: float(np.mean(at_best_rate(pair[1])))))
 
 
 def rows_at_best_rate(rows: Sequence[Any]) -> list[Any]:
     """Return the rows of all seeds at the rate of a method that is the best for the first seed."""
-    best = min((row for row in rows if row["seed"] == SEED), key=lambda row: row["loss"])["rate"]
-    return [row for row in sorted(rows, key=lambda row: row["seed"]) if row["rate"] == best]
+    best = min(of(rows, seed=SEED), key=lambda row: row["loss"])["rate"]
+    return sorted(of(rows, rate=best), key=lambda row: row["seed"])
 
 
 def at_best_rate(rows: Sequence[Any]) -> list[float]:
@@ -49,41 +40,45 @@ def at_best_rate(rows: Sequence[Any]) -> list[float]:
 
 
 def summary(rows: Sequence[Any]) -> list[list[str]]:
-    """Return the cells of the table of the main methods, its head first: rates tried, losses, and bits.
+    """Return the cells of the table of trainings with a schedule, its head first, a line for each method and optimiser.
 
-    The losses are those at the best rate, after `STEPS` and, where a method was trained so long, `LONG_STEPS` steps.
+    They are, for each model, the losses at the best rate, by seed, the rate and how many were tried, and the losses
+    after `LONG_STEPS` steps; then the bits of a value that a rank sends.
     """
+    scheduled = [row for row in rows if SCHEDULED.get(row["model"]) == row["schedule"]]
     lines = []
-    for method in MAIN:
-        of_method = [row for row in rows if (row["method"], row["schedule"]) == (method, "constant")]
-        own = [row for row in of_method if row["steps"] == STEPS]
-        if own:
-            tried = sorted({row["rate"] for row in own})
-            losses = ", ".join(f"{loss:.3f}" for loss in at_best_rate(own))
-            longer = ", ".join(f"{row['loss']:.3f}" for row in of_method if row["steps"] == LONG_STEPS)
-            rates = ", ".join(f"{rate:g}" for rate in tried)
-            lines.append([name(own[0]), rates, losses, longer, f"{own[0]['bits']:.2g}"])
-    heads = ["method", "rates tried", "loss at the best, by seed", f"after {LONG_STEPS:,} steps", "bits a value"]
-    return [heads, *lines]
+    for (method, optimiser), own in grouped(scheduled, lambda row: (row["method"], row["optimizer"])).items():
+        cells = [f"`{method}`", OPTIMISERS[optimiser]]
+        for model in SCHEDULED:
+            short, longer = (of(own, model=model, steps=steps) for steps in (STEPS, LONG_STEPS))
+            cells += [at_best(short), ", ".join(f"{row['loss']:.3f}" for row in longer)]
+        lines.append([*cells, f"{own[0]['bits']:.2g}"])
+    heads = [f"{model}, {steps:,} steps" for model in SCHEDULED for steps in (STEPS, LONG_STEPS)]
+    return [["method", "optimiser", *heads, "bits a value"], *lines]
+
+
+def at_best(rows: Sequence[Any]) -> str:
+    """Return the losses at the best rate, the rate and how many were tried, as text; empty without rows."""
+    if not rows:
+        return ""
+    rate = rows_at_best_rate(rows)[0]["rate"]
+    return f"{', '.join(f'{loss:.3f}' for loss in at_best_rate(rows))} ({rate:g} of {len(of(rows, seed=SEED))})"
 
 
 def table(rows: Sequence[Any]) -> list[list[str]]:
-    """Return the cells of the table, its head first: a line for each method, the best first.
+    """Return the cells of the table of all trainings, its head first, the best first.
 
-    They are the number of learning rates tried, the loss at each, with the first seed, the losses of all seeds at the
-    best one, and the bits of a value that a rank sends.
+    They are the loss at each rate, with the first seed, the losses of all seeds at the best one, and the bits of a
+    value that a rank sends.
     """
-    by_name: dict[str, list[Any]] = {}
-    for row in rows:
-        by_name.setdefault(name(row), []).append(row)
-    ordered = sorted(by_name.items(), key=lambda pair: float(np.mean(at_best_rate(pair[1]))))
-    heads = ["method", "tried", "rate: loss", "at the best rate, by seed", "bits a value"]
-    return [heads, *(line(*pair) for pair in ordered)]
-
-
-def line(method: str, own: Sequence[Any]) -> list[str]:
-    """Return the cells of a method."""
-    first = sorted((row["rate"], row["loss"]) for row in own if row["seed"] == SEED)
-    tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in first)
-    seeds = ", ".join(f"{loss:.3f}" for loss in at_best_rate(own))
-    return [method, str(len(first)), tried, seeds, f"{own[0]['bits']:.2g}"]
+    heads = ["model, schedule, steps", "method", "optimiser", "rate: loss", "at the best rate, by seed", "bits a value"]
+    names = "model", "schedule", "steps", "method", "optimizer"
+    by_setting = grouped(rows, lambda row: tuple(row[name] for name in names))
+    lines = []
+    for (model, schedule, steps, method, optimiser), own in sorted(by_setting.items(), key=lambda pair: pair[0][:3]):
+        first = sorted((row["rate"], row["loss"]) for row in of(own, seed=SEED))
+        tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in first)
+        seeds = ", ".join(f"{loss:.3f}" for loss in at_best_rate(own))
+        setting = f"{model}, {schedule}, {steps:,}"
+        lines.append([setting, f"`{method}`", OPTIMISERS[optimiser], tried, seeds, f"{own[0]['bits']:.2g}"])
+    return [heads, *lines]

@@ -17,6 +17,7 @@ from mpicomp.codec import encoded_nbytes, smallest
 from mpicomp.few_bits import block_bounds, quantise
 
 Floats = NDArray[np.float32]
+Shapes = Sequence[tuple[int, ...]]
 
 BLOCK = 256  # of few bits
 
@@ -26,7 +27,7 @@ class Dense:
 
     pooled = True
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes, ranks: int) -> None:
         """Make no state."""
 
     def mean(self, vectors: Sequence[Floats]) -> tuple[Floats, float]:
@@ -42,7 +43,7 @@ class FewBits:
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the residuals."""
         self.residuals = np.zeros((ranks, size_of(shapes)), np.float32)
 
@@ -72,7 +73,7 @@ class Sparse:
     def __init__(self, compressor: Compressor, decay: float = 1.0, basis: Any = None, over: str = "ranks") -> None:
         self.compressor, self.decay, self.basis, self.over = compressor, decay, basis, over
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the residuals."""
         self.feedbacks = [ErrorFeedback(decay=self.decay) for _ in range(ranks)]
 
@@ -121,7 +122,7 @@ class PowerSgd:
     def __init__(self, rank: int, dense_steps: int = 2) -> None:
         self.rank, self.dense = rank, dense_steps
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the residual, and for each matrix that is compressed its bounds, its shape and its second factor."""
         draw, size = np.random.default_rng(0), size_of(shapes)
         self.residual, self.factors, first, self.sent = np.zeros(size, np.float32), [], 0, size
@@ -150,6 +151,6 @@ class PowerSgd:
         return mean, 32 * self.sent / vector.size
 
 
-def size_of(shapes: Sequence[tuple[int, ...]]) -> int:
+def size_of(shapes: Shapes) -> int:
     """Return the number of values of all tensors."""
     return sum(map(int, map(np.prod, shapes)))

@@ -1,91 +1,121 @@
 """The trainings of docs/results/every_step.json, the most important first."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain
 
 from losses import LONG_STEPS, SEED, STEPS
 
-SCHEDULES = "constant", "linear"  # of the rate; linear: to zero at the last step
-
-Training = tuple[str, float, str, int, int]  # method, rate, schedule, seed, steps
-RATES = 1e-3, 2e-3, 4e-3
-OUTER = 0.3, 0.5, 0.7
+KEY = "model", "method", "optimizer", "rate", "schedule", "seed", "steps"
+Training = tuple[str, str, str, float, str, int, int]  # what `KEY` names
+MODELS = {"gpt": 4, "manual": 2}  # ranks; the models are those of benchmarks/race/gpt.py
+SCHEDULES = {  # of the rate, and the model that is trained with each
+    "linear": "gpt",  # to zero at the last step
+    "cosine": "manual",  # to a tenth of the rate, after a warm-up of a tenth of the steps
+    "constant": "gpt",
+}
 IN_BASIS = "in-basis-two-bit-8"
-TRIED: dict[str, tuple[float, ...]] = {  # three rates for each method
-    "dense": RATES,
-    "lion": (2.5e-4, 5e-4, 1e-3),
-    **dict.fromkeys(("in-basis-8", IN_BASIS, "in-basis-4"), RATES),
-    **dict.fromkeys(("few-bits-4", "local-sparse-10", "topk-0.01", "powersgd-8"), RATES),
+ADAMW, SIGNS = (1e-3, 2e-3, 4e-3), (1e-3, 2e-3, 4e-3)
+TRIED: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {  # rates by schedule, method and optimiser
+    "linear": {
+        ("dense", "adamw"): (2e-3, 4e-3),
+        ("dense", "muon"): (8e-3, 4e-3, 16e-3),
+        ("local-few-bits-10", "muon"): (8e-3, 4e-3, 16e-3, 32e-3),
+        ("few-bits-4", "muon"): (8e-3, 4e-3, 16e-3),
+        ("powersgd-8", "muon"): (8e-3, 4e-3),
+        ("local-sparse-10", "muon"): (4e-3, 8e-3),
+        ("local-few-bits-10", "adamw"): (2e-3,),
+        ("local-few-bits-5", "muon"): (8e-3,),
+        (IN_BASIS, "sgd"): (2e-3, 4e-3),
+    },
+    "cosine": {
+        ("dense", "adamw"): (2e-3, 4e-3, 8e-3, 16e-3),
+        ("dense", "muon"): (16e-3, 8e-3, 32e-3),
+        ("local-few-bits-10", "muon"): (16e-3, 8e-3, 32e-3),
+        ("few-bits-4", "muon"): (16e-3, 8e-3, 32e-3),
+        ("powersgd-8", "muon"): (16e-3, 8e-3, 32e-3),
+        ("local-sparse-10", "muon"): (8e-3, 16e-3),
+        ("few-bits-4", "adamw"): (4e-3, 8e-3),
+        ("local-few-bits-10", "adamw"): (2e-3, 4e-3, 8e-3),
+        ("local-sparse-10", "adamw"): (2e-3, 4e-3),
+        ("powersgd-8", "adamw"): (2e-3, 4e-3, 8e-3),
+        (IN_BASIS, "sgd"): SIGNS,
+        **{(f"local-few-bits-{every}", "muon"): (16e-3,) for every in (5, 20, 30)},
+    },
 }
-TRIED_LATER = {
+AGAIN = {  # the rate of the second seed: the best for the first
+    "linear": {("dense", "adamw"): 2e-3, ("dense", "muon"): 8e-3, ("local-few-bits-10", "muon"): 16e-3},
+    "cosine": {("dense", "adamw"): 8e-3, ("dense", "muon"): 16e-3, ("local-few-bits-10", "muon"): 16e-3},
+}
+LONG = {  # the rate of the long trainings
+    "linear": {("dense", "adamw"): 2e-3, ("local-few-bits-10", "muon"): 8e-3},
+    "cosine": {("dense", "adamw"): 4e-3, ("dense", "muon"): 16e-3, ("local-few-bits-10", "muon"): 16e-3},
+}
+
+OUTER = 0.3, 0.5, 0.7
+AT_A_CONSTANT_RATE: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("dense", "few-bits-4", "local-sparse-10", "topk-0.01", "powersgd-8"), ADAMW),
+    **dict.fromkeys(("in-basis-8", IN_BASIS, "in-basis-4", "in-basis-8:basis=none", "in-basis-8:basis=Cosine"), SIGNS),
+    **dict.fromkeys(("local-few-bits-10", "local-in-basis-10"), ADAMW),
     "diloco-10": OUTER,
-    "local-few-bits-10": RATES,
-    "local-in-basis-10": RATES,
-    "in-basis-8:basis=none": RATES,
-    "in-basis-8:basis=Cosine": RATES,
 }
-SEEDS = {  # the rate of a method for the second seed: the best for the first
-    "dense": 2e-3,
-    "lion": 5e-4,
-    **dict.fromkeys(("in-basis-8", IN_BASIS, "in-basis-4", "few-bits-8", "few-bits-4", "few-bits-2"), 2e-3),
+AT_ONE_RATE = {
+    2e-3: (
+        "dense:beta2=0.95",
+        "in-basis-two-bit-4",
+        "in-basis-two-bit-16",
+        "in-basis-2:chunk=64",
+        "in-basis-32:chunk=1024",
+        "in-basis-8:tile=True",
+        "in-basis-two-bit-8:form=sign",
+        "in-basis-two-bit-8:mean=contributors",
+        "in-basis-two-bit-8:decay=0.99",
+        "in-basis-two-bit-8:decay=0.995",
+        "few-bits-8",
+        "few-bits-2",
+        "few-bits-1",
+        "local-sparse-2",
+    ),
+    1e-3: ("local-sparse-5",),
 }
-CHANGES = (  # settings that are tried at one rate
-    "dense:beta2=0.95",
-    "in-basis-two-bit-4",
-    "in-basis-two-bit-16",
-    "in-basis-2:chunk=64",
-    "in-basis-32:chunk=1024",
-    "in-basis-8:tile=True",
-    "in-basis-two-bit-8:form=sign",
-    "in-basis-two-bit-8:mean=contributors",
-    "in-basis-two-bit-8:decay=0.99",
-    "in-basis-two-bit-8:decay=0.995",
-    "few-bits-8",
-    "few-bits-2",
-)
-CHANGES_LATER = (
-    "local-sparse-2",
-    "few-bits-1",
-)
-FIRST = (
-    ("topk-0.01", 2e-3),
-    ("few-bits-8", 2e-3),
-    ("local-sparse-10", 1e-3),
-    ("local-sparse-5", 1e-3),
-    ("powersgd-8", 2e-3),
-    ("powersgd-8", 1e-3),
-    ("few-bits-4", 1e-3),
-    ("topk-0.01", 1e-3),
-)
-LONG = IN_BASIS, "few-bits-4", "dense", "lion"
+LION = 2.5e-4, 5e-4, 1e-3, 2e-3
+SECOND_SEED = "dense", "in-basis-8", IN_BASIS, "in-basis-4", "few-bits-8", "few-bits-4", "few-bits-2"
+THIRD_SEED = "dense", IN_BASIS, "few-bits-4"
 
 
 def plan() -> list[Training]:
     """Return the trainings in their order, each once."""
-    return list(dict.fromkeys(trainings()))
+    return list(dict.fromkeys(chain(scheduled(), at_a_constant_rate())))
 
 
-def trainings() -> Iterator[Training]:
-    """Yield the trainings in their order; some come twice."""
+def optimizer_of(method: str, asked: str = "adamw") -> str:
+    """Return the optimiser that was asked for; SGD where an exchange returns signs."""
+    return "sgd" if method.startswith("in-basis") else asked
+
+
+def scheduled() -> Iterator[Training]:
+    """Yield the trainings with a schedule of the rate."""
+    for schedule, model in list(SCHEDULES.items())[:2]:
+        for (method, optimizer), rates in TRIED[schedule].items():
+            yield from ((model, method, optimizer, rate, schedule, SEED, STEPS) for rate in rates)
+        for (method, optimizer), rate in AGAIN[schedule].items():
+            yield model, method, optimizer, rate, schedule, SEED + 1, STEPS
+        for (method, optimizer), rate in LONG[schedule].items():
+            yield model, method, optimizer, rate, schedule, SEED, LONG_STEPS
+
+
+def at_a_constant_rate() -> Iterator[Training]:
+    """Yield the trainings at a constant rate."""
 
     def at(method: str, *rates: float, seed: int = SEED, steps: int = STEPS) -> Iterator[Training]:
-        return ((method, rate, "constant", seed, steps) for rate in rates)
+        return (("gpt", method, optimizer_of(method), rate, "constant", seed, steps) for rate in rates)
 
-    for method, rate in FIRST:
-        yield from at(method, rate)
-    for method in CHANGES:
-        yield from at(method, 2e-3)
-    for method, rates in TRIED.items():
+    for method, rates in AT_A_CONSTANT_RATE.items():
         yield from at(method, *rates)
-    for method, rate in SEEDS.items():
-        yield from at(method, rate, seed=SEED + 1)
-    yield from ((method, rate, "linear", SEED, STEPS) for method, rate in product(("dense", IN_BASIS), (2e-3, 4e-3)))
-    for method in LONG:
-        yield from at(method, SEEDS[method], steps=LONG_STEPS)
-    for method, rates in TRIED_LATER.items():
-        yield from at(method, *rates)
-    for method in CHANGES_LATER:
-        yield from at(method, 2e-3)
-    for method in "dense", IN_BASIS, "few-bits-4":
-        yield from at(method, 2e-3, seed=SEED + 2)
-    yield from at("lion", 2e-3)  # a fourth rate
+    for rate, methods in AT_ONE_RATE.items():
+        yield from chain.from_iterable(at(method, rate) for method in methods)
+    yield from chain.from_iterable(at(method, 2e-3, seed=SEED + 1) for method in SECOND_SEED)
+    yield from chain.from_iterable(at(method, 2e-3, seed=SEED + 2) for method in THIRD_SEED)
+    yield from chain.from_iterable(at(method, 2e-3, steps=LONG_STEPS) for method in (IN_BASIS, "few-bits-4", "dense"))
+    others = (5e-4, SEED + 1, STEPS), (5e-4, SEED, LONG_STEPS)
+    for rate, seed, steps in [*((rate, SEED, STEPS) for rate in LION), *others]:
+        yield "gpt", "dense", "lion", rate, "constant", seed, steps

@@ -4,14 +4,16 @@ A method is a class with the constructor's arguments as its settings. It is call
 each rank (both float32; parameters flat and written in place) and the rate.
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from cosine import Cosine
-from means import Dense, FewBits, Floats, PowerSgd, Sparse, size_of
+from means import Dense, FewBits, Floats, PowerSgd, Shapes, Sparse, size_of
 from numba import njit
 from numpy.typing import NDArray
 
@@ -24,24 +26,20 @@ INNER = 1e-3  # the rate of DiLoCo's local steps
 
 
 class AdamW:
-    """AdamW of the mean gradient, which is exact: dense training, the baseline. beta2: of the second moments."""
+    """AdamW. beta2: of the second moments."""
 
-    def __init__(self, beta2: float = 0.999, mean: Any = None) -> None:
-        self.betas, self.number, self.mean = (0.9, beta2), 0, mean or Dense()
-        self.pooled = self.mean.pooled
+    def __init__(self, beta2: float = 0.999) -> None:
+        self.betas, self.number = (0.9, beta2), 0
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes) -> None:
         """Make the state for parameters of these shapes."""
-        self.mean.start(shapes, ranks)
         self.first, self.second = np.zeros((2, size_of(shapes)), np.float32)
 
-    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
-        """Update the parameters, and return the bits of a value that a rank sends."""
-        gradient, bits = self.mean.mean(gradients)
+    def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
+        """Update the parameters."""
         self.number += 1
         corrections = [1 - beta**self.number for beta in self.betas]
         adamw(parameters, gradient, self.first, self.second, *map(np.float32, (*self.betas, *corrections, rate)))
-        return float(bits)
 
 
 @njit
@@ -66,25 +64,81 @@ def adamw(
 
 
 class Lion:
-    """Dense training by Lion (arXiv 2302.06675), which takes the sign of a momentum, as coefficients do."""
-
-    pooled = True
+    """Lion (arXiv 2302.06675), which takes the sign of a momentum, as coefficients do."""
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99) -> None:
         self.betas = beta1, beta2
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes) -> None:
         """Make the state for parameters of these shapes."""
         self.momentum = np.zeros(size_of(shapes), np.float32)
 
-    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
-        """Update the parameters, and return the bits of a value that a rank sends."""
-        (gradient,), (beta1, beta2) = gradients, self.betas
+    def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
+        """Update the parameters."""
+        beta1, beta2 = self.betas
         signs = np.sign(beta1 * self.momentum + (1 - beta1) * gradient)
         self.momentum += (1 - beta2) * (gradient - self.momentum)
         parameters *= 1 - rate * WEIGHT_DECAY
         parameters -= np.float32(rate) * signs
-        return 32.0
+
+
+class Muon(AdamW):
+    """`torch.optim.Muon` of the hidden matrices, and AdamW at the same rate of the other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: list[tuple[slice, Floats, Floats]] = []  # places in the flat vector, the matrix, its gradient
+
+    def start(self, shapes: Shapes) -> None:
+        """Make the state for parameters of these shapes; a matrix is hidden where no side is shorter than the width.
+
+        The width is the last side of the first tensor, the embedding of the symbols.
+        """
+        import torch
+
+        super().start(shapes)
+        weights, first = [], 0
+        for shape in shapes:
+            place = slice(first, first + math.prod(shape))
+            first = place.stop
+            if len(shape) == 2 and min(shape) >= shapes[0][-1]:
+                weight = torch.nn.Parameter(torch.empty(shape))
+                weight.grad = torch.empty(shape)
+                weights.append(weight)
+                self.hidden.append((place, weight.detach().view(-1).numpy(), weight.grad.view(-1).numpy()))
+        settings = {"weight_decay": float(WEIGHT_DECAY), "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+        self.optimiser = torch.optim.Muon(weights, **settings)  # updates as large as AdamW's (arXiv 2502.16982)
+
+    def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
+        """Update the parameters."""
+        for place, values, slope in self.hidden:
+            values[...], slope[...] = parameters[place], gradient[place]
+        super().update(parameters, gradient, rate)
+        self.optimiser.param_groups[0]["lr"] = rate
+        self.optimiser.step()
+        for place, values, _ in self.hidden:
+            parameters[place] = values
+
+
+OPTIMISERS = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+
+
+class EveryStep:
+    """An optimiser's step by the mean gradient, as an exchange in every step computes it; `Dense` is the baseline."""
+
+    def __init__(self, exchange: Any, optimiser: Any) -> None:
+        self.exchange, self.optimiser, self.pooled = exchange, optimiser, exchange.pooled
+
+    def start(self, shapes: Shapes, ranks: int) -> None:
+        """Make the state for parameters of these shapes."""
+        self.exchange.start(shapes, ranks)
+        self.optimiser.start(shapes)
+
+    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+        """Update the parameters, and return the bits of a value that a rank sends."""
+        gradient, bits = self.exchange.mean(gradients)
+        self.optimiser.update(parameters, gradient, rate)
+        return float(bits)
 
 
 class Signs:
@@ -99,7 +153,7 @@ class Signs:
     def __init__(self, mean: Sparse, side: int | None = None) -> None:
         self.exchange, self.side = mean, side
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the state for parameters of these shapes."""
         self.order = tiled(shapes, self.side) if self.side else None
         self.exchange.start(shapes, ranks)
@@ -120,22 +174,24 @@ class Signs:
 
 
 class Local:
-    """Local steps of AdamW on each rank, then the outer step of `OuterLoop` by the mean of the pseudo-gradients.
+    """Local steps on each rank, then the outer step of `OuterLoop` by the mean of the pseudo-gradients.
 
-    every: local steps. outer, momentum: of the outer step; with a momentum it is Nesterov's.
+    new_optimiser: of a rank. every: local steps. outer, momentum: of the outer step; with a momentum it is Nesterov's.
     """
 
     pooled = False
 
-    def __init__(self, exchange: Any, every: int, outer: float = 1.0, momentum: float = 0.0) -> None:
+    def __init__(
+        self, exchange: Any, new_optimiser: Callable[[], Any], every: int, outer: float = 1.0, momentum: float = 0.0
+    ) -> None:
         self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
-        self.exchange = exchange
+        self.exchange, self.new_optimiser = exchange, new_optimiser
 
-    def start(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> None:
+    def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the state for parameters of these shapes."""
-        self.optimisers = [AdamW() for _ in range(ranks)]
+        self.optimisers = [self.new_optimiser() for _ in range(ranks)]
         for each in self.optimisers:
-            each.start(shapes, 1)
+            each.start(shapes)
         self.exchange.start(shapes, ranks)
         self.velocity = np.zeros(size_of(shapes), np.float32)
         self.replicas: list[Floats] | None = None
@@ -145,7 +201,7 @@ class Local:
         if self.replicas is None:
             self.replicas = [parameters.copy() for _ in gradients]
         for replica, optimiser, gradient in zip(self.replicas, self.optimisers, gradients, strict=True):
-            optimiser.step(replica, [gradient], rate)
+            optimiser.update(replica, gradient, rate)
         self.number += 1
         if self.number % self.every:
             return 0.0
@@ -158,7 +214,7 @@ class Local:
 
 
 class DiLoCo(Local):
-    """Local steps of AdamW at `INNER`; the rate is that of the outer step."""
+    """Local steps at `INNER`; the rate is that of the outer step."""
 
     def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
         """Update the replicas, and after a round the parameters; rate: of the outer step."""
@@ -166,7 +222,7 @@ class DiLoCo(Local):
         return super().step(parameters, gradients, INNER)
 
 
-def tiled(shapes: Sequence[tuple[int, ...]], side: int) -> NDArray[np.intp]:
+def tiled(shapes: Shapes, side: int) -> NDArray[np.intp]:
     """Return the positions in the flat vector in the order of the tiles: whole tiles, then what fills none.
 
     A Hadamard transform of a tile's values in this order is the two-dimensional one of the tile.
@@ -223,23 +279,24 @@ add(  # which the library refuses: nothing is gained
 )
 
 
-def made(name: str) -> Any:
+def made(name: str, optimiser: str = "adamw") -> Any:
     """Return a new method of the simulation by its name; raises ValueError if there is none.
 
-    Beside the settings of the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`.
+    optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of the line: beta2, of AdamW;
+    mean=contributors, of a sign; tile=True, see `Signs`.
     """
     stem, _, given = name.partition(":")
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
     own = {key: settings.pop(key) for key in OWN if key in settings}
     name = ":".join(filter(None, [stem, ",".join(f"{key}={value}" for key, value in settings.items())]))
     found, outer = method(name), outer_settings(name)
-    if stem == "lion":
-        return Lion()
     mean = construct(name, None, **NAMES) if found.line else Dense()
-    if outer:
-        return (DiLoCo if stem.startswith("diloco") else Local)(mean, outer["every"], momentum=outer.get("momentum", 0))
     if 'average="sign"' in found.line:
         mean.over = own.get("mean", mean.over)
         chunk = re.search(r"chunk=(\d+)", found.line)
         return Signs(mean, round(int(chunk[1]) ** 0.5) if "tile" in own else None)
-    return AdamW(float(own.get("beta2", 0.999)), mean[0] if isinstance(mean, tuple) else mean)
+    new = partial(OPTIMISERS[optimiser], **{key: float(own[key]) for key in own if key == "beta2"})
+    if outer:
+        local = DiLoCo if stem.startswith("diloco") else Local
+        return local(mean, new, outer["every"], momentum=outer.get("momentum", 0))
+    return EveryStep(mean[0] if isinstance(mean, tuple) else mean, new())

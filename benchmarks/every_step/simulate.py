@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Train the GPT of the race with P replicas in one process, without a network: held-out loss at equal steps.
+"""Train a GPT with P replicas in one process, without a network: held-out loss at equal steps.
 
     pip install -e ".[examples]" torch
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json        # the rows that are missing
-    python benchmarks/every_step/simulate.py --methods lion in-basis-4 --rates 0.001 --json build/rows.json
+    python benchmarks/every_step/simulate.py --methods few-bits-2 --optimizer muon --rates 0.008 --json build/rows.json
 
 The rank's gradients are those of the race: the same start, and batches of each rank and step by the seed. One model
 computes the gradients of all ranks, one after the other: replicas are equal, but for local steps. A row is one
-training; the file is written after each, and a row in it is not trained again. 300 steps take about 100 s on one core.
+training; the file is written after each, and a row in it is not trained again. 300 steps take 1 to 4 minutes on a core.
 """
 
 import argparse
 import json
+import math
 import sys
 from importlib import metadata
 from itertools import product
@@ -21,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from plan import SCHEDULES, plan
-from rules import made
+from plan import KEY, MODELS, SCHEDULES, plan
+from rules import OPTIMISERS, made
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mpicomp_bench.files import check_files, new_file
@@ -31,18 +32,18 @@ from mpicomp_bench.options import Parser, above_zero, add_list, positive
 from mpicomp_bench.output import write_rows
 
 RACE = Path(__file__).resolve().parent.parent / "race"
-KEY = "method", "rate", "schedule", "seed", "steps", "ranks"
+WARM = 0.1  # of the steps
 EVALUATIONS = 3  # of a training, at equal distances
 
 
 class Replicas:
     """The replicas of all ranks, which are equal: the parameters as one vector, and each rank's gradient."""
 
-    def __init__(self, seed: int, ranks: int) -> None:
+    def __init__(self, model: str, seed: int, ranks: int) -> None:
         sys.path.append(str(RACE))
         import gpt
 
-        self.trainer, self.ranks = gpt.Trainer(seed, 0, 1, gpt.Sizes()), ranks
+        self.trainer, self.ranks = gpt.Trainer(seed, 0, 1, gpt.TASKS[model]), ranks
         network = self.trainer.network
         with torch.no_grad():
             flat = parameters_to_vector(network.parameters())
@@ -73,15 +74,25 @@ class Replicas:
         return torch.cat([each.grad.reshape(-1) for each in network.parameters()]).numpy()
 
 
+def part_of_rate(schedule: str, done: float) -> float:
+    """Return the part of the rate after a part of the steps: `SCHEDULES` of plan.py says what each does."""
+    if schedule == "linear":
+        return 1 - done
+    if schedule == "cosine":
+        return min((done + 0.005) / WARM, 0.55 + 0.45 * math.cos(math.pi * max(0.0, done - WARM) / (1 - WARM)))
+    return 1.0
+
+
 def trained(row: Row) -> Row:
     """Train, and return the row with its outcome."""
-    method, replicas = made(row["method"]), Replicas(row["seed"], row["ranks"])
+    method = made(row["method"], row["optimizer"])
+    replicas = Replicas(row["model"], row["seed"], row["ranks"])
     method.start(replicas.shapes, row["ranks"])
     began, curve, bits = perf_counter(), [], 0.0
     for number in range(row["steps"]):
         gradients = replicas.gradients(number, method)
-        left = 1 - number / row["steps"] if row["schedule"] == "linear" else 1.0
-        bits = method.step(replicas.parameters, gradients, left * row["rate"])
+        rate = row["rate"] * part_of_rate(row["schedule"], number / row["steps"])
+        bits = method.step(replicas.parameters, gradients, rate) or bits
         if (number + 1) * EVALUATIONS % row["steps"] < EVALUATIONS:
             curve.append([number + 1, replicas.trainer.loss()])
     outcome = {"bits": bits, "loss": curve[-1][1], "curve": curve, "seconds": perf_counter() - began}
@@ -93,15 +104,17 @@ def parsed() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add_list(parser, "--methods", [], "such as in-basis-8:chunk=64; all of the plan by default ")
     add_list(parser, "--rates", [], "of the optimiser, with --methods ", type=above_zero)
-    about = "linear: to 0 at the last step; with --methods (%(default)s)"
-    parser.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help=about)
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="and its text; with --methods (%(default)s)")
+    about = "of the mean, or of local steps; signs have none; with --methods (%(default)s)"
+    parser.add_argument("--optimizer", choices=OPTIMISERS, default="adamw", help=about)
+    about = "linear: to 0 at the last step; cosine: to a tenth, after a warm-up; with --methods (%(default)s)"
+    parser.add_argument("--schedule", choices=SCHEDULES, default="constant", help=about)
     parser.add_argument("--seed", type=int, default=0, help="with --methods (%(default)s)")
     parser.add_argument("--steps", type=positive, default=300, help="of a training, with --methods (%(default)s)")
-    parser.add_argument("--ranks", type=positive, default=4, help="(%(default)s)")
     parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="read, and written after each row")
     options = parser.parse_args()
     try:
-        [made(name) for name in options.methods]
+        [made(name, options.optimizer) for name in options.methods]
     except ValueError as error:
         parser.error(str(error))
     check_files(options)
@@ -112,13 +125,14 @@ def main() -> int:
     """Train what is missing."""
     options = parsed()
     rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    given = product(options.methods, options.rates, [options.schedule], [options.seed], [options.steps])
-    for method, rate, schedule, seed, steps in given if options.methods else plan():
-        row: Row = dict(zip(KEY, (method, rate, schedule, seed, steps, options.ranks), strict=True))
+    about = [options.optimizer], options.rates, [options.schedule], [options.seed], [options.steps]
+    given = product([options.model], options.methods, *about)
+    for training in given if options.methods else plan():
+        row: Row = dict(zip(KEY, training, strict=True))
         if any(all(done[name] == row[name] for name in KEY) for done in rows):
             continue
-        rows.append(trained(row))
-        sys.stderr.write(f"{method}, {schedule} rate {rate:g}, seed {seed}: {rows[-1]['loss']:.4f}\n")
+        rows.append(trained({**row, "ranks": MODELS[row["model"]]}))
+        sys.stderr.write(f"{' '.join(map(str, training))}: {rows[-1]['loss']:.4f}\n")
         if write_rows(options, rows, {"torch": metadata.version("torch")}):
             return 1
     return 0

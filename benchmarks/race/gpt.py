@@ -1,6 +1,6 @@
 """A GPT in plain PyTorch, its optimisers, and the ways to average its gradients in every step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,25 +17,6 @@ from mpicomp_bench.methods import construct, method
 WINDOWS = 256  # of held-out text that judge the model, all ranks together
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675): steps by the sign of a momentum, with betas 0.9 and 0.99."""
-
-    def __init__(self, parameters: Iterable[Tensor], lr: float, weight_decay: float) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-                momentum = self.state[parameter]["momentum"]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(torch.lerp(momentum, parameter.grad, 0.1).sign_(), alpha=group["lr"])
-                momentum.lerp_(parameter.grad, 0.01)
-
-
 WEIGHT_DECAY = 0.01
 
 
@@ -47,6 +28,16 @@ class Sizes(NamedTuple):
     heads: int = 4
     context: int = 64
     batch: int = 4
+
+
+class Task(NamedTuple):
+    """A model and the text that it learns."""
+
+    sizes: Sizes
+    load: Callable[[], text.Text]
+
+
+TASKS = {"gpt": Task(Sizes(), text.library), "manual": Task(Sizes(width=128, batch=12), text.manual)}
 
 
 class Block(nn.Module):
@@ -86,16 +77,28 @@ class Gpt(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def muon_and_adamw(network: Gpt, rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW at the same rate for all other parameters.
+
+    Muon's updates are as large as AdamW's (arXiv 2502.16982), so that one rate fits both.
+    """
+    hidden = [weight for weight in network.blocks.parameters() if weight.ndim == 2]
+    others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
+    adamw = torch.optim.AdamW(others, lr=rate, weight_decay=WEIGHT_DECAY)
+    return [torch.optim.Muon(hidden, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"), adamw]
+
+
 class Trainer:
     """One rank's replica with its optimiser: the same start on all ranks, batches of its own, both by the seed."""
 
-    def __init__(self, seed: int, rank: int, size: int, sizes: Sizes) -> None:
+    def __init__(self, seed: int, rank: int, size: int, task: Task) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        self.text, self.sizes, self.seed, self.rank = text.load(), sizes, seed, rank
+        sizes = task.sizes
+        self.text, self.sizes, self.seed, self.rank = task.load(), sizes, seed, rank
         self.network = Gpt(self.text.count, sizes)
         self.model: nn.Module = self.network  # that computes the loss of a batch: the replica, or what wraps it
-        self.optimizer: torch.optim.Optimizer
+        self.optimizers: list[torch.optim.Optimizer] = []
         windows = self.text.judges(WINDOWS, sizes.context + 1)
         self.judges = torch.from_numpy(np.array_split(windows, size)[rank])
 
@@ -104,12 +107,22 @@ class Trainer:
         """The parameters by name, to be written in place."""
         return dict(self.network.named_parameters())
 
-    def optimise(self, name: str, rate: float) -> None:
-        """Make the optimiser of a method: SGD where its exchange returns signs."""
-        optimiser: Callable[..., torch.optim.Optimizer] = Lion if name == "lion" else torch.optim.AdamW
-        if name.startswith("in-basis"):
-            optimiser = torch.optim.SGD
-        self.optimizer = optimiser(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+    def optimise(self, optimizer: str, rate: float) -> None:
+        """Make the optimisers: sgd for an exchange that returns signs; muon for the matrices of the layers."""
+        self.rate = rate
+        if optimizer == "muon":
+            self.optimizers = muon_and_adamw(self.network, rate)
+        else:
+            kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
+            self.optimizers = [kind(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)]
+
+    def set_rate(self, part: float) -> None:
+        """Take a part of the rate; what an exchange of signs keeps is scaled, as its products with the rate stay."""
+        for optimizer in self.optimizers:
+            (group,) = optimizer.param_groups
+            before, group["lr"] = group["lr"], part * self.rate
+        if isinstance(optimizer, torch.optim.SGD) and group["lr"] not in (0, before):
+            self.exchange.rescale(before / group["lr"])
 
     def average(self, name: str, comm: Any) -> None:
         """Let every step average the gradients over the ranks, by a method."""
@@ -126,9 +139,10 @@ class Trainer:
 
     def step(self, number: int) -> None:
         """Train on a batch that the number of the step draws."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.model(self.batch(number, self.rank)).backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def batch(self, number: int, rank: int) -> Tensor:
         """Return the windows of a rank in a step, of shape (batch, context + 1)."""

@@ -19,6 +19,7 @@ import gpt
 import numpy as np
 from joining import is_in_every_step, join
 from mpi4py import MPI
+from plan import optimizer_of
 from results import PARTS, where
 
 from collectives.torch import init_process_group
@@ -33,8 +34,8 @@ UNCOUNTED = 5  # the first steps: compilation, connections, DDP's own buckets
 
 def step_of(method: str, comm: Any) -> Callable[[int], list[float]]:
     """Return a function that trains one step, and returns its milliseconds: in all, and of the parts."""
-    trainer = gpt.Trainer(0, comm.rank, comm.size, gpt.Sizes())
-    join(method, "gpt", trainer, comm)
+    trainer = gpt.Trainer(0, comm.rank, comm.size, gpt.TASKS["gpt"])
+    join(method, optimizer_of(method), 1e-3, trainer, comm)
 
     def step(number: int) -> list[float]:
         comm.Barrier()

@@ -1,4 +1,4 @@
-"""How a model takes part in a method of `mpicomp_bench.methods`, and at which learning rate."""
+"""How the GPT takes part in a method of `mpicomp_bench.methods`, and at which learning rate."""
 
 import json
 import sys
@@ -11,10 +11,9 @@ from mpicomp_bench.methods import construct, method, outer_settings
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "every_step"))
 
-from losses import SEED, STEPS
+from losses import SEED, STEPS, of
 
 SIMULATED = Path(__file__).resolve().parents[2] / "docs" / "results" / "every_step.json"
-OF_CHARACTERS = "dense", "topk", "local"  # begin the names of methods of the model of characters; the GPT has all
 ALONE = "alone"  # the method of ranks that never communicate
 
 
@@ -25,38 +24,38 @@ class Rate(NamedTuple):
     trials: int = 1
 
 
-GIVEN, GIVEN_TO_CHARACTERS = Rate(1e-3), Rate(0.1)  # to methods of which none was tried
+GIVEN = Rate(1e-3)  # to methods of which none was tried
 
 
-def rate_of(name: str, model: str) -> Rate:
-    """Return the learning rate of a method: of the GPT the best of those tried; fp16 takes that of dense."""
-    if model != "gpt":
-        return GIVEN_TO_CHARACTERS
-    own = simulated().get("dense" if name == "fp16" else name, [])
+def rate_of(name: str, optimizer: str, schedule: str) -> Rate:
+    """Return the learning rate of a method: the best of those tried; fp16 and ranks alone take that of dense.
+
+    Where none was tried with the schedule, those at a constant rate count.
+    """
+    wanted = {"method": "dense" if name in ("fp16", ALONE) else name, "optimizer": optimizer}
+    tried = of(simulated(), model="gpt", steps=STEPS, seed=SEED, **wanted)
+    own = of(tried, schedule=schedule) or of(tried, schedule="constant")
     if not own or name.startswith("diloco"):  # whose rate in the simulation is that of the outer step
         return GIVEN
     return Rate(min(own, key=lambda row: row["loss"])["rate"], len(own))
 
 
 @cache
-def simulated() -> dict[str, list[Any]]:
-    """Return the trainings of the simulation at a constant rate from the first seed, by method."""
-    found: dict[str, list[Any]] = {}
-    for row in json.loads(SIMULATED.read_text())["rows"]:
-        if (row["schedule"], row["steps"], row["seed"]) == ("constant", STEPS, SEED):
-            found.setdefault(row["method"], []).append(row)
+def simulated() -> list[Any]:
+    """Return the trainings of the simulation."""
+    found: list[Any] = json.loads(SIMULATED.read_text())["rows"]
     return found
 
 
-def is_known(name: str, model: str) -> bool:
-    """Return whether a model has a method."""
+def is_known(name: str) -> bool:
+    """Return whether there is such a method."""
     if name == ALONE:
         return True
     try:
         method(name)
     except ValueError:
         return False
-    return model == "gpt" or name.startswith(OF_CHARACTERS)
+    return True
 
 
 def period(name: str) -> int:
@@ -69,9 +68,9 @@ def is_in_every_step(name: str) -> bool:
     return name != ALONE and method(name).line.startswith("GradientExchange") and not method(name).outer
 
 
-def join(name: str, model: str, trainer: Any, comm: Any) -> OuterLoop | None:
+def join(name: str, optimizer: str, rate: float, trainer: Any, comm: Any) -> OuterLoop | None:
     """Let a trainer take part in a method; return the outer loop to step after each step, where there is one."""
-    trainer.optimise(name, rate_of(name, model).learning_rate)
+    trainer.optimise(optimizer, rate)
     if name == ALONE:
         return None
     if method(name).outer:

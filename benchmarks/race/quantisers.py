@@ -123,7 +123,7 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]
     """Train, and yield kind and errors of each tensor in each round."""
     import gpt
 
-    trainer = gpt.Trainer(options.seed, 0, 1, gpt.Sizes())
+    trainer = gpt.Trainer(options.seed, 0, 1, gpt.TASKS["gpt"])
     trainer.optimise("local-sparse-10", 1e-3)
     arrays = {name: array.detach().numpy() for name, array in trainer.arrays.items()}
     anchors = {name: array.copy() for name, array in arrays.items()}

@@ -3,7 +3,7 @@
 
     sudo env PATH=$PATH python benchmarks/race/race.py --json docs/results/race.json --plot docs/figures/race.svg
     sudo env PATH=$PATH python benchmarks/race/race.py --rates 20mbit --delay 10 --json docs/results/race.json
-    python benchmarks/race/race.py --show --json docs/results/race.json --plot docs/figures/race.svg
+    python benchmarks/race/race.py --show --schedule linear --json docs/results/race.json --plot docs/figures/race.svg
 
 Every method trains the same model from the same start on the same batches for the same number of seconds. Rows that the
 JSON file has already are not measured again, so an interrupted run continues. Each sitting has a row `alone`, of ranks
@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from joining import ALONE, is_known, rate_of
-from results import SETTING, key, plot, settings, sittings, table
+from losses import of
+from plan import optimizer_of
+from results import SETTING, key, name_of, plot, settings, sittings, table
 
 from mpicomp_bench.files import check_files, new_file, write
 from mpicomp_bench.measuring import Row
@@ -44,10 +46,7 @@ TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"
 HOOKS = ["dense", "fp16", "powersgd-2", "powersgd-8"]
 EXCHANGES = ["topk-0.01", "few-bits-8", "few-bits-4", "in-basis-8", "in-basis-two-bit-8"]
 LOCAL = ["diloco-10", *(f"local-sparse-{every}" for every in (2, 5, 10)), "local-few-bits-10"]
-METHODS = {
-    "gpt": [*HOOKS, "lion", *EXCHANGES, *LOCAL],
-    "characters": ["dense", "topk-0.01", "topk-0.05", "local-dense-10", "local-sparse-10"],
-}
+METHODS = [*HOOKS, *EXCHANGES, *LOCAL]
 PATIENCE = 300.0  # seconds that a training takes beside its own: imports, compilation, evaluation
 ENVIRONMENT = {  # of the ranks; mpirun is that of the environment of this Python
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -61,25 +60,27 @@ def parsed() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--model", choices=METHODS, default="gpt", help="a GPT in PyTorch, or a perceptron in NumPy (%(default)s)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="of the GPT; signs have SGD (%(default)s)")
+    about = "of the learning rate; linear: to 0 at the end of the time (%(default)s)"
+    add("--schedule", choices=("constant", "linear"), default="constant", help=about)
+    add("--batch", type=positive, default=4, help="windows of 64 characters of a rank and step (%(default)s)")
     add("--hosts", type=positive, default=4, help="one rank each (%(default)s)")
     add_list(parser, "--rates", ["100mbit", "1gbit"], "of the links ")
     add("--delay", type=not_negative, default=0.0, metavar="MS", help="of the links, one way (%(default)g ms)")
     add("--seconds", type=above_zero, default=80.0, help="of each training, without evaluation (%(default)s)")
     add("--seeds", type=positive, default=2, help="trainings of each method (%(default)s)")
-    add_list(parser, "--methods", None, "some of those in README.md ")
+    add_list(parser, "--methods", METHODS, "of those in README.md ")
     about = "a name that its rows keep; each has a row alone (today's date)"
     add("--sitting", default=date.today().isoformat(), metavar="NAME", help=about)
     add("--again", action="store_true", help="also measure what the file has of other sittings only")
     add("--name", default="race", help="of the testbed (%(default)s)")
     add("--json", type=new_file, required=True, metavar="FILE", help="the rows: read at the start, written after each")
     add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
-    add("--show", action="store_true", help="measure nothing: table and figure of all rows in the file")
+    add("--show", action="store_true", help="measure nothing: table and figure of the rows with this schedule")
     options = parser.parse_args()
-    options.methods = options.methods or METHODS[options.model]
     for name in options.methods:
-        if not is_known(name, options.model):
-            parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
+        if not is_known(name):
+            parser.error(f"got --methods {name}: there is no such method; see README.md")
     check_files(options)
     return options
 
@@ -92,9 +93,12 @@ def wanted(options: argparse.Namespace) -> list[Row]:
 
 def row_of(rate: str, seed: int, method: str, options: argparse.Namespace) -> Row:
     """Return a row without its outcome."""
+    training = {"model": "gpt", "batch": options.batch, "schedule": options.schedule}
     of_links = {"hosts": options.hosts, "rate": rate, "delay": options.delay, "limit": options.seconds}
-    about = {"seed": seed, "method": method, **rate_of(method, options.model)._asdict(), "sitting": options.sitting}
-    return {"model": options.model, **of_links, **about}
+    optimizer = optimizer_of(method, options.optimizer)
+    learning = rate_of(method, optimizer, options.schedule)._asdict()
+    about = {"seed": seed, "method": method, "optimizer": optimizer, **learning, "sitting": options.sitting}
+    return {**training, **of_links, **about}
 
 
 def testbed(options: argparse.Namespace, *arguments: str) -> list[str]:
@@ -118,7 +122,8 @@ def measured(row: Row, options: argparse.Namespace) -> Row | None:
     """Train on the hosts, and return the row with its outcome; None, after a message, where that failed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
-        settings = [f"--{name}={row[name]}" for name in ("model", "seed")]
+        settings = [f"--{name}={row[name]}" for name in ("seed", "batch", "schedule")]
+        settings.append(f"--optimizer={options.optimizer}")
         rank = [str(RANK), *settings, f"--methods={row['method']}", f"--seconds={row['limit']}", f"--json={file}"]
         command = testbed(options, "run", sys.executable, "-m", "mpi4py", *rank)
         environment = {**os.environ, **ENVIRONMENT}
@@ -142,9 +147,9 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
     counted = [row for row in rows if not options.again or row["sitting"] == options.sitting]
     present, failed = {*map(key, counted)}, 0
     missing = [row for row in wanted(options) if key(row) not in present]
-    alone = ALONE, options.model, options.sitting
-    if missing and alone not in [(row["method"], row["model"], row["sitting"]) for row in [*rows, *missing]]:
-        missing.insert(0, row_of(missing[0]["rate"], 0, ALONE, options))
+    alone = [row_of(row["rate"], 0, ALONE, options) for row in missing[:1]]
+    names = "method", "model", "batch", "optimizer", "sitting"
+    missing = [row for row in alone if not of([*rows, *missing], **{name: row[name] for name in names})] + missing
     for rate in dict.fromkeys(row["rate"] for row in missing):
         with hosts(options, rate):
             for row in [row for row in missing if row["rate"] == rate]:
@@ -155,8 +160,8 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
                 rows.append(done)
                 seconds, steps, _, loss = done["curve"][-1]
                 told = f"{loss:.3f} after {seconds:.1f} s, {steps} steps"
-                sys.stderr.write(f"{rate} {row['delay']:g} ms, seed {row['seed']} {row['method']}: {told}\n")
-                write_rows(options, rows, {"torch": metadata.version("torch") if row["model"] == "gpt" else None})
+                sys.stderr.write(f"{rate} {row['delay']:g} ms, seed {row['seed']} {name_of(row)}: {told}\n")
+                write_rows(options, rows, {"torch": metadata.version("torch")})
     return failed
 
 
@@ -170,13 +175,14 @@ def main() -> int:
     options = parsed()
     rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     failed = 0 if options.show else race(rows, options)
-    order = {method: place for place, method in enumerate(METHODS["gpt"])}
+    order = {method: place for place, method in enumerate(METHODS)}
     rows.sort(key=lambda row: order.get(row["method"], len(order)))
     asked = {key(row) for row in wanted(options)}
     links = {each[: len(SETTING)] for each in asked}
-    shown = [row for row in rows if options.show or key(row) in asked or is_alone_over(row, links)]
+    of_schedule = of(rows, schedule=options.schedule)
+    shown = [row for row in of_schedule if options.show or key(row) in asked or is_alone_over(row, links)]
     for setting, by_method in settings(shown).items():
-        print(table(setting, by_method, sittings(rows, options.model)))
+        print(table(setting, by_method, sittings(rows, setting)))
     return write(options, plot=partial(plot, shown)) or int(failed > 0)
 
 

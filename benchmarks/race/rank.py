@@ -15,25 +15,22 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import gpt
 from joining import is_known, join, period, rate_of
+from mpi4py import MPI
+from plan import optimizer_of
 
+from collectives.torch import init_process_group
 from mpicomp_bench.bench.collective import COUNTERS, sent_by_host
 from mpicomp_bench.options import Parser, above_zero, add_list, positive
 
 POINTS = 20  # of a curve, beside its start
-MODELS = "gpt", "characters"
 
 
-def new_trainer(options: argparse.Namespace, comm: Any) -> Any:
+def new_trainer(options: argparse.Namespace, comm: Any) -> gpt.Trainer:
     """Return this rank's trainer."""
-    if options.model == "characters":
-        import characters
-
-        return characters.Trainer(options.seed, comm.rank, comm.size)
-    import gpt
-
     sizes = gpt.Sizes(**{name: getattr(options, name) for name in gpt.Sizes._fields})
-    return gpt.Trainer(options.seed, comm.rank, comm.size, sizes)
+    return gpt.Trainer(options.seed, comm.rank, comm.size, gpt.TASKS["gpt"]._replace(sizes=sizes))
 
 
 def curve_of(trainer: Any, outer: Any, every: int, options: argparse.Namespace, comm: Any) -> list[list[float]]:
@@ -42,12 +39,15 @@ def curve_of(trainer: Any, outer: Any, every: int, options: argparse.Namespace, 
     def point() -> list[float]:
         return [elapsed, steps, max(comm.allgather(sent)), comm.allreduce(trainer.loss()) / comm.size]
 
-    elapsed, steps, sent, stretch = 0.0, 0, 0, every
+    elapsed, steps, sent, stretch, share = 0.0, 0, 0, every, 0.0  # share of the limit that is done
     curve = [point()]
     while stretch:
         comm.Barrier()
         began, before = perf_counter(), sent_by_host(COUNTERS.read_text())
-        for _ in range(stretch):
+        of_a_step = share / max(1, steps)
+        for number in range(stretch):
+            if options.schedule == "linear":
+                trainer.set_rate(max(0.0, 1 - share - number * of_a_step))
             trainer.step(steps)
             steps += 1
             if outer:
@@ -57,7 +57,7 @@ def curve_of(trainer: Any, outer: Any, every: int, options: argparse.Namespace, 
         sent += sent_by_host(COUNTERS.read_text()) - before
         curve.append(point())
         done = (steps, options.steps) if options.steps else (elapsed, options.seconds)
-        stretch = comm.bcast(next_stretch(*done, steps, every))
+        stretch, share = comm.bcast((next_stretch(*done, steps, every), done[0] / done[1]))
     return curve
 
 
@@ -73,10 +73,22 @@ def next_stretch(done: float, limit: float, steps: int, every: int) -> int:
     return every * max(1, round(missing / done * steps / every))
 
 
+def about(method: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a method's optimiser, its learning rate and how many were tried."""
+    optimizer = optimizer_of(method, options.optimizer)
+    return {"optimizer": optimizer, **rate_of(method, optimizer, options.schedule)._asdict()}
+
+
+def join_as_asked(method: str, trainer: Any, options: argparse.Namespace, comm: Any) -> Any:
+    """Let a trainer take part in a method; return the outer loop, where there is one."""
+    how = about(method, options)
+    return join(method, how["optimizer"], how["learning_rate"], trainer, comm)
+
+
 def compile_kernels(method: str, options: argparse.Namespace, comm: Any) -> None:
     """Take a round on a model that is then dropped."""
     trainer = new_trainer(options, comm)
-    outer = join(method, options.model, trainer, comm)
+    outer = join_as_asked(method, trainer, options, comm)
     for step in range(period(method)):
         trainer.step(step)
         if outer:
@@ -87,21 +99,21 @@ def row_of(method: str, options: argparse.Namespace, comm: Any) -> dict[str, Any
     """Train with a method, and return the row, on all ranks."""
     compile_kernels(method, options, comm)
     trainer, every = new_trainer(options, comm), period(method)
-    outer = join(method, options.model, trainer, comm)
+    outer = join_as_asked(method, trainer, options, comm)
     curve = curve_of(trainer, outer, every, options, comm)
     parameters = sum(math.prod(array.shape) for array in trainer.arrays.values())
-    about = {"model": options.model, "method": method, "seed": options.seed, **rate_of(method, options.model)._asdict()}
-    return {**about, "ranks": comm.size, "parameters": parameters, "curve": curve}
+    row = {"model": "gpt", "method": method, "seed": options.seed, **about(method, options)}
+    return {**row, "ranks": comm.size, "parameters": parameters, "curve": curve}
 
 
 def main() -> int:
     """Train, and write the rows on rank 0."""
-    from mpi4py import MPI
-
     parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--model", choices=MODELS, default="gpt", help="(%(default)s)")
     add_list(parser, "--methods", ["dense"], "such as powersgd-8, topk-0.01 or local-sparse-10 ")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="of the GPT; signs have SGD (%(default)s)")
+    about_rate = "of the rate; linear: to 0 at the end of the time (%(default)s)"
+    add("--schedule", choices=("constant", "linear"), default="constant", help=about_rate)
     add("--seed", type=int, default=0, help="of the start and of the batches (%(default)s)")
     add("--seconds", type=above_zero, default=80.0, help="to train for (%(default)s)")
     add("--steps", type=positive, help="to train for, in place of --seconds")
@@ -110,13 +122,10 @@ def main() -> int:
     add("--json", type=Path, required=True, metavar="FILE", help="the rows are written to this file")
     options = parser.parse_args()
     for name in options.methods:
-        if not is_known(name, options.model):
-            parser.error(f"got --methods {name}: the model {options.model!r} has no such method; see README.md")
+        if not is_known(name):
+            parser.error(f"got --methods {name}: there is no such method; see README.md")
     comm = MPI.COMM_WORLD
-    if options.model == "gpt":
-        from collectives.torch import init_process_group
-
-        init_process_group(comm)
+    init_process_group(comm)
     rows = [row_of(name, options, comm) for name in options.methods]
     if comm.rank == 0:
         options.json.write_text(json.dumps(rows))

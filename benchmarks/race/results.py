@@ -1,18 +1,20 @@
 """Rows of the race: their table and their figure.
 
-A row is one training: model, hosts, rate and delay of the links (ms, one way), limit (seconds to train for), method,
-its learning rate and how many of them were tried, seed, sitting, ranks, parameters, and `curve`, whose points are
-seconds, steps, bytes that the busiest host has sent, and held-out loss in nats. The rows of one setting (model, hosts,
-rate, delay and limit) are one table and one column of panels.
+A row is one training: model, windows of a rank's batch, schedule of the learning rate, hosts, rate and delay of the
+links (ms, one way), limit (seconds to train for), method, optimiser, learning rate and how many of them were tried,
+seed, sitting, ranks, parameters, and `curve`, whose points are seconds, steps, bytes that the busiest host has sent,
+and held-out loss in nats. The rows of one setting are one table and one column of panels.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from joining import ALONE
+from losses import of
 from numpy.typing import NDArray
 
 from mpicomp_bench.measuring import Row
@@ -22,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from rendering import draw
 from rendering import table as lines_of
 
-SETTING = "model", "hosts", "rate", "delay", "limit"
+SETTING = "model", "batch", "schedule", "hosts", "rate", "delay", "limit"
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
 PARTS = "compress", "communicate", "restore"  # of an exchange, as its statistics count them
 OURS = "local-sparse", "local-few-bits", "in-basis", "few-bits"
@@ -32,27 +34,37 @@ HEADS = ["method", "rate (tried)", "runs", "ms a step", "MB sent a step", "loss"
 def key(row: Row) -> tuple[Any, ...]:
     """Return what tells a row apart from all others."""
     sitting = row["sitting"] if row["method"] == ALONE else ""
-    return (*(row[name] for name in (*SETTING, "method", "learning_rate", "seed")), sitting)
+    return (*(row[name] for name in (*SETTING, "method", "optimizer", "learning_rate", "seed")), sitting)
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a row's participant: the method, and an optimiser that is not the usual one."""
+    return row["method"] + f" ({row['optimizer']})" * (row["optimizer"] == "muon")
 
 
 def settings(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
-    """Return the rows by setting and then by method, in the order in which they come."""
+    """Return the rows by setting and then by `name_of`, in the order in which they come."""
     found: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
-        found.setdefault(key(row)[: len(SETTING)], {}).setdefault(row["method"], []).append(row)
+        found.setdefault(key(row)[: len(SETTING)], {}).setdefault(name_of(row), []).append(row)
     return found
 
 
-def sittings(rows: Iterable[Row], model: str) -> dict[str, float]:
-    """Return the milliseconds of a step of ranks alone, by sitting: how fast the machine was."""
-    alone = [row for row in rows if (row["model"], row["method"]) == (model, ALONE)]
-    found = {name: [row["curve"][-1] for row in alone if row["sitting"] == name] for name in sitting_names(alone)}
-    return {name: float(np.mean([1e3 * end[SECONDS] / end[STEPS] for end in ends])) for name, ends in found.items()}
+def sittings(rows: Sequence[Row], setting: tuple[Any, ...]) -> dict[str, float]:
+    """Return the milliseconds of a step of ranks alone, by sitting and optimiser: how fast the machine was."""
+    training = dict(zip(SETTING[:2], setting, strict=False))
+    alone = sorted(of(rows, method=ALONE, **training), key=sitting_of)
+    return {name: step(own) for name, own in ((name, list(own)) for name, own in groupby(alone, sitting_of))}
 
 
-def sitting_names(rows: Iterable[Row]) -> list[str]:
-    """Return the sittings of rows."""
-    return sorted({row["sitting"] for row in rows})
+def sitting_of(row: Row) -> str:
+    """Return the sitting of a row, and its optimiser where it is not the usual one."""
+    return row["sitting"] + f" ({row['optimizer']})" * (row["optimizer"] == "muon")
+
+
+def step(rows: Sequence[Row]) -> float:
+    """Return the mean milliseconds of a step."""
+    return float(np.mean([1e3 * row["curve"][-1][SECONDS] / row["curve"][-1][STEPS] for row in rows]))
 
 
 def by_learning_rate(own: Sequence[Row]) -> list[list[Row]]:
@@ -92,9 +104,11 @@ def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]], alone: Mapp
     """
     target = best_other(by_method)
     rows = [row for own in by_method.values() for row in own]
-    speeds = [f"{name}: {f'{alone[name]:.0f}' if name in alone else 'not measured'}" for name in sitting_names(rows)]
-    model, *_, limit = setting
-    about = f"{model}, {rows[0]['parameters']:,} parameters, {links(setting)}, {limit:g} s\n\n"
+    names = sorted({*map(sitting_of, rows)})
+    speeds = [f"{name}: {f'{alone[name]:.0f}' if name in alone else 'not measured'}" for name in names]
+    model, batch, schedule, *_, limit = setting
+    training = f"{model}, {rows[0]['parameters']:,} parameters, batches of {batch}, {schedule} rate"
+    about = f"{training}, {links(setting)}, {limit:g} s\n\n"
     about += f"A step of computing alone, ms, by sitting: {', '.join(speeds)}."
     cells = [line(method, each, target) for method, own in by_method.items() for each in by_learning_rate(own)]
     return "\n".join([about, "", *lines_of([head.format(target) for head in HEADS], cells), ""])
@@ -102,7 +116,7 @@ def table(setting: tuple[Any, ...], by_method: dict[str, list[Row]], alone: Mapp
 
 def links(setting: tuple[Any, ...]) -> str:
     """Return the hosts and links of a setting for a reader."""
-    _, hosts, rate, delay, _ = setting
+    hosts, rate, delay = setting[-4:-1]
     return f"{hosts} hosts at {rate}" + f" and {delay:g} ms" * bool(delay)
 
 
@@ -115,7 +129,7 @@ def line(method: str, own: Sequence[Row], target: float) -> list[str]:
         method,
         f"{own[0]['learning_rate']:g} ({max(row['trials'] for row in own)})",
         str(len(own)),
-        f"{1e3 * np.mean(ends[:, SECONDS] / ends[:, STEPS]):.0f}",
+        f"{step(own):.0f}",
         f"{np.mean(ends[:, NBYTES] / ends[:, STEPS]) / 1e6:.3g}",
         f"{np.mean(ends[:, LOSS]):.2f}{spread}",
         f"{seconds:.0f}" if np.isfinite(seconds) else "-",
@@ -149,7 +163,7 @@ def lines(
     """
     found = []
     for method, (own, *_) in {method: by_learning_rate(own) for method, own in by_method.items()}.items():
-        if method == ALONE and axis == NBYTES:  # nothing but the system's own packets
+        if method.startswith(ALONE) and axis == NBYTES:  # nothing but the system's own packets
             continue
         curves = [np.array(row["curve"]) for row in own]
         shortest = min(curves, key=lambda curve: curve[-1, axis])

@@ -1,10 +1,11 @@
-"""The text: the source of the modules of Python's library, as symbols, with a tenth held out.
+"""The texts, as symbols, with a tenth held out: the source of Python's library, and a part of Python's manual.
 
-Python installs it, so nothing is downloaded. Another version of Python has another text: compare losses of one
+Python installs both, so nothing is downloaded. Another version of Python has others: compare losses of one
 installation only.
 """
 
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +33,20 @@ class Text(NamedTuple):
         return self.held_out[starts[:, None] + np.arange(length)]
 
 
-def load() -> Text:
-    """Return the text; about 4.7 million characters with Python 3.11."""
-    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    whole = b"\n".join(path.read_bytes() for path in library)
-    found, symbols = np.unique(np.minimum(np.frombuffer(whole, np.uint8), 127), return_inverse=True)
+def library() -> Text:
+    """Return the source of the modules; about 4.7 million characters with Python 3.11."""
+    return text_of(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+
+
+def manual() -> Text:
+    """Return the pages that `help` shows on the language, English prose; about 0.5 million characters."""
+    from pydoc_data.topics import topics
+
+    return text_of(page.encode() for _, page in sorted(topics.items()))
+
+
+def text_of(parts: Iterable[bytes]) -> Text:
+    """Return the symbols of parts of a text; all beyond ASCII are one symbol."""
+    found, symbols = np.unique(np.minimum(np.frombuffer(b"\n".join(parts), np.uint8), 127), return_inverse=True)
     held_out = np.arange(symbols.size) // BLOCK % 10 == 9
     return Text(symbols[~held_out], symbols[held_out], found.size)

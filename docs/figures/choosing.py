@@ -10,7 +10,6 @@ The chart and the table of what to take are those of `mpicomp explain --train`; 
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ sys.path[:0] = [
     str(ROOT / "benchmarks" / "every_step"),
     str(ROOT / "benchmarks"),
 ]
-from losses import STEPS, rows_at_best_rate
+import losses as losses_of
+from losses import SCHEDULED, STEPS, grouped, of, rows_at_best_rate
 from rendering import draw
 from rendering import table as lines_of
 
@@ -35,7 +35,6 @@ PAGE = ROOT / "docs" / "choosing.md"
 GPU = 1e12  # bytes a second that it reads and writes
 LINKS = [("20mbit", "20 Mbit/s"), ("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 LINKS += [("100gbit", "100 Gbit/s")]
-LATE = 10e-3  # seconds of a message
 RATES = np.geomspace(1e7, 1e10, 40)  # bits a second
 EXCHANGES = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 RANKS = 8, 64
@@ -56,11 +55,7 @@ TRAININGS = {  # parameters, ranks, seconds of computing a step, bytes a second 
     "2.5e7 parameters, 8 ranks, 0.3 s, cores": (25_000_000, 8, 0.3, advice.MEMORY),
     "1e8 parameters, 16 ranks, 0.2 s, GPUs": (100_000_000, 16, 0.2, GPU),
 }
-SHOWN = (  # of the simulation
-    *(name for name in advice.MESSAGES if name != advice.SIXTEEN),
-    "lion",
-    "diloco-10",
-)
+OPTIMISERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def draw_chart() -> None:
@@ -69,14 +64,14 @@ def draw_chart() -> None:
 
     panels = []
     about = next(iter(TRAININGS))
-    for delay, late in (20e-6, "20 us"), (LATE, "10 ms, never measured,"):
-        links = [Links(delay, links_of(f"{rate / 1e3:.0f}kbit").rate) for rate in RATES]
+    for optimizer, name in OPTIMISERS.items():
+        links = [Links(20e-6, links_of(f"{rate / 1e3:.0f}kbit").rate) for rate in RATES]
         gains: dict[str, list[float]] = {}
-        for row in [row for each in links for row in advice.ranked(training(about, each))]:
+        for row in [row for each in links for row in advice.ranked(training(about, each, optimizer))]:
             gains.setdefault(row["method"], []).append(row["gain"])
         lines = [{"label": name, "x": RATES, "y": each, "markevery": 7} for name, each in sorted(gains.items())]
         marks = [(1e9, "above: never measured", advice.DENSE)]
-        panel = {"title": f"{about}; {late} a message", "xscale": "log", "yscale": "log", "marks": marks}
+        panel = {"title": f"{about}; {name}", "xscale": "log", "yscale": "log", "marks": marks}
         panels.append({"lines": lines, "xlabel": "bit/s of a link", "ylabel": "time of dense / time", **panel})
     draw([panels], target("choosing"))
 
@@ -85,22 +80,23 @@ def draw_losses() -> None:
     """Draw the loss against the steps, each method at its best rate, the means over the seeds."""
     from style import target
 
-    rows = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"]
-    lines = []
-    for method in SHOWN:
-        own = [row for row in rows if (row["method"], row["schedule"], row["steps"]) == (method, "constant", STEPS)]
-        if own:
+    rows = of(json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"], steps=STEPS)
+    panels = []
+    for model, schedule in SCHEDULED.items():
+        lines = []
+        trained = of(rows, model=model, schedule=schedule)
+        for (method, optimizer), own in grouped(trained, lambda row: (row["method"], row["optimizer"])).items():
             steps, losses = np.mean([row["curve"] for row in rows_at_best_rate(own)], axis=0).T
-            lines.append({"label": method, "x": steps, "y": losses, "final": losses[-1]})
-    lines.sort(key=lambda line: line.pop("final"))
-    panel = {"xlabel": "steps", "ylabel": "held-out loss, nats", "title": "GPT, 3.2e6 parameters, 4 ranks"}
-    draw([[{"lines": lines, **panel}]], target("loss_steps"))
+            lines.append({"label": f"{method}, {losses_of.OPTIMISERS[optimizer]}", "x": steps, "y": losses})
+        titles = {"title": f"{model}, {schedule} schedule", "xlabel": "steps", "ylabel": "held-out loss, nats"}
+        panels.append({"lines": lines, **titles})
+    draw([panels], target("loss_steps"))
 
 
-def training(about: str, links: Links) -> advice.Training:
+def training(about: str, links: Links, optimizer: str) -> advice.Training:
     """Return one of the trainings over links."""
     parameters, ranks, computing, memory = TRAININGS[about]
-    return advice.Training(ranks, parameters, computing, links, memory=memory)
+    return advice.Training(ranks, parameters, computing, links, memory=memory, optimizer=optimizer)
 
 
 def table() -> list[str]:
@@ -111,11 +107,10 @@ def table() -> list[str]:
         if links_of(network).rate > advice.FASTEST:
             lines.append([link, *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"] * len(heads)])
             continue
-        for late in (False, True):
-            links = replace(links_of(network), latency=LATE) if late else links_of(network)
-            cells = [cell(training(about, links)) for about in TRAININGS]
-            lines.append([link + ", 10 ms" * late, *cells])
-    return lines_of(["link", *heads], lines)
+        for optimizer, name in OPTIMISERS.items():
+            cells = [cell(training(about, links_of(network), optimizer)) for about in TRAININGS]
+            lines.append([f"{link}, {name}", *cells])
+    return lines_of(["link, optimiser", *heads], lines)
 
 
 def cell(asked: advice.Training) -> str:

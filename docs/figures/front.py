@@ -10,20 +10,22 @@ from pathlib import Path
 from style import save
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "race")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "benchmarks" / name) for name in ("", "race", "every_step"))]
+from losses import of
 from rendering import look_of
 from results import SECONDS, lines, settings
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
+SETTING = {"batch": 16, "schedule": "linear", "delay": 0}
 SHOWN = {
-    "dense": "PyTorch, dense",
-    "fp16": "PyTorch, fp16 hook",
-    "powersgd-8": "PyTorch, PowerSGD hook, rank 8",
-    "topk-0.01": "mpicomp, Top-k of every gradient",
-    "few-bits-4": "mpicomp, 4 bits of every value",
-    "local-sparse-10": "mpicomp, an exchange every 10 steps, 3 %",
-    "local-few-bits-10": "mpicomp, an exchange every 10 steps, 4 bits",
-    "in-basis-two-bit-8": "mpicomp, coefficients in a basis and signs, every step",
+    "fp16": "PyTorch, fp16 hook, AdamW",
+    "fp16 (muon)": "PyTorch, fp16 hook, Muon",
+    "powersgd-8": "PyTorch, PowerSGD hook, AdamW",
+    "powersgd-8 (muon)": "PyTorch, PowerSGD hook, Muon",
+    "local-few-bits-10": "mpicomp, ten steps of AdamW, then 4 bits",
+    "few-bits-4 (muon)": "mpicomp, 4 bits of every gradient, Muon",
+    "local-few-bits-10 (muon)": "mpicomp, ten steps of Muon, then 4 bits",
+    "in-basis-two-bit-8": "mpicomp, coefficients in a basis, signs",
 }
 
 if __name__ == "__main__":
@@ -33,7 +35,7 @@ if __name__ == "__main__":
     figure = Figure(figsize=(9.6, 4.9), layout="constrained")
     panels = figure.subplots(1, len(RATES), sharey=True)
     for axes, (rate, link) in zip(panels, RATES.items(), strict=True):
-        ((_, by_method),) = settings(row for row in rows if (row["rate"], row["delay"]) == (rate, 0)).items()
+        ((_, by_method),) = settings(of(rows, rate=rate, **SETTING)).items()
         shown = {method: by_method[method] for method in SHOWN if method in by_method}
         for curve in lines(shown, SECONDS, lambda curve: curve[1:, SECONDS]):
             place = list(SHOWN).index(curve["label"])
@@ -41,5 +43,5 @@ if __name__ == "__main__":
         axes.set(xlabel="seconds of training", title=f"links of {link}", ylim=(1.75, 3.15))
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="held-out loss, nats")
-    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     save(figure, "front")

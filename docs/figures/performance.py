@@ -1,6 +1,6 @@
 """Draw the figures of docs/performance.md, compressors.md, collectives.md and slow_links.md.
 
-    mpicomp bench compressors --length 25e6 --densities 0.001 0.01 --distributions normal laplace layers --repeats 5 \
+    mpicomp bench compressors --length 25e6 --densities 0.001 0.01 --distributions normal laplace layers --repeats 15 \
       --cpu-time --json docs/results/compressors.json
     python docs/figures/performance.py          # needs matplotlib; writes the figures beside this file
 
