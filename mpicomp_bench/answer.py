@@ -3,18 +3,17 @@
 import json
 from io import StringIO
 from textwrap import fill
+from typing import Any
 
 from mpicomp_bench.advice import (
     ALONE,
     DENSE,
     FASTEST,
     GPU,
-    IN_BASIS,
     PAYS,
     SIXTEEN,
     THEIRS,
     Training,
-    fastest,
     lines_of,
     measured,
     ranked,
@@ -30,14 +29,18 @@ NOT_MEASURED = (
     "says otherwise."
 )
 NEVER_ON_A_GPU = "Never measured on a GPU: what a method computes is predicted."
-OTHER_RANKS = (
-    "Warning: steps are of {ranks} ranks and {parameters:.2g} parameters; with {yours} ranks they may be more."
+OTHER_RANKS = "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more."
+MUON = (
+    "With Muon for hidden matrices a dense step is worth {times:.2g} of AdamW: --optimizer muon (docs/slow_links.md)."
+)
+NEWTON_SCHULZ = (
+    "Muon's arithmetic is not added: --step has to be that of a step with Muon, which takes 5 m / B of forward and "
+    "backward pass for matrices with a smaller side m and B tokens of a rank and step."
 )
 OVERLAPS = (
     "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
     "behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
 )
-ON_IMAGES = "In a basis small image models end 2 to 3 points behind (docs/accuracy.md): take few-bits-4 there."
 START = "Start: mpirun -n RANKS python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch\n"
 COLUMNS: list[Column] = [
     ("", "<19", text("method")),
@@ -45,6 +48,7 @@ COLUMNS: list[Column] = [
     ("compression", ">11", figure("compression", ".3f")),
     ("messages", ">8", figure("messages", ".3f")),
     ("steps", ">5", figure("steps", ".2f")),
+    ("on each model", ">13", lambda row: ", ".join(f"{each:.2f}" for each in row["on_each"])),
     ("seconds x steps", ">15", figure("seconds", ".3f")),
     ("overlapped", ">10", figure("overlapped", ".3f")),
     ("faster than dense", ">17", figure("gain", ".2f", unit="x")),
@@ -54,10 +58,11 @@ BASIS = """\
 seconds a step: computing (--step) + compression + messages. steps: for the progress of a dense step; fewer than 1 count
 as 1. overlapped: the least of seconds x steps, if DistributedDataParallel hides its sums behind the backward pass; ours
 do not count as hidden. rate: the tuned learning rate over that of dense. Here {ranks_here} ranks, {per_node} a node.
-Measured: steps, on {ranks} ranks, {parameters:.2g} parameters, {steps} steps at a constant rate, {seeds} seeds, best
-of {trials} rates; compression, on one core; here at {memory:g} GB/s (--memory). Predicted: messages, by the formulas of
-algorithm="auto"; dense sums by the faster of a ring over all ranks and one over nodes. Longer trainings, larger models
-and other optimisers may rank otherwise: compare the losses of the first two in a short training of your own.
+Measured: steps, on {ranks} ranks, {parameters} parameters, {steps} steps with {optimizer}, {seeds} seeds, best of
+{trials} rates, the mean of those on each model; compression, on one core; here at {memory:g} GB/s (--memory).
+Predicted: messages, by the formulas of algorithm="auto"; dense sums by the faster of a ring over ranks and one over
+nodes. Longer trainings, larger models and other optimisers may rank otherwise: compare the losses of the first two in
+a short training of your own.
 """
 
 
@@ -66,14 +71,15 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
     chosen = recommended(rows, training)
     on_gpu = [NEVER_ON_A_GPU] if training.memory >= GPU else []
     notes = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
-    if training.ranks not in (1, measured()["ranks"]):
-        notes.append(OTHER_RANKS.format(**measured(), yours=training.ranks))
+    notes.append(NEWTON_SCHULZ if training.optimizer == "muon" else MUON.format(times=measured()["muon"]))
+    if training.ranks not in (1, *measured()["ranks"]):
+        notes.append(OTHER_RANKS.format(**rests_on(), yours=training.ranks))
     own = next(each["seconds"] for each in rows if each["method"] == chosen)
     rival = least_overlapped(rows)
     if chosen not in THEIRS and own * PAYS > rival["overlapped"]:
         about = {"rival": rival["method"], "least": rival["overlapped"], "chosen": chosen, "seconds": own}
         notes.append(OVERLAPS.format(**about))
-    return [*notes, ON_IMAGES] if chosen == IN_BASIS else notes
+    return notes
 
 
 def answer(rows: list[Row], training: Training) -> str:
@@ -104,28 +110,28 @@ def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:
     return other, seconds[other] / seconds[chosen]
 
 
-def alternatives(rows: list[Row], training: Training) -> list[tuple[str, str]]:
-    """Return when to use another method's lines, and that method."""
-    if recommended(rows, training) == IN_BASIS:
-        return [("To keep your optimiser", fastest(rows, IN_BASIS, ALONE))]
-    if training.nodes > 1 and not training.is_measured and rows[0]["method"] not in (*THEIRS, ALONE):
-        return [("For a trial of your own, the fastest as predicted", rows[0]["method"])]
-    return []
-
-
 def report(training: Training) -> str:
     """Return conditions and answer, the table, the lines, and what all rests on."""
     rows, table = ranked(training), StringIO()
     show(rows, COLUMNS, table)
     chosen = recommended(rows, training)
     parts = [*(fill(each, WIDTH) for each in conditions(rows, training)), answer(rows, training), "", table.getvalue()]
-    printed = [("Lines", chosen), *alternatives(rows, training)]
-    parts += [f"{when}: {name}\n\n{lines_of(name)}" for when, name in printed]
+    printed, first = [("Lines", chosen)], rows[0]["method"]
+    if training.nodes > 1 and not training.is_measured and first not in (*THEIRS, ALONE):
+        printed.append(("For a trial of your own, the fastest as predicted", first))
+    parts += [f"{when}: {name}\n\n{lines_of(name, training)}" for when, name in printed]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
     if any(name not in (*THEIRS, ALONE) for _, name in printed):
         parts.append(START)
     here = {"ranks_here": training.ranks, "per_node": training.per_node, "memory": training.memory / 1e9}
-    return "\n".join([*parts, BASIS.format(**{**measured(), **counts}, **here)])
+    return "\n".join([*parts, BASIS.format(**rests_on(), **counts, **here, optimizer=training.optimizer)])
+
+
+def rests_on() -> dict[str, Any]:
+    """Return on what the steps rest, for a reader."""
+    found = measured()
+    sizes = " and ".join(f"{each:.1g}" for each in found["parameters"])
+    return {"steps": found["steps"], "ranks": " and ".join(map(str, found["ranks"])), "parameters": sizes}
 
 
 def as_json(training: Training) -> str:
@@ -133,7 +139,10 @@ def as_json(training: Training) -> str:
     rows = ranked(training)
     chosen = recommended(rows, training)
     about = {"take": chosen, "answer": answer(rows, training), "conditions": conditions(rows, training)}
-    return json.dumps({**about, "lines": lines_of(chosen), "rests_on": measured(), "rows": rows}, indent=1) + "\n"
+    return (
+        json.dumps({**about, "lines": lines_of(chosen, training), "rests_on": measured(), "rows": rows}, indent=1)
+        + "\n"
+    )
 
 
 def span(numbers: list[int]) -> str:

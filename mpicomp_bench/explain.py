@@ -30,15 +30,15 @@ shared by all of them.
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
 keeps the residual and writes the mean, and smaller again for a training step (--step).
 
---train asks one question: which method trains the fastest over these links? It ranks one node
-alone, dense sums, 16 bits, PowerSGD, few bits, coefficients in a basis, Top-k and local steps by
-the predicted time for the progress of a dense step, and prints the lines for PyTorch. The steps
-were measured. Above 1 Gbit/s and on GPUs nothing was: there it recommends no method of its own.
+--train asks which method trains the fastest over these links: it ranks one node alone, dense
+sums, 16 bits, PowerSGD, 4 bits, coefficients in a basis and local steps by the predicted time for
+the progress of a dense step, and prints the lines for PyTorch. The steps were measured. Above 1
+Gbit/s and on GPUs nothing was: there it recommends no method of its own.
 """
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --delay 5ms
+mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --delay 5ms --optimizer muon
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
@@ -71,6 +71,7 @@ def add_to(commands: Any) -> None:
     add = explain.add_argument_group("which method trains the fastest, with --step").add_argument
     add("--train", action="store_true", help="rank the methods (explain one sum)")
     add("--parameters", type=values, metavar="N", help="of the model (required with --train)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="that you train with (%(default)s)")
     about = "GB a second that a rank reads and writes: a core 15, a socket 100, a GPU 1000 (%(default)s)"
     add("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
 
@@ -116,7 +117,7 @@ def refused(options: argparse.Namespace) -> str | None:
 def advise(options: argparse.Namespace, out: TextIO) -> int:
     """Print which method of training to take, and all of them, the fastest first."""
     about = options.ranks, options.parameters, options.step, options.network, options.per_node
-    training = Training(*about, memory=1e9 * options.memory)
+    training = Training(*about, memory=1e9 * options.memory, optimizer=options.optimizer)
     out.write(answer.as_json(training) if options.json else answer.report(training))
     return 0
 

@@ -1,7 +1,7 @@
 """The lines of Python of each method of `mpicomp explain --train`, for PyTorch: complete but for what is the user's.
 
-That is `network`, the module; `learning_rate`, that of dense training with AdamW; and for one node alone `batches`,
-`loss_of` and `optimizer`.
+That is `network`, the module; `learning_rate`, that of dense training; with Muon `hidden`, the matrices of the layers;
+and for one node alone `batches`, `loss_of` and `optimizer`.
 """
 
 import re
@@ -35,10 +35,14 @@ comm = MPI.COMM_WORLD
 {exchange}
 # the module without DistributedDataParallel, with the same parameters on all ranks
 outer = outer_loop(network, exchange, {outer})
-optimizer = torch.optim.AdamW(network.parameters(), {rate:g} * learning_rate)  # or yours
-outer.step()  # after each optimizer.step()
+{optimiser}outer.step()  # after the optimiser's step
 """
-ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), {rate:g} * learning_rate)  # or yours\n"
+ADAMW = "optimizer = torch.optim.AdamW(network.parameters(), {rate:g} * learning_rate)  # or yours\n"
+MUON = """\
+others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
+muon = torch.optim.Muon(hidden, {rate:g} * learning_rate, adjust_lr_fn="match_rms_adamw")  # the layers' matrices
+adamw = torch.optim.AdamW(others, {rate:g} * learning_rate)
+"""
 OF_SIGNS = """\
 # in place of your optimiser, for signs: no momentum, no clip_grad_norm_
 optimizer = torch.optim.SGD(model.parameters(), {rate:g} * learning_rate, weight_decay=0.01)
@@ -71,7 +75,7 @@ optimizer.zero_grad()
 """
 
 
-def recipe(name: str, rate: float) -> str:
+def recipe(name: str, rate: float, optimizer: str) -> str:
     """Return the lines of a method; rate: its learning rate over that of dense."""
     found = method(name)
     if not found.line:
@@ -81,10 +85,11 @@ def recipe(name: str, rate: float) -> str:
         return HOOK.format(hook=hook, **(OF_POWERSGD if "powerSGD" in found.line else OF_FP16))
     names = [each for each in mpicomp.__all__ if re.search(rf"\b{each}\b", found.line)]
     imports = f"from mpicomp import {', '.join(names)}\n" if names else ""
-    optimiser = (OF_SIGNS if "sign" in found.line else ADAMW).format(rate=rate)
+    usual = MUON if optimizer == "muon" else ADAMW
+    optimiser = (OF_SIGNS if "sign" in found.line else usual).format(rate=rate)
     exchange = wrapped(f"exchange = {found.line}")
     if found.outer:
-        return LOCAL.format(imports=imports, exchange=exchange, outer=found.outer, rate=rate)
+        return LOCAL.format(imports=imports, exchange=exchange, outer=found.outer, optimiser=optimiser)
     return EXCHANGE.format(imports=imports, exchange=exchange, optimiser=optimiser)
 
 

@@ -116,6 +116,10 @@ def advised(capsys, *more):
     return json.loads(capsys.readouterr().out)
 
 
+def training(optimizer):
+    return advice.Training(16, 10**8, 0.2, links_of("1gbit"), optimizer=optimizer)
+
+
 def by_method(found):
     return {row["method"]: row for row in found["rows"]}
 
@@ -125,11 +129,24 @@ def test_the_steps_and_reads_of_methods_are_those_that_were_measured(monkeypatch
     import condense
 
     assert condense.FILE.read_text() == condense.text(), "run benchmarks/every_step/condense.py"
-    methods = advice.measured()["methods"]
-    assert methods["dense"]["steps"] == 1
-    assert all(0.5 < each["steps"] < 5 for each in methods.values())
-    assert condense.steps_to(2.0, [[100, 3.0], [400, 1.0]]) == pytest.approx(200)
-    assert condense.steps_to(4.0, [[100, 3.0], [400, 1.0]]) == pytest.approx(50)
+    for methods in advice.measured()["methods"].values():
+        assert methods["dense"]["steps"] == 1
+        assert all(0.9 < each["steps"] < 8 for each in methods.values())
+
+
+def test_steps_are_worth_what_dense_training_gains_by_more_of_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    import condense
+    from losses import LONG_STEPS, STEPS
+
+    about = {"model": "gpt", "schedule": "linear", "optimizer": "adamw"}
+    ends = ("dense", STEPS, 2.0, 0), ("dense", LONG_STEPS, 1.0, 0), ("topk", STEPS, 1.5, 0), ("topk", STEPS, 9.0, 1)
+    rows = [
+        {**about, "method": name, "steps": steps, "loss": loss, "seed": seed, "rate": 1}
+        for name, steps, loss, seed in ends
+    ]
+    model = condense.Model("gpt", "linear", rows)
+    assert model.steps(("topk", "adamw"), ("dense", "adamw")) == pytest.approx((STEPS / LONG_STEPS) ** 0.5)
 
 
 def test_training_takes_less_time_by_other_methods_over_slower_links(capsys):
@@ -138,9 +155,21 @@ def test_training_takes_less_time_by_other_methods_over_slower_links(capsys):
     assert all(late[name]["messages"] > row["messages"] for name, row in rows.items() if name != advice.ALONE)
     sixteen, four, basis = (rows[name] for name in ("fp16", "few-bits-4", advice.IN_BASIS))
     assert 3.5 < sixteen["messages"] / four["messages"] < 4
-    assert 4 < basis["messages"] / rows["local-sparse-5"]["messages"] < 6
+    assert 8 < basis["messages"] / rows["local-sparse-10"]["messages"] < 12
     assert basis["seconds"] == max(1, basis["steps"]) * (0.2 + basis["compression"] + basis["messages"])
-    assert rows["local-sparse-10"]["rate"] == 0.5
+
+
+def test_the_optimiser_decides_on_steps_and_lines(capsys):
+    """With AdamW it says what Muon would gain, with Muon that its own arithmetic is the user's to count."""
+    found = {name: advised(capsys, "--network=100mbit", f"--optimizer={name}") for name in ("adamw", "muon")}
+    for name, other in (("adamw", "Muon's arithmetic"), ("muon", "--optimizer muon")):
+        (said,) = (each for each in found[name]["conditions"] if "Muon" in each)
+        assert other not in said
+        lines = {method: advice.lines_of(method, training(name)) for method in advice.MESSAGES}
+        assert [method for method, each in lines.items() if "optim.Muon" in each] == (
+            [] if name == "adamw" else ["few-bits-4", "local-sparse-10", "local-few-bits-10"]
+        )
+    assert found["muon"]["rows"] != found["adamw"]["rows"]
 
 
 @pytest.mark.parametrize("more", [["--network", "2gbit"], ["--network=1gbit", "--memory=1000"], ["--network=hdr"]])
@@ -184,24 +213,18 @@ def test_what_wins_only_if_sums_do_not_overlap_is_said_to(capsys):
     race = ["--ranks=4", "--parameters=3.2e6", "--step=0.163"]
     fast, slow = (advised(capsys, *race, "--network", network) for network in ("1gbit", "20mbit"))
     assert any(said.startswith("Only where PyTorch's sums do not overlap: dense") for said in fast["conditions"])
-    assert slow["conditions"] == []
+    assert [said for said in slow["conditions"] if "overlap" in said] == []
     for row in fast["rows"]:
         assert (row["overlapped"] is not None) == (row["method"] in advice.THEIRS)
     dense = by_method(fast)[advice.DENSE]
     assert dense["overlapped"] == max(dense["computing"], dense["messages"]) < dense["seconds"]
 
 
-def test_the_basis_comes_with_its_conditions_and_a_method_that_keeps_the_optimiser(capsys):
-    race = ["--ranks=8", "--parameters=3.2e6", "--step=0.163", "--network=1gbit"]
-    assert main([*TRAIN, *race]) == 0
+def test_the_answer_says_on_what_it_rests(capsys):
+    assert main([*TRAIN, "--ranks=8", "--parameters=3.2e6", "--network=1gbit", "--optimizer=muon"]) == 0
     said = capsys.readouterr().out
-    assert f"Take: {advice.IN_BASIS} (the largest coefficients of each chunk in a basis, in two bits, signs" in said
-    assert "Warning: steps are of 4 ranks and 3.2e+06 parameters; with 8 ranks they may be more." in said
-    assert "image models end 2 to 3 points behind (docs/accuracy.md): take few-bits-4" in said
-    second = advised(capsys, *race)["rows"][1]["method"]
-    assert second not in (*advice.THEIRS, advice.IN_BASIS)
-    assert f"To keep your optimiser: {second}\n" in said
-    assert "on 4 ranks, 3.2e+06 parameters, 300 steps at a constant rate, 1 to 3 seeds, best\nof 1 to 3 rates" in said
+    assert "Warning: steps are of 4 and 2 ranks and 3e+06 and 8e+05 parameters; with 8 ranks they may be more." in said
+    assert "on 4 and 2 ranks, 3e+06 and 8e+05 parameters, 300 steps with muon" in said
 
 
 def test_one_rank_sends_nothing_and_keeps_dense(capsys):
@@ -214,7 +237,7 @@ def test_one_rank_sends_nothing_and_keeps_dense(capsys):
 @pytest.mark.parametrize("name", [*advice.MESSAGES, advice.ALONE])
 def test_the_lines_of_a_method_name_what_there_is(name):
     """They run in tests/pytorch/test_recipes.py."""
-    for node in ast.walk(ast.parse(advice.lines_of(name))):
+    for node in ast.walk(ast.parse(advice.lines_of(name, training("muon")))):
         if isinstance(node, ast.ImportFrom) and node.module in ("collectives", "collectives.torch", "mpicomp"):
             public = importlib.import_module(node.module).__all__
             assert {each.name for each in node.names} <= set(public)
@@ -226,12 +249,15 @@ def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
 
     rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
     judged = 0
-    for (_, hosts, rate, delay, _), trained in settings(rows).items():
+    for (_, batch, schedule, hosts, rate, delay, _), trained in settings(rows).items():
         links = replace(links_of(rate), latency=1e-3 * delay) if delay else links_of(rate)
-        training = advice.Training(hosts, 3_225_600, 0.163, links)
-        taken = advice.recommended(advice.ranked(training), training)
+        step, optimizer = (0.163, "adamw") if batch == 4 else (0.7, "muon")
+        about = advice.Training(hosts, 3_225_600, step, links, optimizer=optimizer)
+        taken = advice.recommended(advice.ranked(about), about)
+        taken += " (muon)" * (optimizer == "muon" and taken != advice.IN_BASIS)
         losses = {method: final(by_learning_rate(own)[0]) for method, own in trained.items()}
         if taken in losses:
             judged += 1
-            assert losses[taken] < min(losses.values()) + 0.05, (rate, delay, taken)
-    assert judged >= 2
+            near = 0.05 if schedule == "linear" else 0.2  # the second model, which has a schedule, says otherwise
+            assert losses[taken] < min(losses.values()) + near, (rate, delay, taken)
+    assert judged >= 4

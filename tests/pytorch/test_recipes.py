@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives import GradientExchange  # noqa: E402
+from collectives.choice.links import links_of  # noqa: E402
 from collectives.torch import attach, attach_fsdp  # noqa: E402
 from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
 from mpicomp_bench import advice  # noqa: E402
@@ -24,20 +25,27 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(
 pytestmark = pytest.mark.mpi
 
 
+def training(optimizer):
+    return advice.Training(4, 10**6, 0.1, links_of("1gbit"), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("name", advice.MESSAGES)
-def test_the_lines_of_a_method_train(name, world):
+def test_the_lines_of_a_method_train(name, optimizer, world):
     torch.manual_seed(0)
-    network, lines = torch.nn.Linear(64, 32), advice.lines_of(name)
-    names = {"network": network, "learning_rate": 0.002}
+    network, lines = torch.nn.Linear(64, 32), advice.lines_of(name, training(optimizer))
+    names = {"network": network, "hidden": [network.weight], "learning_rate": 0.002}
     if "init_process_group" in lines:
         dist.destroy_process_group()
     exec(lines, names)
     model = names.get("model", network)
-    optimizer = names.get("optimizer") or torch.optim.AdamW(model.parameters())
+    optimizers = [names[each] for each in ("optimizer", "muon", "adamw") if each in names]
+    optimizers = optimizers or [torch.optim.AdamW(model.parameters())]
     before = network.weight.detach().clone()
     for _ in range(12):
         model(torch.ones(4, 64) * (1 + world.rank)).square().sum().backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
         if "outer" in names:
             names["outer"].step()
     assert not torch.equal(network.weight, before)
@@ -51,7 +59,10 @@ def test_one_node_alone_trains_on_all_batches(world):
     optimizer = torch.optim.SGD(network.parameters(), 1.0)
     before = network.weight.detach().clone()
     names = {"network": network, "batches": batches, "optimizer": optimizer}
-    exec(advice.lines_of(advice.ALONE), {**names, "loss_of": lambda network, batch: network(batch).sum()})
+    exec(
+        advice.lines_of(advice.ALONE, training("adamw")),
+        {**names, "loss_of": lambda network, batch: network(batch).sum()},
+    )
     torch.testing.assert_close(before - network.weight.detach(), torch.full((1, 2), 0.5))
 
 
