@@ -105,10 +105,9 @@ class Reduction:
             mean = np.divide(total, ranks, out=total) if self.average in (True, CONTRIBUTORS) else total
             check_range(mean, "sum over the ranks")
             return mean
-        divisor: Any = ranks if self.average is True else 1
-        if self.average == CONTRIBUTORS:
-            divisor = contributors(total, received.votes, ranks, dense)
-        values = total.values / divisor if np.ndim(divisor) or divisor != 1 else total.values
+        values, by_entry = total.values, self.average == CONTRIBUTORS
+        if ranks > 1 and self.average in (True, CONTRIBUTORS):
+            values = values / (contributors(total, received.votes, ranks, dense) if by_entry else ranks)
         vector = total.with_values(values.astype(dtype, copy=False))
         try:
             vector.validate()

@@ -52,7 +52,7 @@ def report(first: Statistics | None, later: Statistics | None, skipped: int, com
     dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     is_on_one_node = link is not None and len({*link.nodes}) == 1 < ranks
-    fewer = "; between nodes entries are coded in fewer" if is_on_one_node else ""
+    fewer = "; between nodes entries are coded in fewer" if is_on_one_node and total.density < 1 else ""
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
     compress, communicate, restore = (f"{1e3 * seconds / kept:.3f}" for seconds in times)
     sent = f"{total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}{fewer}"
