@@ -83,7 +83,7 @@ TORCH ?= torch==2.13.0
 test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.ready
 	.venv-torch/bin/python -m pip install --quiet $(TORCH)
-	.venv-torch/bin/python -m pip install --quiet accelerate jax pytorch-lightning
+	.venv-torch/bin/python -m pip install --quiet accelerate jax optax pytorch-lightning
 	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_arrays.py tests/test_outer.py \
 	  tests/test_examples.py tests/test_docstrings.py -q -k "scripts or launch or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \

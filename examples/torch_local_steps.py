@@ -2,12 +2,12 @@
 
     mpirun -n 4 python -m mpi4py examples/torch_local_steps.py
 
-There is no DistributedDataParallel and no process group of torch: each rank takes ten steps of AdamW on its own data,
-then `OuterLoop` exchanges the change of its parameters, 3 % of the entries at ten bits each. The same training with a
-dense allreduce of every gradient is the baseline. A checkpoint is the anchor, the model that is the same on all ranks.
+There is no DistributedDataParallel and no process group of torch: each rank takes ten steps of Muon and AdamW on its
+own data, then `OuterLoop` exchanges the change of its parameters, 4 bits of every value. AdamW with a dense allreduce
+of every gradient is the baseline. A checkpoint is the anchor, the model that is the same on all ranks.
 
-The data are the digits that come with scikit-learn. Needs torch and scikit-learn. It checks itself at the end and exits
-with status 1 when a check fails.
+The data are the digits that come with scikit-learn. Needs torch 2.9 and scikit-learn. It checks itself at the end and
+exits with status 1 when a check fails.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from torch import nn
 
 from collectives import GradientExchange, dense_allreduce, traffic
 from collectives.torch import outer_loop
-from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
 
 EVERY = 10  # steps between two exchanges
 
@@ -34,24 +33,31 @@ def new_network():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def backward(network, optimizer, data, step, rank):
+def muon_and_adamw(network, rate):
+    """Return Muon for the matrices between the first and the last layer, and AdamW for all other parameters."""
+    _, *hidden, _ = (each for each in network.parameters() if each.ndim == 2)
+    others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
+    muon = torch.optim.Muon(hidden, rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")  # AdamW's rates fit
+    return muon, torch.optim.AdamW(others, rate)
+
+
+def backward(network, data, step, rank):
     """Compute the gradient of a batch of this rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     chosen = torch.randint(len(data[0]), (16,), generator=generator)
-    optimizer.zero_grad()
+    network.zero_grad()
     nn.functional.cross_entropy(network(data[0][chosen]), data[1][chosen]).backward()
 
 
 def train_with_local_steps(comm, data, steps):
-    """Return the loop and the network after steps of AdamW on each rank."""
+    """Return the loop and the network after steps of Muon and AdamW on each rank."""
     network = new_network()
-    optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
-    compressor = Quantised(ChunkedTopK(k=128, chunk=4096), "two_bit")
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(decay=0.95), average="contributors")
-    outer = outer_loop(network, exchange, every=EVERY)
+    optimizers = muon_and_adamw(network, 4e-3)
+    outer = outer_loop(network, GradientExchange(comm, bits=4), every=EVERY)
     for step in range(steps):
-        backward(network, optimizer, data, step, comm.rank)
-        optimizer.step()
+        backward(network, data, step, comm.rank)
+        for optimizer in optimizers:
+            optimizer.step()
         outer.step()
     return outer, network
 
@@ -61,7 +67,7 @@ def train_dense(comm, data, steps):
     network = new_network()
     optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
     for step in range(steps):
-        backward(network, optimizer, data, step, comm.rank)
+        backward(network, data, step, comm.rank)
         for parameter in network.parameters():
             parameter.grad = dense_allreduce(parameter.grad, comm) / comm.size
         optimizer.step()
@@ -98,7 +104,7 @@ def bits(network):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of AdamW (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of each rank (default %(default)s)")
     steps, comm = parser.parse_args().steps // EVERY * EVERY, MPI.COMM_WORLD
     torch.set_num_threads(1)
     data, test = load(comm)

@@ -147,7 +147,7 @@ def train(model, after_step):
 
 def test_ddp_or_fsdp_inside_a_node_and_local_steps_between_nodes(tmp_path):
     """Nodes of two ranks: a communicator of neighbours in place of that of a node."""
-    fsdp, ddp = (found for found in blocks(PAGE) if "outer" in found)
+    fsdp, ddp = (found for found in blocks(PAGE) if "outer" in found and "jax" not in found)
     split = "comm.Split_type(MPI.COMM_TYPE_SHARED)"
     assert split in fsdp
     script = HYBRID + fsdp.replace(split, "comm.Split(comm.rank // 2, comm.rank)") + "\n\n" + ddp
@@ -165,9 +165,18 @@ dist.init_process_group("gloo")
 data = [torch.ones(8, 64)] * 20
 
 
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 8)
+
+    def forward(self, batch):
+        return self.head(self.blocks(batch))
+
+
 def new_network():
     torch.manual_seed(0)
-    return nn.Linear(64, 64)
+    return Network()
 
 
 def loss_of(model, batch):
@@ -175,10 +184,10 @@ def loss_of(model, batch):
 
 
 def check(exchange, optimizer):
-    before = model.module.weight.detach().clone()
+    before = model.module.head.weight.detach().clone()
     loss_of(model, data[0]).backward()
     optimizer.step()
-    assert exchange.steps == 1 and not torch.equal(model.module.weight, before)
+    assert exchange.steps == 1 and not torch.equal(model.module.head.weight, before)
 
 
 network = new_network()
@@ -186,15 +195,43 @@ network = new_network()
 
 
 def test_the_lines_to_take_over_slow_links_train(tmp_path):
-    """Those of DDP are checked by one step each; the loop of local steps runs as it is."""
-    bits, basis, local = blocks((ROOT / "docs" / "slow_links.md").read_text())
+    """Those of DDP are checked by one step each; the loop of local steps runs as it is, with either exchange."""
+    local, entries, bits = blocks((ROOT / "docs" / "slow_links.md").read_text())
+    (basis,) = (found for found in blocks((ROOT / "docs" / "feedback.md").read_text()) if "attach(" in found)
     bits = bits.replace("comm = MPI", COMMON + "comm = MPI").replace("attach(model, G", "handle = attach(model, G")
     checked = bits + "check(handle.exchange, optimizer)\n", basis + "check(demo, optimizer)\n"
-    last = local + 'print(f"rounds: {outer.rounds}")\n'
-    (tmp_path / "train.py").write_text("network = new_network()\n".join([*checked, last]))
+    told = 'print(f"rounds: {outer.rounds}")\n'
+    exchange = "exchange = GradientExchange(MPI.COMM_WORLD, bits=4)\n"
+    assert exchange in local
+    loops = local + told, local.replace(exchange, entries) + told
+    (tmp_path / "train.py").write_text("network = new_network()\n".join([*checked, *loops]))
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("rounds: 2") == 2, done.stdout
+    assert done.stdout.count("rounds: 2") == 4, done.stdout
+
+
+JAX = """
+import numpy as np
+
+parameters = {"embedding": np.ones((9, 64), "f4"), "layer": np.eye(64, dtype="f4"), "bias": np.zeros(64, "f4")}
+data = [np.arange(9)] * 20
+
+
+def loss(parameters, batch):
+    return ((parameters["embedding"][batch] @ parameters["layer"] + parameters["bias"] - 2) ** 2).mean()
+
+
+first = loss(parameters, data[0])
+"""
+
+
+def test_the_lines_for_local_steps_in_jax_train(tmp_path):
+    pytest.importorskip("optax", reason="needs JAX and optax: make test-torch")
+    (lines,) = (found for found in blocks(PAGE) if "optax" in found)
+    (tmp_path / "train.py").write_text(JAX + lines + "print(outer.rounds, loss(parameters, data[0]) < first)\n")
+    done = run(MPIRUN, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 True") == 2, done.stdout
 
 
 REPORT = """
