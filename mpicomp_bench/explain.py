@@ -38,7 +38,7 @@ Gbit/s and on GPUs nothing was: there it recommends no method of its own.
 
 EXAMPLES = """\
 mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --delay 5ms --optimizer muon
+mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --optimizer muon
 """
 
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
