@@ -30,7 +30,6 @@ gradient by all ranks at the same time.
 
 EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
-mpirun -n 4 mpicomp bench exchange --tensors gpt --density 0.01
 mpirun -n 1 mpicomp bench exchange --tensors wide-gpt --compressors TopK SIDCo-exponential AdaComp
 """
 
