@@ -99,14 +99,14 @@ def code_of(*folders):
 
 
 BUDGET = {  # numbers that only fall: what a change needs more of, it takes away elsewhere
-    "library lines": 13017,
-    "tool lines": 2873,
+    "library lines": 13015,
+    "tool lines": 2871,
     "closure modules": 34,
-    "closure lines": 5506,
+    "closure lines": 5501,
     "classes": 89,
     "private nouns": 34,
     "exchange lines": 1443,
-    "test lines": 23166,
+    "test lines": 23121,
 }
 
 
