@@ -18,7 +18,7 @@ import numpy as np
 
 from mpicomp import threads
 from mpicomp.arrays import Array
-from mpicomp.codec import Coding, decode, encode, plain, quick
+from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
 from mpicomp.compressors import TopK
@@ -221,7 +221,7 @@ def dense(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
 
 def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
     """Every value in few bits, in blocks of 256, against NumPy's passes for 8 bits and for a sum."""
-    values, residual = (rng.standard_normal(-(-length // 256) * 256, np.float32) for _ in range(2))
+    values = rng.standard_normal(-(-length // 256) * 256, np.float32)
     out, rows = np.empty_like(values), values.reshape(-1, 256)
 
     def by_numpy() -> Array:
@@ -231,13 +231,12 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
         return errors
 
     for bits in BITS:
-        coded = quantise(values, out, bits, 256)
-        arrays = coded.codes, coded.scales
+        coded = quantise(values, out, few_bits_message(values.size, bits, 256, values))
+        arrays, others = (coded.codes, coded.scales), (coded.codes.copy(), coded.scales.copy())
         calls: dict[str, Call] = {
-            "quantise": partial(host.quantise, values, None, bits, 256, *arrays, out, threads=1),
-            "quantise with a residual": partial(host.quantise, values, residual, bits, 256, *arrays, out, threads=1),
+            "quantise": partial(host.quantise, values, [], bits, 256, *arrays, out, threads=1),
+            "quantise a sum of two": partial(host.quantise, values, [arrays], bits, 256, *others, out, threads=1),
             "dequantise": partial(host.dequantise, *arrays, bits, 256, out, threads=1),
-            "add_quantised": partial(host.add_quantised, *arrays, bits, 256, out, threads=1),
         }
         for name, ours in calls.items():
             against = (

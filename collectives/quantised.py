@@ -7,7 +7,7 @@ blocks of 4 bits and sums inside nodes. Costs and errors: docs/collectives.md.
 Invariant: each rank rounds each index once, when it sends its values or as the owner of the sum, and `rejected` has the
 error. So result and rejected entries of all ranks are the sum of the arrays. All ranks decode the same codes.
 
-Differences from the papers: any number of ranks; the owner of a share adds its own values as they are, last, and rounds
+Differences from the papers: any number of ranks; the owner of a share adds to its own values as they are, and rounds
 only the sum; scales have 8 significant bits, so that errors need no rounding; shares are whole blocks.
 """
 
@@ -21,10 +21,9 @@ from collectives.choice import algorithm_for
 from collectives.collective import Call, collective
 from collectives.patterns import compare_by_doubling
 from collectives.runtime.group import Group
-from collectives.runtime.messages import Steps
+from collectives.runtime.messages import LINE, Steps
 from mpicomp.arrays import (
     Array,
-    address,
     check_apart,
     contiguous,
     kernels_for,
@@ -33,6 +32,8 @@ from mpicomp.arrays import (
     to_values,
     writable_vector,
 )
+from mpicomp.codec import few_bits_message
+from mpicomp.errors import DamagedMessageError
 from mpicomp.few_bits import BITS, BLOCKS, FewBits, as_they_are, block_bounds, join, quantise
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
@@ -147,8 +148,6 @@ def auto(vector: SparseVector, group: Group, bits: int, block: int, array: Array
 @quantised_allreduce.algorithm(compares_calls=True)
 def direct(vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
-    if array.size and address(array) == address(out[1]):  # the errors would replace what is to be checked
-        refuse_not_finite(array, group)
     short = vector.dtype == np.float16
     return decoded((yield from shares_of_sum(array, out[1], bits, block, group, short=short, checked=True)), out)
 
@@ -158,11 +157,13 @@ def shares_of_sum(
 ) -> Steps[list[FewBits]]:
     """Return the shares of the sum over a group, one of each rank, and write this rank's errors to `rejected`.
 
-    short: decoded values are exact in float16. checked: refuse values that are not finite, as the scales tell.
+    short: decoded values are exact in float16. checked: refuse values that are not finite, as the scales tell: their
+    errors are the values, which `rejected` may replace.
     """
 
     def code(start: int, end: int, others: Sequence[FewBits] = ()) -> FewBits:
-        return quantise(values[start:end], rejected[start:end], bits, block, others, short=short)
+        room = few_bits_message(end - start, bits, block, values, line=LINE)
+        return quantise(values[start:end], rejected[start:end], room, others, short=short)
 
     bounds = block_bounds(values.size, block, group.size)
     parts = [code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank]
@@ -171,7 +172,10 @@ def shares_of_sum(
     parts.insert(group.rank, as_they_are(values[:0], block))
     received = yield from group.all_to_all(parts)
     others = [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank]
-    share = code(bounds[group.rank], bounds[group.rank + 1], others)
+    start, end = bounds[group.rank : group.rank + 2]
+    if any((each.size, each.bits, each.block) != (end - start, bits, block) for each in others):
+        raise DamagedMessageError(f"received a damaged message: not {end - start} values in {bits} bits")
+    share = code(start, end, others)
     if checked and not share.is_finite():  # if this rank's values are finite, the sum is out of range on all ranks
         refuse_not_finite(values, group)
     del parts, received, others
@@ -200,7 +204,7 @@ def node_lanes(vector: SparseVector, group: Group, bits: int, block: int, array:
     own = slice(*bounds[node.rank : node.rank + 2]) if node.rank < lanes else slice(0, 0)
     values, share = np.zeros_like(array[own]), nothing
     for part, _ in received:
-        part.add_to(values)
+        kernels_for(values).add(values, part.codes.view(values.dtype), values)
     out[1][...] = 0
     if node.rank < lanes:
         lane = group.subgroup([ranks[node.rank] for ranks in nodes])

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, namespace, on_device
-from mpicomp.threads import in_pieces
+from mpicomp.arrays import Array, kernels_for, namespace
 
 BITS = (8, 4, 2, 1)
 BLOCKS = tuple(1 << power for power in range(5, 17))  # values that share a scale
@@ -17,15 +15,14 @@ SCALES: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float64): np.dtype(np.uint32),
 }
 
-_CHUNK = 1 << 18  # values of a sum that stay in the cache, from the first addition to the codes
-
 
 @dataclass(frozen=True)
 class FewBits:
     """Hold `size` consecutive values in `bits` bits each, or as they are.
 
     codes: uint8. scales: the upper halves of floats. bits, block: see `mpicomp.kernels.host.few_bits`; all bits of the
-    dtype if codes contains the values as they are, without scales.
+    dtype if codes contains the values as they are, without scales. message: what codes and scales are parts of, if they
+    need not be copied to send them (`mpicomp.codec.few_bits_message`).
     """
 
     codes: Array
@@ -33,6 +30,7 @@ class FewBits:
     size: int
     bits: int
     block: int
+    message: Array | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -51,20 +49,6 @@ class FewBits:
         else:
             out[...] = self.codes.view(self.dtype)
 
-    def add_to(self, total: Array) -> None:
-        """Add the values to `total`, of their dtype."""
-        if self.bits in BITS:
-            kernels_for(total).add_quantised(self.codes, self.scales, self.bits, self.block, total)
-        else:
-            kernels_for(total).add(total, self.codes.view(self.dtype), total)
-
-    def part(self, start: int, end: int) -> "FewBits":
-        """Return the values from `start`, a multiple of the block, to `end`, another one or the size; as views."""
-        width, scales = sizes(self.bits, self.block, self.dtype)
-        first, last = start // self.block, -(-end // self.block)
-        codes = self.codes[first * width : last * width]
-        return FewBits(codes, self.scales[first * scales : last * scales], end - start, self.bits, self.block)
-
 
 def sizes(bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
     """Return the bytes of the codes of a block, and the number of its scales."""
@@ -78,37 +62,17 @@ def as_they_are(values: Array, block: int) -> FewBits:
 
 
 def quantise(
-    own: Array, rejected: Array, bits: int, block: int, others: Sequence[FewBits] = (), *, short: bool = False
+    own: Array, rejected: Array, into: FewBits, others: Sequence[FewBits] = (), *, short: bool = False
 ) -> FewBits:
-    """Return values, added to the sum of the others in order, in few bits, and write the error of each to `rejected`.
+    """Write the sum of values and the others, in order, to `into`, and its errors to `rejected`; return `into`.
 
-    own, rejected: float32 or float64, 1-d contiguous; with others they may be the same array. short: the decoded values
-    are float16 numbers. In host memory the sum is computed in chunks that stay in the cache.
+    own, rejected: float32 or float64, 1-d contiguous; they may be the same array. into: as `few_bits_message` of
+    `mpicomp.codec` makes it. others: as many values each, in as many bits and blocks. short: the decoded values are
+    float16 numbers. The error of a value in a block that is not finite is the value.
     """
-    (width, scales), blocks, empty = sizes(bits, block, own.dtype), -(-own.size // block), namespace(own).empty
-    codes, room_of_scales = empty(blocks * width, np.uint8), empty(blocks * scales, SCALES[own.dtype])
-    coded, kernels = FewBits(codes, room_of_scales, own.size, bits, block), kernels_for(own)
-    if not others:
-        kernels.quantise(own, None, bits, block, coded.codes, coded.scales, rejected, short=short)
-        return coded
-    longest = max(own.size, 1) if on_device(own) else max(_CHUNK, block)
-
-    def piece(start: int, end: int) -> None:
-        room = empty(min(longest, end - start), own.dtype)
-        for low, high in pairwise([*range(start, end, longest), end]):
-            total, part = room[: high - low], coded.part(low, high)
-            first, *more = [each.part(low, high) for each in others]
-            first.write(total)
-            for term in more:
-                term.add_to(total)
-            into = part.codes, part.scales, rejected[low:high]
-            kernels.quantise(total, own[low:high], bits, block, *into, short=short)
-
-    if on_device(own):
-        piece(0, own.size)
-    else:
-        in_pieces(piece, own.size, step=longest)
-    return coded
+    terms, room = [(each.codes, each.scales) for each in others], (into.codes, into.scales)
+    kernels_for(own).quantise(own, terms, into.bits, into.block, *room, rejected, short=short)
+    return into
 
 
 def join(parts: Sequence[FewBits]) -> FewBits:

@@ -64,30 +64,14 @@ METHODS = {
         "every",
         "every=10",
     ),
-    "local-sparse-mean": Method(
-        "local steps, the largest entries of each chunk in two bits, their mean over all ranks",
-        'GradientExchange(comm, Quantised(ChunkedTopK(k=128, chunk=4096), form="two_bit"), ErrorFeedback(decay=0.95))',
-        "every",
-        "every=10",
-    ),
     "topk-allgather": Method(
         "the largest entries, by an allgather",
         "GradientExchange(comm, TopK(density=0.01), collective=sparse_allgather)",
         "density",
     ),
-    "topk-no-feedback": Method(
-        "the largest entries, without a residual",
-        "GradientExchange(comm, TopK(density=0.01), NoFeedback(), sparse_allgather)",
-        "density",
-    ),
     "gtopk": Method(
         "the largest entries of the sum (gTop-k, arXiv 1901.04359)",
         "GradientExchange(comm, TopK(density=0.01), collective=gtopk_allreduce)",
-        "density",
-    ),
-    "gtopk-exact": Method(
-        "the largest entries of the exact sum",
-        'GradientExchange(comm, TopK(density=0.01), collective=partial(gtopk_allreduce, algorithm="exact"))',
         "density",
     ),
     "sidco": Method(
@@ -103,37 +87,13 @@ METHODS = {
     ),
     "aggregation-aware": Method(
         "entries that other ranks send as well (aggregation-aware selection, ICNCC 2018)",
-        'GradientExchange(comm, AggregationAware(density=0.01, metric="support"))',
+        'GradientExchange(comm, AggregationAware(density=0.01, metric="support"), '
+        "collective=partial(sparse_allreduce, votes=False))",
         "density",
     ),
     "step-ahead": Method(
         "the largest entries, of a gradient ahead by the residual (arXiv 2008.05823)",
         "GradientExchange(comm, TopK(density=0.01), StepAhead(rate, momentum), sparse_allgather)",
-        "density",
-    ),
-    "topk-both-ways": Method(
-        "the largest entries, and of their sum",
-        "GradientExchange(comm, TopK(density=0.01), "
-        "collective=partial(compressed_allreduce, compressor=TopK(density=0.01)))",
-        "density",
-    ),
-    "step-ahead-both-ways": Method(
-        "step-ahead of the largest entries, and of their sum",
-        "GradientExchange(comm, TopK(density=0.01), StepAhead(rate, momentum), "
-        "partial(compressed_allreduce, compressor=TopK(density=0.01)))",
-        "density",
-    ),
-    "sign-both-ways": Method(
-        "signs with a scale, and of their sum",
-        'GradientExchange(comm, Quantised(TopK(density=1.0), "sign"), '
-        'collective=partial(compressed_allreduce, compressor=Quantised(TopK(density=1.0), "sign")))',
-        "density",
-    ),
-    "sign-step-ahead-both-ways": Method(
-        "step-ahead of signs with a scale, and of their sum",
-        'GradientExchange(comm, Quantised(TopK(density=1.0), "sign"), '
-        "StepAhead(rate, momentum), "
-        'partial(compressed_allreduce, compressor=Quantised(TopK(density=1.0), "sign")))',
         "density",
     ),
 }

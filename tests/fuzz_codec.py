@@ -22,6 +22,7 @@ from mpicomp.codec import (
     decode_few_bits,
     encode,
     encode_few_bits,
+    few_bits_message,
     plain,
 )
 from mpicomp.codec.indices import INDEX_FORMATS
@@ -54,8 +55,8 @@ def sound_few_bits(rng):
     """Return a message with a random dense vector in few bits, or as it is."""
     values = rng.standard_normal(int(rng.integers(0, 200))).astype(rng.choice(["f4", "f8"]))
     bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
-    coded = quantise(values, values.copy(), bits, block) if bits else as_they_are(values, block)
-    return encode_few_bits(coded)
+    room = few_bits_message(values.size, bits or 8, block, values)
+    return encode_few_bits(quantise(values, values.copy(), room) if bits else as_they_are(values, block))
 
 
 def mutate(message, rng):

@@ -22,6 +22,7 @@ from mpicomp.codec import (
     quick,
     smallest,
 )
+from mpicomp.codec import few_bits_message as in_a_message
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 from mpicomp.compressors.segments import Segments
@@ -409,8 +410,11 @@ def test_mutated_messages_decode_or_raise_codec_error():
 
 
 def few_bits_message(values, bits=4, block=32):
-    coded = quantise(values, np.empty_like(values), bits, block) if bits else as_they_are(values, block)
-    return encode_few_bits(coded, np.full(values.nbytes + 9000, 255, np.uint8)), coded
+    room = in_a_message(values.size, bits or 8, block, values, line=64)
+    coded = quantise(values, np.empty_like(values), room) if bits else as_they_are(values, block)
+    message = encode_few_bits(coded, np.full(values.nbytes + 9000, 255, np.uint8), line=64)
+    assert encode_few_bits(coded, line=64).tobytes() == message.tobytes()
+    return encode_few_bits(coded, message), coded
 
 
 @given(st.integers(0, 200), st.sampled_from(DTYPES[1:]), st.sampled_from([0, *BITS]), st.sampled_from([32, 64]))

@@ -11,7 +11,7 @@ from collectives.runtime import staging
 from collectives.runtime.messages import Arrival
 from mpicomp import CodecError, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK
 from mpicomp.arrays import like, to_array
-from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode
+from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode, few_bits_message
 from mpicomp.codec.indices import RANGE
 from mpicomp.codec.values import as_they_are
 from mpicomp.few_bits import quantise
@@ -107,7 +107,7 @@ def test_messages(cupy, codec, density, dtype):
 def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy):
     """The pool of pinned memory passes it on at once, whatever the device still copies from it."""
     values, total, expected = np.arange(64, dtype=np.float32), cupy.zeros(64, np.float32), np.zeros(64, np.float32)
-    coded = quantise(values, np.empty_like(values), 8, 32)
+    coded = quantise(values, np.empty_like(values), few_bits_message(64, 8, 32, values))
     coded.write(expected)
 
     def receive(rank, group):

@@ -78,11 +78,11 @@ def few_bits_calls(values, other, number):
     for each in BITS:
         codes, scales = np.zeros(8 * each * blocks, np.uint8), np.zeros(2 * blocks, f"u{values.itemsize // 2}")
         scales = scales[: blocks * (1 + (each == 2))]
-        rejected, total = np.zeros_like(values), other.copy()
+        rejected, total = np.zeros_like(values), np.zeros_like(values)
         with np.errstate(all="ignore"):
-            host.quantise(values, other, each, 64, codes, scales, rejected, threads=number)
-            host.add_quantised(codes, scales, each, 64, total, threads=number)
-            host.dequantise(codes, scales, each, 64, other, threads=number)
+            host.quantise(values, [], each, 64, codes, scales, rejected, threads=number)
+            host.quantise(other, [(codes, scales)], each, 64, codes.copy(), scales.copy(), total, threads=number)
+            host.dequantise(codes, scales, each, 64, other, threads=number, long=0)
         yield codes, scales, rejected, total, other
 
 

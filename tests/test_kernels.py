@@ -15,7 +15,7 @@ from strategies import DTYPES, finite_values
 from mpicomp import SparseVector, codec
 from mpicomp.codec.indices import BITMAP
 from mpicomp.codec.values import Offsets
-from mpicomp.few_bits import BITS
+from mpicomp.few_bits import BITS, quantise
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
@@ -602,17 +602,17 @@ def test_a_view_taken_for_writable_holds_the_same_memory(dtype, step):
     assert bits.as_writable(np.broadcast_to(dtype.type(3), 0)).size == 0
 
 
-def coded(values, residual, bits, block, *, short=False, rejected=None):
-    """Return the values in few bits, decoded, and the errors."""
-    blocks, stored = -(-values.size // block), f"u{values.itemsize // 2}"
-    codes, scales = np.full(blocks * block * bits // 8, 7, np.uint8), np.ones(blocks * (1 + (bits == 2)), stored)
-    rejected, decoded = np.full_like(values, 7) if rejected is None else rejected, np.full_like(values, 7)
-    host.quantise(values, residual, bits, block, codes, scales, rejected, short=short)
-    host.dequantise(codes, scales, bits, block, decoded)
-    total = np.ones_like(values)
-    host.add_quantised(codes, scales, bits, block, total)
-    np.testing.assert_array_equal(total, 1 + decoded)
-    return decoded, rejected
+def coded(values, bits, block, others=(), *, short=False, rejected=None):
+    """Return a sum, its values in few bits, decoded, and the errors. others: dense, and first in as many bits."""
+    room, rejected = (values.size, bits, block, values), np.empty_like(values) if rejected is None else rejected
+    terms = [quantise(other, np.empty_like(other), codec.few_bits_message(*room)) for other in others]
+    found, again = quantise(values, rejected, codec.few_bits_message(*room), terms, short=short), np.empty_like(values)
+    decoded = [np.full_like(values, 7) for _ in (found, *terms)]
+    for each, out in zip((found, *terms), decoded, strict=True):
+        each.write(out)
+    host.dequantise(found.codes, found.scales, bits, block, again, long=0)
+    assert again.tobytes() == decoded[0].tobytes()
+    return sum(decoded[1:], values), decoded[0], rejected
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -621,13 +621,16 @@ def test_few_bits_are_those_of_numpy(mode, dtype, number):
     for size in (0, 1, 31, 32, 33, 200) if mode == "interpreted" else (0, 1, 31, 32, 33, 3000):
         for family in ("normal", "laplace", "zeros", "all equal", "negative zeros", "one far off"):
             values = families(dtype, max(size, 18))[family][:size].astype(dtype)
-            residual = np.random.default_rng(size).standard_normal(size).astype(dtype) / 4
-            for block in (32, 128):
-                decoded, rejected = coded(values, residual, number, block)
-                expected = quantised(values + residual, number, block, dtype)
+            others = np.random.default_rng(size).standard_normal((3, size)).astype(dtype) / 4
+            for block, ranks in ((32, 1), (128, 2), (64, 4)):
+                terms = others[: ranks - 1] if family in ("normal", "laplace") else []  # else sums are between levels
+                total, decoded, rejected = coded(values, number, block, terms)
                 room = {"rtol": 0, "atol": 9 * np.finfo(dtype).eps * np.abs(values).max(initial=1)}
-                np.testing.assert_allclose(decoded, expected, **room)
-                np.testing.assert_allclose(decoded + rejected, values + residual, **room)
+                np.testing.assert_allclose(decoded, quantised(total, number, block, dtype), **room)
+                np.testing.assert_allclose(decoded + rejected, total, **room)
+                in_place = values.copy()
+                coded(in_place, number, block, terms, rejected=in_place)
+                assert in_place.tobytes() == rejected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -635,9 +638,7 @@ def test_few_bits_are_those_of_numpy(mode, dtype, number):
 def test_8_and_4_bits_lose_no_bit(mode, dtype, number):
     for family in ("normal", "cauchy", "denormal", "neighbours", "largest"):
         values = families(dtype, 300)[family].astype(dtype)
-        decoded, rejected = coded(values, None, number, 64)
-        in_place = values.copy()
-        coded(values, in_place * 0, number, 64, rejected=in_place * 0)
+        _, decoded, rejected = coded(values, number, 64)
         assert np.isfinite(decoded).all()
         np.testing.assert_array_equal(decoded.astype(np.longdouble) + rejected, values)
 
@@ -646,7 +647,7 @@ def test_8_and_4_bits_lose_no_bit(mode, dtype, number):
 def test_short_few_bits_are_float16_numbers(mode, number):
     for family in ("normal", "cauchy", "denormal", "largest", "one far off", "zeros"):
         values = families(np.float16, 300)[family].astype(np.float16).astype(np.float32)
-        decoded, rejected = coded(values, None, number, 64, short=True)
+        _, decoded, rejected = coded(values, number, 64, short=True)
         np.testing.assert_array_equal(decoded.astype(np.float16), decoded)
         np.testing.assert_allclose(decoded.astype(float) + rejected, values, rtol=0, atol=1e-6 * np.abs(values).max())
 
@@ -656,18 +657,10 @@ def test_short_few_bits_are_float16_numbers(mode, number):
 def test_a_block_that_is_not_finite_decodes_to_nothing_finite(mode, number, bad):
     values = np.ones(96, np.float32)
     values[40] = bad
-    with np.errstate(invalid="ignore"):
-        decoded, rejected = coded(values, None, number, 32)
-    assert not np.isfinite(decoded[32:64]).any()
-    assert not np.isfinite(rejected[32:64]).any()
-    assert np.isfinite(decoded[:32]).all()
-    assert np.isfinite(decoded[64:]).all()
-
-
-def test_the_residual_may_be_the_array_for_the_errors(mode):
-    values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
-    for number in BITS:
-        residual = np.roll(values, 3)
-        _, expected = coded(values, residual, number, 64)
-        coded(values, residual, number, 64, rejected=residual)
-        assert residual.tobytes() == expected.tobytes()
+    for own, others in ((values, ()), (np.ones(96, np.float32), [values]), (values, [np.ones(96, np.float32)])):
+        with np.errstate(invalid="ignore"):
+            _, decoded, rejected = coded(own, number, 32, others)
+        assert not np.isfinite(decoded[32:64]).any()
+        np.testing.assert_array_equal(rejected[32:64], own[32:64])
+        assert np.isfinite(decoded[:32]).all()
+        assert np.isfinite(decoded[64:]).all()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import train
 from commands import PARSER
+from descents import Terms, exchange_of
 from mpi4py import MPI
 
 from collectives import GradientExchange
@@ -49,6 +50,15 @@ def test_every_command_is_known_and_stands_once(compared):
         for run in runs:
             command, words = known[run.script]
             command.parse_args([*words, *run.options])
+
+
+def test_every_method_of_the_trainings_makes_two_steps():
+    from experiments import EXPERIMENTS, TRAIN
+
+    asked = [run.options for experiment in EXPERIMENTS.values() for run in experiment() if run.script == TRAIN]
+    for name in {name for options in asked for name in train.parser().parse_args(options).methods} - {"dense"}:
+        exchange, gradient = exchange_of(MPI.COMM_SELF, name, Terms(rate=0.1)), np.ones((50, 40), np.float32)
+        assert exchange({"weight": gradient})["weight"].shape == exchange({"weight": gradient})["weight"].shape
 
 
 def test_rows_that_the_file_has_are_not_run_again(tmp_path, monkeypatch):

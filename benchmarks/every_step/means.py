@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
-from mpicomp.codec import encoded_nbytes, smallest
+from mpicomp.codec import encoded_nbytes, few_bits_message, smallest
 from mpicomp.few_bits import block_bounds, quantise
 
 Floats = NDArray[np.float32]
@@ -55,8 +55,9 @@ class FewBits:
             shares = [values[start:end] for values in corrected]
             errors = [residual[start:end] for residual in self.residuals]
             pairs = [pair for rank, pair in enumerate(zip(shares, errors, strict=True)) if rank != owner]
-            others = [quantise(share, error, self.bits, BLOCK) for share, error in pairs]
-            share = quantise(shares[owner], errors[owner], self.bits, BLOCK, others)
+            size = end - start, self.bits, BLOCK, total
+            others = [quantise(share, error, few_bits_message(*size)) for share, error in pairs]
+            share = quantise(shares[owner], errors[owner], few_bits_message(*size), others)
             share.write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         return total / np.float32(ranks), 8 * sent / total.size

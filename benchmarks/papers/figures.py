@@ -187,6 +187,11 @@ def allgather_model(size: int) -> float:
     return 2 * (size - 1) / (4 * math.log2(size))
 
 
+def selection(row: Row) -> str:
+    """Return the name of a method, or of its metric."""
+    return str(row["name"]).removeprefix("aggregation-aware:metric=").partition(",")[0]
+
+
 def aggregates(rows: Sequence[Row], path: Path) -> None:
     """Draw the size of the sum over k, and the loss at the end, against the root's bytes."""
     grid: list[list[Panel]] = [[], []]
@@ -194,7 +199,7 @@ def aggregates(rows: Sequence[Row], path: Path) -> None:
         own = [row for row in rows if (row["task"], row["ranks"]) == (task, ranks)]
         sizes, ends = [], []
         for place, row in enumerate(own):
-            about = {"label": row["name"].replace("aggregation-aware:metric=", ""), "linestyle": ""}
+            about = {"label": selection(row), "linestyle": ""}
             sizes.append({**about, "x": [place], "y": [union(row)]})
             ends.append({**about, "x": [row["nbytes"] / 1e3], "y": [curve(row, LOSS)[1][-1]]})
         title = f"{task}, P = {ranks}, 1 %"

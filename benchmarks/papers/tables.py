@@ -4,18 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from figures import LOSS, SECONDS, curve, different, feedback, layer_rates, union
+from figures import LOSS, SECONDS, curve, different, feedback, layer_rates, selection, union
 from rendering import table as text
 
 from mpicomp_bench.measuring import Row
 
 STEPS = 50, 100, 200, 300  # of E5, at which the loss is shown
 LEAST_LOSS = 0.5  # nats, of E4: the seconds to it are shown
-
-
-def selection(row: Row) -> str:
-    """Return the name of a method, or of its metric."""
-    return str(row["name"]).replace("aggregation-aware:metric=", "")
 
 
 def final(row: Row) -> str:

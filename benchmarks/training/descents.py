@@ -13,7 +13,7 @@ import collectives
 from collectives import GradientExchange, OuterLoop, average_residuals, dense_allreduce
 from mpicomp import Compressor, Feedback, SparseVector, WarmUp
 from mpicomp.compressors import Wrapper
-from mpicomp_bench.methods import construct, method, outer_settings
+from mpicomp_bench.methods import add, construct, method, outer_settings
 
 MOMENTUM = 0.9
 SIGN_RATE = 0.01  # of a method that returns signs, by the rate of the others
@@ -22,6 +22,21 @@ CODED = {  # as between nodes, also where all ranks share one
     for name in ("sparse_allreduce", "sparse_allgather", "gtopk_allreduce", "compressed_allreduce")
 }
 NAMES: dict[str, Any] = {"SampledTopK": SampledTopK}  # further names of the lines, such as modules of the user's
+
+TWO_BIT = 'GradientExchange(comm, Quantised(ChunkedTopK(k=128, chunk=4096), form="two_bit"), ErrorFeedback(decay=0.95))'
+add("local-sparse-mean", "as local-sparse, their mean over all ranks", TWO_BIT, "every", "every=10")
+TOP = "GradientExchange(comm, TopK(density=0.01), "
+add("topk-no-feedback", "the largest entries, no residual", f"{TOP}NoFeedback(), sparse_allgather)", "density")
+EXACT = 'collective=partial(gtopk_allreduce, algorithm="exact"))'
+add("gtopk-exact", "the largest entries of the exact sum", f"{TOP}{EXACT}", "density")
+for _kind, _what, _compressor in (
+    ("", "the largest entries", "TopK(density=0.01)"),
+    ("sign-", "signs with a scale", 'Quantised(TopK(density=1.0), "sign")'),
+):  # what its owners compress as well
+    _line, _sum = f"GradientExchange(comm, {_compressor}, ", f"partial(compressed_allreduce, compressor={_compressor}))"
+    add(f"{_kind or 'topk-'}both-ways", f"{_what}, and of their sum", f"{_line}collective={_sum}", "density")
+    _ahead = f"{_line}StepAhead(rate, momentum), {_sum}"
+    add(f"{_kind}step-ahead-both-ways", f"step-ahead of {_what}, and of their sum", _ahead, "density")
 
 
 class Recorder(Wrapper):

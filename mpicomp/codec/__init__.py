@@ -131,13 +131,28 @@ def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Bu
 def encode_few_bits(
     coded: FewBits, out: Buffer | None = None, *, count: int = 0, signature: int = 0, line: int = 1
 ) -> Buffer:
-    """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`."""
+    """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`.
+
+    Without `out`, the message is the one that the values lie in, if there is one.
+    """
     nbytes, form, size = HEADER_NBYTES + few_bits.payload_nbytes(coded), few_bits.form_of(coded), coded.size
-    message = _room(nbytes, line, coded.codes, out)
+    there = None if out is not None or coded.message is None or coded.message.size % line else coded.message
+    message: Buffer = _room(nbytes, line, coded.codes, out) if there is None else there
     fields = MAGIC, VERSION, form, coded.block, size, size, nbytes, count, signature, FEW_BITS, 0
     write_fields(message, _HEADER, *fields)
-    few_bits.write(coded, message[HEADER_NBYTES:nbytes])
+    if there is None:
+        few_bits.write(coded, message[HEADER_NBYTES:nbytes])
     return message
+
+
+def few_bits_message(size: int, bits: int, block: int, beside: Any, *, line: int = 1) -> FewBits:
+    """Return values in few bits, to be written, in the message that `encode_few_bits` completes.
+
+    size, bits, block: see `FewBits`. beside: an array of their dtype on their device. line: as for `encode`.
+    """
+    nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, beside.dtype)
+    message = _room(nbytes, line, beside, None)
+    return few_bits.within(message, message[HEADER_NBYTES:nbytes], size, bits, block, beside.dtype)
 
 
 def _room(nbytes: int, line: int, beside: Any, out: Buffer | None) -> Buffer:

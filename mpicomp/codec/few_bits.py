@@ -48,11 +48,23 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
     bits, dtype = _FORMS[form]
     if not 0 <= size <= MAX_LENGTH or entries != size:
         raise CodecError(f"got {entries} of {size} values: expected all of them")
-    nbytes, scales = _nbytes(size, bits, block, dtype)
-    if payload.size != padded(scales) + nbytes:
+    if payload.size != nbytes_of(size, bits, block, dtype):
         raise CodecError(f"{payload.size} bytes do not hold {size} values of {bits} bits in blocks of {block}")
-    codes = payload[padded(scales) :]
-    return FewBits(codes, payload[:scales].view(SCALES[dtype]), size, bits, block)
+    return within(None, payload, size, bits, block, dtype)
+
+
+def nbytes_of(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> int:
+    """Return the bytes after the header."""
+    codes, scales = _nbytes(size, bits, block, dtype)
+    return padded(scales) + codes
+
+
+def within(message: Buffer | None, payload: Buffer, size: int, bits: int, block: int, dtype: np.dtype[Any]) -> FewBits:
+    """Return the values in a payload, as views; with zeros for its padding where `message` is to be sent."""
+    _, scales = _nbytes(size, bits, block, dtype)
+    if message is not None:
+        payload[scales : padded(scales)] = 0
+    return FewBits(payload[padded(scales) :], payload[:scales].view(SCALES[dtype]), size, bits, block, message)
 
 
 def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from mpicomp.kernels.device.coding import (
     to_elias_fano,
     to_offsets,
 )
-from mpicomp.kernels.device.few_bits import add_quantised, dequantise, quantise
+from mpicomp.kernels.device.few_bits import dequantise, quantise
 from mpicomp.kernels.device.fitting import end_fits, sample
 from mpicomp.kernels.device.merging import (
     accumulate,
@@ -61,7 +61,6 @@ __all__ = [
     "add",
     "add_largest",
     "add_parts",
-    "add_quantised",
     "begin_fits",
     "clear",
     "consecutive",

@@ -58,14 +58,11 @@ struct Rounding {  // of scales; step, coarse, least and most as bits
 };
 
 template <typename T>
-struct Corrected {  // of a block: the values and the residual, if there is one; zeros behind the last
-    const T *values, *residual;
+struct Block {  // of values, with zeros behind the last
+    const T* values;
     i64 size;
 
-    __device__ T operator[](i64 i) const {
-        if (i >= size) return T(0.0);
-        return residual ? values[i] + residual[i] : values[i];
-    }
+    __device__ T operator[](i64 i) const { return i < size ? values[i] : T(0.0); }
 };
 
 template <typename Key>
@@ -81,7 +78,7 @@ __device__ inline double warp_total(double value) { return warp_sum(value); }
 
 // The sum of shares of the magnitudes up to a threshold, and how many are above it.
 template <typename T, typename Key>
-__device__ inline T sum_up_to(const Corrected<T>& c, i64 block, Key threshold, T share, i64& above) {
+__device__ inline T sum_up_to(const Block<T>& c, i64 block, Key threshold, T share, i64& above) {
     T lanes[4] = {T(0.0), T(0.0), T(0.0), T(0.0)};
     u32 found = 0;  // with 64 bits registers spill on sm_90
     for (i64 start = 0; start < block; start += 128)
@@ -101,7 +98,7 @@ template <typename T>
 __device__ inline T smaller(T a, T b) { return bits_of(a) < bits_of(b) ? a : b; }
 
 template <typename T>
-__device__ inline void find_magnitudes(const Corrected<T>& c, i64 block, i64 bits, T& low, T& high) {
+__device__ inline void find_magnitudes(const Block<T>& c, i64 block, i64 bits, T& low, T& high) {
     typedef typename Few<T>::Key Key;
     const T half = T(0.5), share = quotient(T(1.0), T((double)block));
     i64 above;
@@ -126,12 +123,12 @@ __device__ inline T signed_magnitude(u32 field, T low, T high) {
 
 template <typename T>
 __device__ inline void quantise(
-    const T* values, const T* residual, i64 size, i64 block, const Rounding<T>& rounding, u64 offset_bits, u8* codes,
+    const T* values, const T* own, i64 size, i64 block, const Rounding<T>& rounding, u64 offset_bits, u8* codes,
     typename Few<T>::Scale* scales, T* rejected) {
     typedef typename Few<T>::Key Key;
     const i64 number = (i64)blockIdx.x * WARPS + warp(), first = number * block, bits = rounding.bits;
     if (first >= size) return;
-    const Corrected<T> c = {values + first, residual ? residual + first : nullptr, lesser(block, size - first)};
+    const Block<T> c = {values + first, lesser(block, size - first)};
     const i64 width = block * bits / 8;
     const Key SIGN = Rounding<T>::SIGN;
     Key largest = 0;
@@ -177,7 +174,7 @@ __device__ inline void quantise(
                 found &= mask;
             }
             code |= found << (bits * field);
-            if (i < c.size) rejected[first + i] = value - decoded;
+            if (i < c.size) rejected[first + i] = cells[0] < rounding.infinity() ? value - decoded : own[first + i];
         }
         codes[number * width + j] = (u8)code;
     }
@@ -207,10 +204,10 @@ __device__ inline void decode(
 
 #define FEW_BITS(dtype, T, Key, Scale)                                                                              \
     KERNEL quantise_##dtype(                                                                                        \
-        const T* values, const T* residual, i64 size, i64 bits, i64 block, i64 cut, u64 step, u64 coarse, u64 least, \
+        const T* values, const T* own, i64 size, i64 bits, i64 block, i64 cut, u64 step, u64 coarse, u64 least, \
         u64 most, u64 offset, u8* codes, Scale* scales, T* rejected) {                                              \
         const Rounding<T> rounding = {bits, cut, (Key)step, (Key)coarse, (Key)least, (Key)most};                    \
-        quantise(values, residual, size, block, rounding, offset, codes, scales, rejected);                         \
+        quantise(values, own, size, block, rounding, offset, codes, scales, rejected);                         \
     }                                                                                                               \
     KERNEL dequantise_##dtype(                                                                                      \
         const u8* codes, const Scale* scales, i64 size, i64 bits, i64 block, i64 bytes, T* out) {                   \

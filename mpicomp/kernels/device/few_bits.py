@@ -1,5 +1,7 @@
 """Every value of a vector in few bits, with the rounding error: the bits of the host; a warp for each block."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
@@ -11,7 +13,7 @@ _WARPS = THREADS // 32
 
 def quantise(
     values: Array,
-    residual: Array | None,
+    others: Sequence[tuple[Array, Array]],
     bits: int,
     block: int,
     codes: Array,
@@ -21,14 +23,17 @@ def quantise(
     short: bool = False,
     threads: int | None = None,
 ) -> None:
-    """Write codes, scales and errors of ``values + residual``, as `mpicomp.kernels.host.quantise` does.
+    """Write codes, scales and errors of the sum of others and values, as `mpicomp.kernels.host.quantise` does.
 
     threads: ignored.
     """
     if values.size:
+        total = values.copy() if others else values
+        for term in others:
+            _decode("add_quantised", *term, bits, block, total)
         how = rounding(values.dtype, bits, short=short)
         numbers = np.array([*how[1:], offset_of(values.dtype, bits)], values.dtype).view(FORMATS[values.dtype].keys)
-        given = values, residual, values.size, bits, block, how.cut, *numbers.tolist()
+        given = total, values, values.size, bits, block, how.cut, *numbers.tolist()
         warps = in_tiles(in_tiles(values.size, block), _WARPS)
         launch("quantise", [values.dtype], warps, *given, codes, scales, rejected)
 
@@ -36,13 +41,6 @@ def quantise(
 def dequantise(codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None) -> None:
     """Write the values that `quantise` encoded to `out`; threads: ignored."""
     _decode("dequantise", codes, scales, bits, block, out)
-
-
-def add_quantised(
-    codes: Array, scales: Array, bits: int, block: int, total: Array, *, threads: int | None = None
-) -> None:
-    """Add the values that `quantise` encoded to `total`; threads: ignored."""
-    _decode("add_quantised", codes, scales, bits, block, total)
 
 
 def _decode(name: str, codes: Array, scales: Array, bits: int, block: int, out: Array) -> None:

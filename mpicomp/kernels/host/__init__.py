@@ -25,7 +25,7 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 from mpicomp.kernels.host.bins import entries_in_bins
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
 from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
-from mpicomp.kernels.host.few_bits import add_quantised, dequantise, quantise
+from mpicomp.kernels.host.few_bits import dequantise, quantise
 from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
@@ -62,7 +62,6 @@ __all__ = [
     "add",
     "add_largest",
     "add_parts",
-    "add_quantised",
     "begin_fits",
     "clear",
     "consecutive",

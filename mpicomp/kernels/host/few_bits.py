@@ -11,22 +11,27 @@ Scales have 8 significant bits (21 for float64): an integer times a scale is exa
 and its rounded value. For 8 and 4 bits a scale is rounded up. A block of zeros has the scale 0, and decodes to zeros. A
 block with a value that is not finite has an infinite scale, and decodes to values that are not finite.
 
+A kernel takes a group of values at a time, which stays in the first-level cache, through its passes. The decoded values
+are written past the cache, from a buffer.
+
 Layout: a block of B values has B bits / 8 bytes. Byte j contains value j in its lowest bits, then the values j + w, j +
 2 w, ... with w = B bits / 8, so that loops over a block have no strides. A field of 8 or 4 bits is the integer + m + 1;
 of 2 or 1 bits: bit 0 is set for negative values, bit 1 for the larger magnitude. The last block is padded with zeros.
 A scale is the upper half of the bits of a float32, or of a float64.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
-from mpicomp.kernels.host.instructions import bare
+from mpicomp.kernels.host.instructions import LINE, array_at, bare, bits_of, number_of, store_line
+from mpicomp.kernels.host.streaming import LONG, addresses, is_streamed, values_before_line
 from mpicomp.threads import in_pieces
 
-_ROOM = 1 << 10  # values that are copied at a time: they stay in the first-level cache
+_ROOM = 1 << 10  # values of a group, or one block: they stay in the first-level cache
 _LANES = 128  # of a sum over a block
 _HALF = np.finfo(np.float16)
 
@@ -63,7 +68,7 @@ def scales_per_block(bits: int) -> int:
 
 def quantise(
     values: Array,
-    residual: Array | None,
+    others: Sequence[tuple[Array, Array]],
     bits: int,
     block: int,
     codes: Array,
@@ -73,57 +78,43 @@ def quantise(
     short: bool = False,
     threads: int | None = None,
 ) -> None:
-    """Write the codes and scales of ``values + residual``, and to `rejected` what they differ by from the decoded ones.
+    """Write the codes and scales of a sum, and to `rejected` what it differs by from the decoded ones.
 
-    values, residual, rejected: 1-d contiguous float32 or float64, of one dtype and length; `rejected` may be `residual`
-    itself. bits: 8, 4, 2 or 1. block: a power of two, at least 32. codes: uint8, block * bits / 8 for each block, the
-    last one padded; scales: uint16 (uint32 for float64), one for each block, two for 2 bits. short: round scales so
-    that decoded values are float16 numbers. threads: the most threads; None for `threads.count`.
+    The sum is that of the values and then the others, in order. values, rejected: 1-d contiguous float32 or float64,
+    of one dtype and length; may be the same. others: codes and scales of as many values, in as many bits. bits: 8, 4, 2
+    or 1. block: a power of two, at least 32. codes: uint8, block * bits / 8 for each block, the last one padded;
+    scales: uint16 (uint32 for float64), one for each block, two for 2 bits. short: round scales so that decoded values
+    are float16 numbers. threads: the most threads; None for `threads.count`.
 
-    ``rejected + decoded`` is ``values + residual``, bitwise for 8 and 4 bits: their difference needs no rounding.
+    ``rejected + decoded`` is the sum, bitwise for 8 and 4 bits: their difference needs no rounding. If a block of the
+    sum is not finite, `rejected` gets the values there.
     """
     form, how = FORMATS[values.dtype], rounding(values.dtype, bits, short=short)
-    width, each = block * bits // 8, scales_per_block(bits)
-    values, more = as_writable(values), None if residual is None else as_writable(residual)
-    kernel = _quantise_to_levels if bits > 2 else _quantise_to_magnitudes
-    numbers = tuple(values.dtype.type(number) for number in how[1:])
-
-    def piece(start: int, end: int) -> None:
-        first, last = start // block, -(-end // block)
-        part = values[start:end]
-        kernel(
-            (part, part.view(form.signed), part[:0] if more is None else more[start:end], rejected[start:end]),
-            (codes[first * width : last * width], scales[first * each : last * each]),
-            _workspace(block, values.dtype, max(block, _ROOM) if bits > 2 else block),
-            (bits, 4 * values.itemsize, how.cut, form.mask, offset_of(values.dtype, bits)),
-            numbers,
-        )
-
-    in_pieces(piece, values.size, threads, step=block)
-
-
-def dequantise(codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None) -> None:
-    """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
-    _decode_pieces(codes, scales, bits, block, out, threads, add=False)
-
-
-def add_quantised(
-    codes: Array, scales: Array, bits: int, block: int, total: Array, *, threads: int | None = None
-) -> None:
-    """Add the values that `quantise` encoded to `total`; its dtype is that of the quantised values."""
-    _decode_pieces(codes, scales, bits, block, total, threads, add=True)
-
-
-def _decode_pieces(
-    codes: Array, scales: Array, bits: int, block: int, out: Array, threads: int | None, *, add: bool
-) -> None:
-    width, each, codes, scales = block * bits // 8, scales_per_block(bits), as_writable(codes), as_writable(scales)
-    kernel = _decode_levels if bits > 2 else _decode_magnitudes
+    width, each, values = block * bits // 8, scales_per_block(bits), as_writable(values)
+    terms = np.stack([addresses(parts) for parts in zip(*others, strict=True)]) if others else np.empty((2, 0), int)
+    numbers = (*(values.dtype.type(number) for number in how[1:]), offset_of(values.dtype, bits))
+    sizes = bits, block, how.cut, form.mask, 4 * values.itemsize
 
     def piece(start: int, end: int) -> None:
         first, last = start // block, -(-end // block)
         coded = codes[first * width : last * width], scales[first * each : last * each]
-        kernel(*coded, out[start:end], _workspace(block, out.dtype), bits, 4 * out.itemsize, add)
+        there = terms + np.array([[first * width], [first * each * scales.itemsize]])
+        _quantise(values[start:end], there, coded, rejected[start:end], _workspace(block, values.dtype), sizes, numbers)
+
+    in_pieces(piece, values.size, threads, step=block)
+
+
+def dequantise(
+    codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None, long: int = LONG
+) -> None:
+    """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
+    width, each, codes, scales = block * bits // 8, scales_per_block(bits), as_writable(codes), as_writable(scales)
+    past = is_streamed(out, long)
+
+    def piece(start: int, end: int) -> None:
+        first, last = start // block, -(-end // block)
+        coded = codes[first * width : last * width], scales[first * each : last * each]
+        _dequantise(*coded, out[start:end], _workspace(block, out.dtype), bits, block, 4 * out.itemsize, past)
 
     in_pieces(piece, out.size, threads, step=block)
 
@@ -136,200 +127,222 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
     return dtype.type(1.5 * 2.0 ** np.finfo(dtype).nmant + (1 << bits - 1))
 
 
-def _workspace(block: int, dtype: np.dtype[Any], room: int = 0) -> tuple[Array, ...]:
-    """Return buffers of `room` numbers, of a block of rounded ones, of one, each also as integers; of fields."""
-    keys = FORMATS[dtype].signed
-    one, two, cell = np.empty(room, dtype), np.empty(block, dtype), np.empty(1, dtype)
-    return one, one.view(keys), two, two.view(keys), cell, cell.view(keys), np.empty(block, np.uint8)
+def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    """Return buffers: two of a group of blocks, one of a group and a line before it, of fields, and of scales."""
+    group = max(block, _ROOM)
+    room, spare, written = (_from_a_line(size, dtype) for size in (group, group, group + LINE // dtype.itemsize))
+    return room, spare, written, np.empty(block, np.uint8), np.empty(group // block, dtype)
+
+
+def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
+    """Return an array that begins with a cache line: no vector of a processor crosses two."""
+    whole = np.empty(size * dtype.itemsize + LINE, np.uint8)
+    start = -address(whole) % LINE
+    return whole[start : start + size * dtype.itemsize].view(dtype)
 
 
 @jit
-def _quantise_to_levels(given, coded, work, sizes, numbers):  # type: ignore[no-untyped-def]
-    values, values_bits, residual, rejected = given
-    codes, scales = coded
-    room, room_bits, y, y_bits, cell, cell_bits, _ = work
-    bits, stored, cut, mask, offset = sizes
-    block, number = y.size, values.dtype.type
-    width, top, group = block * bits // 8, number((1 << bits - 1) - 1), room.size // block
-    for first in range(0, scales.size, group):
-        c, c_bits, at = values, values_bits, np.uint64(first * block)
-        left = values.size - first * block
-        if residual.size or left < room.size:
-            _load(values, residual, at, np.uint64(min(room.size, left)), room)
-            c, c_bits, at = room, room_bits, np.uint64(0)
-        for i in range(first, min(first + group, scales.size)):
-            start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
-            largest = _largest(c_bits, at, block, mask, cell, cell_bits)
-            scale = _step_of(largest, top, cut, numbers, cell, cell_bits)
-            scales[i] = cell_bits[0] >> stored
-            inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
-            if scale < np.inf:
-                _round(c, at, inverse, offset, y)
-            else:
-                y[:] = offset
-            if largest * inverse > top:  # the scale was rounded down
-                _limit(y, offset, top)
-            _subtract_levels(c, at, scale, offset, y, rejected, start, size)
-            _pack_levels(y_bits, bits, codes, np.uint64(i * width), np.uint64(width))
-            at += np.uint64(block)
-
-
-@jit
-def _quantise_to_magnitudes(given, coded, work, sizes, numbers):  # type: ignore[no-untyped-def]
-    values, _, residual, rejected = given
-    codes, scales = coded
-    c, c_bits, y, _, cell, cell_bits, fields = work
-    codes, c, y, fields = bare(codes), bare(c), bare(y), bare(fields)
-    bits, stored, cut, mask, _ = sizes
-    block = c.size
-    width = block * bits // 8
-    for i in range(scales.size // bits):  # as many scales as bits
-        start, size = np.uint64(i * block), np.uint64(min(block, values.size - i * block))
-        _load(values, residual, start, size, c)
-        largest = _largest(c_bits, np.uint64(0), block, mask, cell, cell_bits)
-        low = high = largest
-        if largest < np.inf:
-            low, high = _magnitudes(c, int(size), bits, y)
-        low = _rounded(min(low, largest), cut, numbers, cell, cell_bits)
-        scales[bits * i] = cell_bits[0] >> stored
-        high = _rounded(min(high, largest), cut, numbers, cell, cell_bits)
-        scales[bits * i + bits - 1] = cell_bits[0] >> stored
-        half = values.dtype.type(0.5)
-        _to_signs(c, half * low + half * high if bits == 2 else values.dtype.type(np.inf), fields)
-        _from_signs(fields, low, high, y)
-        _subtract_each(c, y, rejected, start, size)
-        _pack(fields, bits, codes[i * width : (i + 1) * width])
-
-
-@jit
-def _decode_levels(codes, scales, out, work, bits, stored, add):  # type: ignore[no-untyped-def]
-    codes, out, y, cell, cell_bits = bare(codes), bare(out), bare(work[2]), work[4], work[5]
-    block = y.size
-    width = block * bits // 8
-    for i in range(scales.size):
-        start = i * block
-        end = min(start + block, out.size)
-        cell_bits[0] = np.int64(scales[i]) << stored
-        some = codes[i * width : (i + 1) * width]
-        if end - start < block:
-            _levels(some, bits, cell[0], y)
-            _put(y, out[start:end], add)
-        elif add:
-            _add_levels(some, bits, cell[0], out[start:end])
+def _quantise(values, terms, coded, rejected, work, sizes, numbers):  # type: ignore[no-untyped-def]
+    values, rejected, codes, scales = bare(values), bare(rejected), bare(coded[0]), bare(coded[1])
+    room, spare, errors, fields, steps = bare(work[0]), bare(work[1]), bare(work[2]), bare(work[3]), bare(work[4])
+    bits, block, _, _, stored = sizes
+    each = 2 if bits == 2 else 1
+    for first in range(0, values.size, room.size):
+        c, at, size, number = values, np.uint64(first), min(room.size, values.size - first), first // block
+        if size < room.size:
+            c, at = _padded(values[first:], spare), np.uint64(0)
+        if terms.size:
+            c, at = _sum(c, at, size, terms, codes, scales, number, sizes, fields, room, spare), np.uint64(0)
+        if bits > 2:
+            _to_levels(c, at, size, codes, scales, number, errors, steps, sizes, numbers)
         else:
-            _levels(some, bits, cell[0], out[start:end])
+            _to_magnitudes(c, at, size, codes, scales, number, errors, fields, sizes, numbers)
+        for start in range(0, size, block):
+            if not number_of(np.int64(scales[each * (number + start // block)]) << stored, values) < np.inf:
+                for j in range(start, min(start + block, size)):
+                    errors[j] = values[first + j]
+        for j in range(np.uint64(size)):  # in order of memory, which may be that of the values
+            rejected[np.uint64(first) + j] = errors[j]
 
 
 @jit
-def _decode_magnitudes(codes, scales, out, work, bits, stored, add):  # type: ignore[no-untyped-def]
-    codes, out, y, fields, cell, cell_bits = bare(codes), bare(out), bare(work[2]), bare(work[6]), work[4], work[5]
-    block = y.size
-    width = block * bits // 8
-    for i in range(scales.size // bits):
-        start = i * block
-        end = min(start + block, out.size)
-        cell_bits[0] = np.int64(scales[bits * i]) << stored
-        low = cell[0]
-        cell_bits[0] = np.int64(scales[bits * i + bits - 1]) << stored
-        _unpack(codes[i * width : (i + 1) * width], bits, fields)
-        _from_signs(fields, low, cell[0], y)
-        _put(y, out[start:end], add)
+def _dequantise(codes, scales, out, work, bits, block, stored, past):  # type: ignore[no-untyped-def]
+    codes, scales, out, nothing = bare(codes), bare(scales), bare(out), bare(work[0])
+    values, fields, kept, done = bare(work[2]), bare(work[3]), 0, 0
+    nothing[:block] = -0.0  # which changes no value that is added to it
+    for first in range(0, out.size, nothing.size):
+        for start in range(first, min(first + nothing.size, out.size), block):
+            i, place = start // block, np.uint64(kept)
+            _decode(codes, scales, i, bits, block, stored, fields, nothing, np.uint64(0), values, place)
+            kept += min(block, out.size - start)
+        count = _put(values[:kept], out[done:], past)
+        done, kept = done + count, kept - count
+    _put(values[:kept], out[done:], False)
 
 
 @jit
-def _load(values, residual, start, size, room):  # type: ignore[no-untyped-def]
-    """Write the values of a block, with the residual unless it is empty, and zeros behind them."""
-    if residual.size:
-        for j in range(size):
-            room[j] = values[start + j] + residual[start + j]
+def _padded(values, room):  # type: ignore[no-untyped-def]
+    """Write values to `room`, and zeros behind them; return it."""
+    room[: values.size] = values
+    room[values.size :] = 0
+    return room
+
+
+@jit
+def _sum(c, at, size, terms, codes, scales, number, sizes, fields, room, spare):  # type: ignore[no-untyped-def]
+    """Return the sum of `size` values from `at` on and the terms' blocks from `number` on, in one of two buffers.
+
+    Each addition writes to the other one.
+    """
+    bits, block, _, _, stored = sizes
+    for term in range(terms.shape[1]):
+        some = array_at(codes, terms[0, term], codes.size)
+        own = array_at(scales, terms[1, term], scales.size)
+        for i in range((size + block - 1) // block):
+            place = np.uint64(i * block)
+            _decode(some, own, number + i, bits, block, stored, fields, c, at + place, room, place)
+        c, at, room, spare = room, np.uint64(0), spare, room
+    c[size:] = 0
+    return c
+
+
+@jit
+def _put(values, out, past):  # type: ignore[no-untyped-def]
+    """Write values to `out`, and return how many; `past` the cache whole lines, and the others move to the front."""
+    if not past:
+        for j in range(values.size):
+            out[j] = values[j]
+        return values.size
+    step, head = LINE // out.itemsize, min(values.size, values_before_line(out))
+    for j in range(head):
+        out[j] = values[j]
+    end = head + (values.size - head) // step * step
+    for j in range(head, end, step):
+        store_line(values, j, out, j)
+    for j in range(end, values.size):
+        values[j - end] = values[j]
+    return end
+
+
+@jit
+def _to_levels(c, at, size, codes, scales, first, errors, steps, sizes, numbers):  # type: ignore[no-untyped-def]
+    """Write the blocks from `first` on, `size` values from `at` on, in 8 or 4 bits, their scales, and the errors.
+
+    First the scales of all blocks: each is a chain of instructions, which a processor overlaps with others.
+    """
+    bits, block, cut, mask, stored = sizes
+    number, offset, blocks, width = c.dtype.type, numbers[4], (size + block - 1) // block, np.uint64(block * bits // 8)
+    top = number((1 << bits - 1) - 1)
+    for i in range(blocks):
+        largest = _largest(c, at + np.uint64(i * block), block, mask)
+        steps[i] = _step_of(c, largest, top, cut, numbers)
+        scales[first + i] = bits_of(steps[i]) >> stored
+    for i in range(blocks):
+        scale = steps[i]
+        inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
+        most = top if scale < np.inf else number(0)  # for scales that were rounded down, and NaN
+        start, byte, limits = np.uint64(i * block), np.uint64(first + i) * width, (offset - most, offset + most)
+        if bits == 8:
+            _to_bytes(c, at + start, errors, start, codes, byte, width, inverse, scale, offset, limits)
+        else:
+            _to_halves(c, at + start, errors, start, codes, byte, width, inverse, scale, offset, limits)
+
+
+@jit
+def _to_bytes(c, at, errors, place, codes, byte, width, inverse, scale, offset, limits):  # type: ignore[no-untyped-def]
+    for j in range(width):
+        y = _level(c[at + j], inverse, offset, limits)
+        errors[place + j] = c[at + j] - (y - offset) * scale
+        codes[byte + j] = bits_of(y) & 255
+
+
+@jit
+def _to_halves(c, at, errors, place, codes, byte, width, inverse, scale, offset, limits):  # type: ignore[no-untyped-def]
+    ahead, behind = at + width, place + width
+    for j in range(width):
+        y, z = _level(c[at + j], inverse, offset, limits), _level(c[ahead + j], inverse, offset, limits)
+        errors[place + j] = c[at + j] - (y - offset) * scale
+        errors[behind + j] = c[ahead + j] - (z - offset) * scale
+        codes[byte + j] = bits_of(y) & 15 | (bits_of(z) & 15) << 4
+
+
+@jit
+def _level(value, inverse, offset, limits):  # type: ignore[no-untyped-def]
+    """Return a value over the scale plus `offset`, which rounds it to an integer; NaN is the least of the limits."""
+    y = value * inverse + offset
+    y = y if y >= limits[0] else limits[0]
+    return y if y <= limits[1] else limits[1]
+
+
+@jit
+def _to_magnitudes(c, at, size, codes, scales, first, errors, fields, sizes, numbers):  # type: ignore[no-untyped-def]
+    """Write the blocks from `first` on, `size` values from `at` on, in 2 or 1 bits, magnitudes, and the errors."""
+    bits, block, cut, mask, stored = sizes
+    number, width = c.dtype.type, block * bits // 8
+    for i in range((size + block - 1) // block):
+        start, some = np.uint64(i * block), (first + i) * width
+        own, y = c[at + start : at + start + np.uint64(block)], errors[start : start + np.uint64(block)]
+        low = high = largest = _largest(own, np.uint64(0), block, mask)
+        if largest < np.inf:
+            low, high = _magnitudes(own, min(block, size - i * block), bits, y)
+        low, high = _rounded(c, min(low, largest), cut, numbers), _rounded(c, min(high, largest), cut, numbers)
+        each = bits * (first + i)  # as many magnitudes as bits
+        scales[each], scales[each + bits - 1] = bits_of(low) >> stored, bits_of(high) >> stored
+        _to_signs(own, number(0.5) * low + number(0.5) * high if bits == 2 else number(np.inf), fields)
+        _from_signs(fields, -low, -high, own, np.uint64(0), y, np.uint64(0))
+        _pack(fields, bits, codes[some : some + width])
+
+
+@jit
+def _decode(codes, scales, i, bits, block, stored, fields, base, at, out, place):  # type: ignore[no-untyped-def]
+    """Write the values of block i, added to those of `base` from `at` on, to `out` from `place` on."""
+    width, each = block * bits // 8, 2 if bits == 2 else 1
+    low = number_of(np.int64(scales[each * i]) << stored, out)
+    if bits > 2:
+        _from_levels(codes, np.uint64(i * width), bits, np.uint64(width), low, base, at, out, place)
     else:
-        for j in range(size):
-            room[j] = values[start + j]
-    for j in range(size, np.uint64(room.size)):
-        room[j] = 0
+        high = number_of(np.int64(scales[each * i + each - 1]) << stored, out)
+        _unpack(codes[i * width : (i + 1) * width], bits, fields)
+        _from_signs(fields, low, high, base, at, out, place)
 
 
 @jit
-def _largest(bits, at, block, mask, cell, cell_bits):  # type: ignore[no-untyped-def]
+def _largest(c, at, block, mask):  # type: ignore[no-untyped-def]
     """Return the largest magnitude of a block, by the order of the bits; NaN is above infinity."""
     largest = mask ^ mask
     for j in range(np.uint64(block)):
-        largest = max(largest, bits[at + j] & mask)
-    cell_bits[0] = largest
-    return cell[0]
+        largest = max(largest, bits_of(c[at + j]) & mask)
+    return number_of(largest, c)
 
 
 @jit
-def _step_of(largest, top, cut, numbers, cell, cell_bits):  # type: ignore[no-untyped-def]
+def _step_of(c, largest, top, cut, numbers):  # type: ignore[no-untyped-def]
     """Return the largest magnitude over `top`, rounded up; rounded down if `top` of it were out of range."""
-    step, coarse, least, most = numbers
+    step, coarse, least, most, _ = numbers
+    number = c.dtype.type
     if not largest < np.inf:
-        cell[0] = np.inf
-        return cell[0]
+        return number(np.inf)
     scale = largest / top
     if scale < coarse:
         scale = np.ceil(scale / step) * step
-    cell[0] = scale
-    bits = (np.int64(cell_bits[0]) + (1 << cut) - 1) >> cut << cut
-    cell_bits[0] = bits
-    if cell[0] * top > most and largest <= most:
-        cell_bits[0] = bits - (1 << cut)
-    if cell[0] < least:
-        cell[0] = 0
-    return cell[0]
+    bits = (np.int64(bits_of(scale)) + (1 << cut) - 1) >> cut << cut
+    scale = number_of(bits, c)
+    if scale * top > most and largest <= most:
+        scale = number_of(bits - (1 << cut), c)
+    return scale if scale >= least else number(0)
 
 
 @jit
-def _rounded(magnitude, cut, numbers, cell, cell_bits):  # type: ignore[no-untyped-def]
-    """Return a magnitude of 2 or 1 bits, rounded to nearest; leave its bits in `cell_bits`."""
-    step, coarse, _, most = numbers
+def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
+    """Return a magnitude of 2 or 1 bits, rounded to nearest."""
+    step, coarse, _, most, _ = numbers
+    if not magnitude < np.inf:
+        return c.dtype.type(np.inf)
     if magnitude < coarse:
         magnitude = np.rint(magnitude / step) * step
-    cell[0] = magnitude
-    if magnitude < np.inf:
-        bits = (np.int64(cell_bits[0]) + (1 << cut - 1)) >> cut << cut
-        cell_bits[0] = bits
-        if cell[0] > most and magnitude <= most:
-            cell_bits[0] = bits - (1 << cut)
-    else:
-        cell[0] = np.inf
-    return cell[0]
-
-
-@jit
-def _round(c, at, inverse, offset, y):  # type: ignore[no-untyped-def]
-    """Write the values over the scale plus `offset`, which rounds them to integers."""
-    for j in range(np.uint64(y.size)):
-        y[j] = c[at + j] * inverse + offset
-
-
-@jit
-def _limit(y, offset, top):  # type: ignore[no-untyped-def]
-    for j in range(y.size):
-        y[j] = min(max(y[j], offset - top), offset + top)
-
-
-@jit
-def _subtract_levels(c, at, scale, offset, y, rejected, start, size):  # type: ignore[no-untyped-def]
-    for j in range(size):
-        rejected[start + j] = c[at + j] - (y[j] - offset) * scale
-
-
-@jit
-def _subtract_each(c, y, rejected, start, size):  # type: ignore[no-untyped-def]
-    for j in range(size):
-        rejected[start + j] = c[j] - y[j]
-
-
-@jit
-def _pack_levels(y_bits, bits, codes, start, width):  # type: ignore[no-untyped-def]
-    """Write the fields of a block, the low bits of its rounded values, into its bytes."""
-    if bits == 8:
-        for j in range(width):
-            codes[start + j] = y_bits[j] & 255
-    else:
-        for j in range(width):
-            codes[start + j] = y_bits[j] & 15 | (y_bits[width + j] & 15) << 4
+    bits = (np.int64(bits_of(magnitude)) + (1 << cut - 1)) >> cut << cut
+    rounded = number_of(bits, c)
+    return number_of(bits - (1 << cut), c) if rounded > most and magnitude <= most else rounded
 
 
 @jit
@@ -357,43 +370,17 @@ def _unpack(codes, bits, fields):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _levels(codes, bits, scale, out):  # type: ignore[no-untyped-def]
-    """Write the values of a block."""
-    number, width = out.dtype.type, codes.size
+def _from_levels(codes, byte, bits, width, scale, base, at, out, place):  # type: ignore[no-untyped-def]
+    """Write the values of a block of 8 or 4 bits, see `_decode`; in order of memory, which processors read ahead."""
+    number, ahead, behind = out.dtype.type, at + width, place + width
     if bits == 8:
         for j in range(width):
-            out[j] = number(np.int32(codes[j]) - 128) * scale
+            out[place + j] = base[at + j] + (number(codes[byte + j]) - number(128)) * scale
     else:
-        low, high = out[:width], out[width:]
         for j in range(width):
-            low[j] = number((np.int32(codes[j]) & 15) - 8) * scale
+            out[place + j] = base[at + j] + (number(np.uint8(codes[byte + j] & 15)) - number(8)) * scale
         for j in range(width):
-            high[j] = number((np.int32(codes[j]) >> 4) - 8) * scale
-
-
-@jit
-def _add_levels(codes, bits, scale, total):  # type: ignore[no-untyped-def]
-    """Add the values of a block."""
-    number, width = total.dtype.type, codes.size
-    if bits == 8:
-        for j in range(width):
-            total[j] += number(np.int32(codes[j]) - 128) * scale
-    else:
-        low, high = total[:width], total[width:]
-        for j in range(width):
-            low[j] += number((np.int32(codes[j]) & 15) - 8) * scale
-        for j in range(width):
-            high[j] += number((np.int32(codes[j]) >> 4) - 8) * scale
-
-
-@jit
-def _put(y, out, add):  # type: ignore[no-untyped-def]
-    if add:
-        for j in range(out.size):
-            out[j] += y[j]
-    else:
-        for j in range(out.size):
-            out[j] = y[j]
+            out[behind + j] = base[ahead + j] + (number(np.uint8(codes[byte + j] >> 4)) - number(8)) * scale
 
 
 @jit
@@ -403,10 +390,11 @@ def _to_signs(c, threshold, fields):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _from_signs(fields, low, high, y):  # type: ignore[no-untyped-def]
-    for j in range(y.size):
+def _from_signs(fields, low, high, base, at, out, place):  # type: ignore[no-untyped-def]
+    """Write the values of a block of 2 or 1 bits, see `_decode`."""
+    for j in range(np.uint64(fields.size)):
         magnitude = high if fields[j] & 2 else low
-        y[j] = -magnitude if fields[j] & 1 else magnitude
+        out[place + j] = base[at + j] + (-magnitude if fields[j] & 1 else magnitude)
 
 
 @jit

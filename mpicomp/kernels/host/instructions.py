@@ -42,6 +42,12 @@ def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
     out[first:end] = factor * a[first:end] + sign * b[first:end]
 
 
+def store_line(values, place, out, first):  # type: ignore[no-untyped-def]
+    """Write a cache line of values from `place` on to `out` from `first` on, where one begins, bypassing the cache."""
+    count = LINE // out.itemsize
+    out[first : first + count] = values[place : place + count]
+
+
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
     """Write 64 values of ``factor * a + b`` as `store_sum` does, and return which are at least `floor` under `mask`.
 
@@ -90,6 +96,16 @@ def butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
     out[first : first + WORD] = word * scale
 
 
+def bits_of(number):  # type: ignore[no-untyped-def]
+    """Return the bits of a float32 or float64, as a signed integer of its width."""
+    return number.view(f"i{number.itemsize}")
+
+
+def number_of(bits, other):  # type: ignore[no-untyped-def]
+    """Return the number with the lowest bits of an integer, of the dtype of the array `other`."""
+    return np.int64(bits).astype(f"i{other.itemsize}").view(other.dtype)
+
+
 def lowest(word):  # type: ignore[no-untyped-def]
     """Return the number of the lowest bit set in a uint64 that is not 0, as a uint64."""
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
@@ -130,6 +146,11 @@ def _store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
     return lambda a, factor, b, sign, out, first: _store_sum_of_vectors(a, factor, b, sign, out, first)
 
 
+@overload(store_line)
+def _store_line(values, place, out, first):  # type: ignore[no-untyped-def]
+    return lambda values, place, out, first: _store_line_of_vectors(values, place, out, first)
+
+
 @overload(store_sum_reaching)
 def _store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
     return lambda a, factor, b, out, first, mask, floor: _store_sum_reaching_in_vectors(
@@ -160,6 +181,16 @@ def _bare(array):  # type: ignore[no-untyped-def]
 @overload(butterflies)
 def _butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
     return lambda values, out, first, scale: _butterflies_of_vectors(values, out, first, scale)
+
+
+@overload(bits_of)
+def _bits_of(number):  # type: ignore[no-untyped-def]
+    return lambda number: _as_integer(number)
+
+
+@overload(number_of)
+def _number_of(bits, other):  # type: ignore[no-untyped-def]
+    return lambda bits, other: _as_number(bits, other)
 
 
 @overload(lowest)
@@ -199,6 +230,18 @@ def _store_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, sign: Any, o
 
     contiguous = a.is_contig and b.is_contig and out.is_contig
     return (types.void(a, out.dtype, b, out.dtype, out, types.intp), code) if contiguous else None
+
+
+@intrinsic
+def _store_line_of_vectors(typing: Any, values: Any, place: Any, out: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        count = LINE * 8 // out.dtype.bitwidth
+        load, _ = _accesses(context, builder, signature, arguments, count, first=1)
+        _, stream = _accesses(context, builder, signature, arguments, count)
+        stream(load(0), 2)
+        return context.get_dummy_value()
+
+    return (types.void(values, types.intp, out, types.intp), code) if values.is_contig and out.is_contig else None
 
 
 @intrinsic
@@ -294,6 +337,23 @@ def _butterflies_of_vectors(typing: Any, values: Any, out: Any, first: Any, scal
         return context.get_dummy_value()
 
     return (types.void(values, out, types.intp, out.dtype), code) if values.is_contig and out.is_contig else None
+
+
+@intrinsic
+def _as_integer(typing: Any, number: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.Integer.from_bitwidth(number.bitwidth)(number), code
+
+
+@intrinsic
+def _as_number(typing: Any, bits: Any, other: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lowest = builder.trunc(arguments[0], ir.IntType(other.dtype.bitwidth))
+        return builder.bitcast(lowest, context.get_value_type(other.dtype))
+
+    return other.dtype(types.int64, other), code
 
 
 @intrinsic
