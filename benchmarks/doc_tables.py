@@ -122,6 +122,25 @@ def threads() -> list[str]:
     return table([*heads, "throughput: two threads over one", "over two processes"], rows)
 
 
+def parts() -> list[str]:
+    """Return the table of the parts of a sum in few bits, and how many reads of the array each takes."""
+    found = {size: loaded(f"quantised-{size}")["rows"] for size in (4, 2)}
+    columns = [(size, bits) for size in found for bits in (8, 4)]
+    rows: dict[str, list[str]] = {}
+    for size, bits in columns:
+        for row in found[size]:
+            name = row["name"].removeprefix(f"{bits} bits").lstrip(": ")
+            if row["name"].startswith(f"{bits} bits") and row["baseline"] != "16 bits":
+                whole = f"a call, and its speed-up over `{row['baseline']}`"
+                last = f"{row['speedup']:.2f}" if name == "direct" else f"{row['seconds'] / row['floor']:.1f} reads"
+                rows.setdefault(whole if name == "direct" else name, []).append(
+                    f"{1e3 * row['seconds']:.1f} ms, {last}"
+                )
+    return table(
+        ["25e6 float32", *(f"P = {size}, {bits} bits" for size, bits in columns)], [[k, *v] for k, v in rows.items()]
+    )
+
+
 def choice() -> list[str]:
     """Return in how many places "auto" is near the best algorithm, by ranks and collective."""
     runs = {size: near_best(loaded(f"choice-{size}")["rows"]) for size in CHOICES}
@@ -216,6 +235,7 @@ TABLES = {
         "tensors": lambda: times(TENSORS, "-tensors"),
         "compressors": compressors,
         "threads": threads,
+        "parts": parts,
         "large": large,
         "choice": choice,
     },

@@ -189,7 +189,7 @@ def allgather_model(size: int) -> float:
 
 def selection(row: Row) -> str:
     """Return the name of a method, or of its metric."""
-    return str(row["name"]).removeprefix("aggregation-aware:metric=").partition(",")[0]
+    return str(row["name"]).removeprefix("aggregation-aware:metric=").removesuffix(",votes=True")
 
 
 def aggregates(rows: Sequence[Row], path: Path) -> None:
