@@ -99,10 +99,10 @@ def code_of(*folders):
 
 
 BUDGET = {  # numbers that only fall: what a change needs more of, it takes away elsewhere
-    "library lines": 13015,
-    "tool lines": 2871,
+    "library lines": 13010,
+    "tool lines": 2870,
     "closure modules": 34,
-    "closure lines": 5501,
+    "closure lines": 5492,
     "classes": 89,
     "private nouns": 34,
     "exchange lines": 1443,
