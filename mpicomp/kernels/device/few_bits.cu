@@ -123,7 +123,7 @@ __device__ inline T signed_magnitude(u32 field, T low, T high) {
 
 template <typename T>
 __device__ inline void quantise(
-    const T* values, const T* own, i64 size, i64 block, const Rounding<T>& rounding, u64 offset_bits, u8* codes,
+    const T* values, i64 size, i64 block, const Rounding<T>& rounding, u64 offset_bits, u8* codes,
     typename Few<T>::Scale* scales, T* rejected) {
     typedef typename Few<T>::Key Key;
     const i64 number = (i64)blockIdx.x * WARPS + warp(), first = number * block, bits = rounding.bits;
@@ -174,7 +174,7 @@ __device__ inline void quantise(
                 found &= mask;
             }
             code |= found << (bits * field);
-            if (i < c.size) rejected[first + i] = cells[0] < rounding.infinity() ? value - decoded : own[first + i];
+            if (i < c.size && cells[0] < rounding.infinity()) rejected[first + i] = value - decoded;
         }
         codes[number * width + j] = (u8)code;
     }
@@ -204,10 +204,10 @@ __device__ inline void decode(
 
 #define FEW_BITS(dtype, T, Key, Scale)                                                                              \
     KERNEL quantise_##dtype(                                                                                        \
-        const T* values, const T* own, i64 size, i64 bits, i64 block, i64 cut, u64 step, u64 coarse, u64 least, \
+        const T* values, i64 size, i64 bits, i64 block, i64 cut, u64 step, u64 coarse, u64 least, \
         u64 most, u64 offset, u8* codes, Scale* scales, T* rejected) {                                              \
         const Rounding<T> rounding = {bits, cut, (Key)step, (Key)coarse, (Key)least, (Key)most};                    \
-        quantise(values, own, size, block, rounding, offset, codes, scales, rejected);                         \
+        quantise(values, size, block, rounding, offset, codes, scales, rejected);                         \
     }                                                                                                               \
     KERNEL dequantise_##dtype(                                                                                      \
         const u8* codes, const Scale* scales, i64 size, i64 bits, i64 block, i64 bytes, T* out) {                   \

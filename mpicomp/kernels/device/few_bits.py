@@ -33,7 +33,8 @@ def quantise(
             _decode("add_quantised", *term, bits, block, total)
         how = rounding(values.dtype, bits, short=short)
         numbers = np.array([*how[1:], offset_of(values.dtype, bits)], values.dtype).view(FORMATS[values.dtype].keys)
-        given = total, values, values.size, bits, block, how.cut, *numbers.tolist()
+        rejected[...] = values  # what stays where a block is not finite
+        given = total, values.size, bits, block, how.cut, *numbers.tolist()
         warps = in_tiles(in_tiles(values.size, block), _WARPS)
         launch("quantise", [values.dtype], warps, *given, codes, scales, rejected)
 
