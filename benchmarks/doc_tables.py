@@ -152,6 +152,18 @@ def choice() -> list[str]:
     return table(['"auto" of', *(f"P = {size}" for size in CHOICES), "together"], rows)
 
 
+def short() -> list[str]:
+    """Return the microseconds of short sums: dense and gathered by MPI, and sparse."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for size in reversed(RANKS):
+        for row in loaded(f"short-{size}")["rows"]:
+            case = f"{size}", f"{row['length']:.0e}".replace("e+0", "e"), f"{100 * row['density']:g} %"
+            found.setdefault(case, {})[row["algorithm"]] = f"{1e6 * row['seconds']:.0f} us"
+    heads = ["P", "values", "density", "`MPI_Allreduce`, dense", "`MPI_Allgatherv`", "`sparse_allreduce`"]
+    names = "MPI_Allreduce", "MPI_Allgatherv", "auto"
+    return table(heads, [[*case, *(taken[name] for name in names)] for case, taken in found.items()])
+
+
 def race(schedule: str) -> list[str]:
     """Return the tables of the race with a schedule of the learning rate, one for each rate of the links."""
     rows = losses.of(loaded("race")["rows"], schedule=schedule)
@@ -238,6 +250,7 @@ TABLES = {
         "parts": parts,
         "large": large,
         "choice": choice,
+        "short": short,
     },
     "docs/slow_links.md": {"race": partial(race, "linear")},
     "benchmarks/race/README.md": {"race": partial(race, "constant")},

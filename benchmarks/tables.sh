@@ -4,6 +4,7 @@
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)
 #   choice    every algorithm and "auto" on a grid, in shared memory on 2, 4 and 8 ranks      (4 minutes)
+#   short     exact sums of 10^4 and 10^5 values in shared memory, on 2 and 4 ranks           (20 seconds)
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
 #   steps     a whole step with each compressor, one vector and 54 tensors, on one rank     (2 minutes)
@@ -61,6 +62,13 @@ choice() {
   done
 }
 
+short() {
+  for size in 2 4; do
+    keep "short-$size" mpirun -n $size mpicomp bench allreduce --lengths 1e4 1e5 --algorithms auto \
+      --repeats "${REPEATS:-300}" --json "$out/short-$size.json"
+  done
+}
+
 crossing() {
   for rate in $rates; do for size in 2 4 8; do
     keep "crossing-$rate-$size" on $size "$rate" python -m mpi4py "$here/crossing.py" --repeats "$repeats"
@@ -94,7 +102,7 @@ machine() {
 }
 
 case $table in
-  links | bytes | choice | crossing | exchange | steps | machine) tables=$table ;;
+  links | bytes | choice | short | crossing | exchange | steps | machine) tables=$table ;;
   all) tables="links bytes crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac
