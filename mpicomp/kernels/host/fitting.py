@@ -107,7 +107,7 @@ def end_fits(
     ends = np.searchsorted(positions, edges)
     wide = found.view(values.dtype).astype(np.promote_types(values.dtype, np.float32), copy=False)
     _end(wide, ends, plans, pareto)
-    room, floors = positions.size + plans.size + 1, keys_above(plans["threshold"], values.dtype)
+    room, floors = positions.size + plans.size + WORD, keys_above(plans["threshold"], values.dtype)
     kept_positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
     count = int(_keep(vector, edges, positions, found, ends, floors, plans, kept_positions, kept))
     return kept_positions[:count], kept[:count].view(values.dtype)
@@ -315,16 +315,13 @@ def _end(values, ends, plans, pareto):  # type: ignore[no-untyped-def]
 
 @jit
 def _keep(vector, edges, positions, bits, ends, floors, plans, kept_positions, kept):  # type: ignore[no-untyped-def]
-    """Copy the entries at or above the floor of their segment, else its largest value if it is not zero.
-
-    Without branches, which would be unpredictable; so there is one more element.
-    """
+    """Copy the entries at or above the floor of their segment, else its largest value if it is not zero."""
     values, count = bare(vector.bits), np.uint64(0)
     for i in range(floors.size):
-        before = count
-        for j in range(ends[i], ends[i + 1]):
-            kept_positions[count], kept[count] = positions[j], bits[j]
-            count += np.uint64((bits[j] & vector.mask) >= floors[i])
+        before, some = count, bits[ends[i] : ends[i + 1]]
+        count += np.uint64(compact(some, vector.mask, floors[i], ends[i], kept_positions[count:], kept[count:])[0])
+        for j in range(before, count):
+            kept_positions[j] = positions[kept_positions[j]]
         if count == before:
             most, place = values.dtype.type(0), 0
             for j in range(edges[i], edges[i + 1]):
