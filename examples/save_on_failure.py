@@ -68,7 +68,6 @@ class Training:
         from mpicomp import TopK
 
         self.comm, self.parameters, self.step = comm, np.zeros(LENGTH, np.float32), 0
-        self.first = 0  # the step in which this run began
         self.exchange = GradientExchange(comm, TopK(density=0.02))
         self.exchange.register({"parameters": self.parameters})  # a saved state is loaded by name
 
@@ -81,14 +80,14 @@ class Training:
 
     def state(self):
         """Return arrays by name, which np.savez can store; RuntimeError in the middle of a step."""
-        if self.exchange.steps != self.step - self.first:  # SIGTERM may arrive at any time
+        if self.exchange.steps != self.step:  # SIGTERM may arrive at any time
             raise RuntimeError("ended between the exchange and the update of the parameters: nothing is saved")
         return {"array": self.parameters, "step": np.array(self.step), **self.exchange.state_dict()}
 
     def load(self, state):
         """Load the arrays that `state` returned."""
         self.parameters[...] = state.pop("array")
-        self.step = self.first = int(state.pop("step"))
+        self.step = int(state.pop("step"))
         self.exchange.load_state_dict(state)
 
 
@@ -105,6 +104,8 @@ def continued(training, saved, check):
     if mine is None:  # the residual of a rank that was lost is lost with it
         other = next(iter(saved.values()))
         mine = training.exchange.state_dict() | {"array": other["array"], "step": other["step"]}
+        for table in [mine[name] for name in mine if name.endswith("/settings")]:
+            table[table[:, 0] == "steps", 1] = other["step"]  # all ranks load states of one step
     training.load(mine)
 
 
