@@ -105,8 +105,8 @@ BUDGET = {  # numbers that only fall: what a change needs more of, it takes away
     "closure lines": 5492,
     "classes": 89,
     "private nouns": 34,
-    "exchange lines": 1443,
-    "test lines": 23121,
+    "exchange lines": 1442,
+    "test lines": 23119,
 }
 
 
